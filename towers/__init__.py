@@ -1,0 +1,33 @@
+"""How towers live: who is there, how they start, communicate, average gradients and stay mirror images.
+
+The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses and can be used without them.
+"""
+
+from towers.errors import (
+    CannotStartError,
+    DisagreementError,
+    ForkedError,
+    HandshakeError,
+    MirrorError,
+    PortInUseError,
+    StartupError,
+    TowerFailedError,
+    TowersError,
+)
+from towers.launch import Failure, launch
+from towers.topology import Topology
+
+__all__ = [
+    "CannotStartError",
+    "DisagreementError",
+    "Failure",
+    "ForkedError",
+    "HandshakeError",
+    "MirrorError",
+    "PortInUseError",
+    "StartupError",
+    "Topology",
+    "TowerFailedError",
+    "TowersError",
+    "launch",
+]

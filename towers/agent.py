@@ -1,0 +1,207 @@
+"""The process that a several-tower program becomes: torchrun's agent, with one terminal and one voice.
+
+Starting, watching and ending the towers is all :mod:`torch.distributed.elastic`'s, the engine of ``torchrun``.
+What is added here is what a person sees: the chief's output plain, the other towers silent but for prefixed
+warnings and errors (:mod:`towers.console`), the first exception whole and last, its exit code, and workers
+that find each other with a deadline and say who is missing (:mod:`towers.rendezvous`).
+
+``python train.py`` on a machine with two GPUs becomes::
+
+    python …/towers/agent.py --towers 2 … -- python train.py
+
+It is run by its path, so that neither the current directory nor the script's can put another ``towers``
+package in its way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import pathlib
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules' names are nobody else's business
+    _parent = str(pathlib.Path(__file__).resolve().parent.parent)
+    if _parent not in sys.path:
+        sys.path.append(_parent)
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the agent has to know.
+
+    Attributes:
+        towers: towers on this machine.
+        worker, workers: this machine's index among the cluster's workers, and how many there are.
+        addresses: ``host:port`` of every worker, in order; empty for a job on one machine.
+        origin: where the cluster was read from, for messages.
+        started_by: what the person typed, for the log.
+        devices: this machine's devices, one per tower; empty to leave the choice to the script.
+        startup_seconds: how long workers wait for each other.
+        log_dir: where the other towers' output is kept; None keeps nothing.
+    """
+
+    towers: int
+    worker: int = 0
+    workers: int = 1
+    addresses: tuple[str, ...] = ()
+    origin: str = "the command line"
+    started_by: str = "python"
+    devices: tuple[str, ...] = ()
+    startup_seconds: float = 300.0
+    log_dir: str | None = None
+
+
+def command(options: Options, program: Sequence[str]) -> list[str]:
+    """The command line of an agent that runs ``program`` (a whole command) in every tower."""
+    words = [sys.executable, str(pathlib.Path(__file__).resolve()), "--towers", str(options.towers)]
+    if options.workers > 1:
+        words += ["--worker", str(options.worker), "--workers", str(options.workers)]
+        words += [
+            "--addresses",
+            ",".join(options.addresses),
+            "--startup-seconds",
+            str(options.startup_seconds),
+        ]
+    if options.devices:
+        words += ["--devices", ",".join(options.devices)]
+    if options.log_dir:
+        words += ["--log-dir", options.log_dir]
+    words += ["--origin", options.origin, "--started-by", options.started_by]
+    return [*words, "--", *program]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the towers to their end. Returns the exit code: the first failing tower's, 0 when none failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from towers.errors import StartupError, TowersError
+
+    options, program = _parse(arguments)
+    _set_environment(options)
+    try:
+        _run(options, program)
+    except ChildFailedError as failed:
+        return _report(failed)
+    except SignalException as stopped:
+        _die_by(stopped.sigval)
+    except KeyboardInterrupt:
+        _die_by(signal.SIGINT)
+    except (StartupError, TowersError) as error:
+        print(f"towers: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+    parser = argparse.ArgumentParser(prog="towers.agent", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--towers", type=int, required=True)
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--addresses", type=_comma_separated, default=())
+    parser.add_argument("--devices", type=_comma_separated, default=())
+    parser.add_argument("--origin", default="the command line")
+    parser.add_argument("--started-by", default="python")
+    parser.add_argument("--startup-seconds", type=float, default=300.0)
+    parser.add_argument("--log-dir")
+    parser.add_argument("program", nargs="+")
+    parsed = vars(parser.parse_args(arguments))
+    program = parsed.pop("program")
+    return Options(**parsed), program
+
+
+def _comma_separated(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _set_environment(options: Options) -> None:
+    """What all towers of this machine inherit."""
+    from towers import machine, topology
+
+    os.environ[topology.STARTED_BY] = options.started_by
+    if options.devices:
+        os.environ[topology.DEVICES] = ",".join(options.devices)
+    if options.towers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(options.towers)))
+    # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+def _run(options: Options, program: Sequence[str]) -> None:
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from towers import console, rendezvous
+    from towers.agent_logs import TowerLogs
+
+    rendezvous_handler_registry.register("towers", rendezvous.create_handler)
+    with console.Relay() as relay:
+        known = {field.name for field in dataclasses.fields(LaunchConfig)}
+        settings: dict[str, Any] = {
+            "min_nodes": options.workers,
+            "max_nodes": options.workers,
+            "nproc_per_node": options.towers,
+            "run_id": uuid.uuid4().hex,
+            "role": "tower",
+            "rdzv_backend": "towers",
+            "rdzv_endpoint": options.addresses[0] if options.addresses else "127.0.0.1:0",
+            "rdzv_configs": {"options": options, "timeout": options.startup_seconds},
+            "max_restarts": 0,
+            "monitor_interval": 0.1,
+            "logs_specs": TowerLogs(relay, options.log_dir),
+            "shutdown_timeout": 5,
+        }
+        config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+        elastic_launch(config, program[0])(*program[1:])
+
+
+def _report(failed: ChildFailedError) -> int:
+    """Print the first failure, whole, as the last thing; return the exit code it stands for."""
+    failures = failed.failures
+    reports = {tower: _details(failure.error_file_data) for tower, failure in failures.items()}
+    # A tower that was ended because of another has no report; one that only lost its peer is a consequence.
+    own = {tower: failure for tower, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
+    first = min(
+        own or failures,
+        key=lambda tower: (
+            bool(reports[tower].get("consequence")),
+            reports[tower].get("time", failures[tower].timestamp),
+        ),
+    )
+    failure, details = failures[first], reports[first]
+    if trace := str(details.get("py_callstack", "")):
+        print(f"towers: tower {first} failed:\n{trace.rstrip()}", file=sys.stderr, flush=True)
+    elif failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        print(f"towers: tower {first} was ended by {name}", file=sys.stderr, flush=True)
+    else:
+        print(f"towers: tower {first} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
+    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+
+
+def _details(data: dict[str, object]) -> dict[str, object]:
+    message = data.get("message")
+    details = message.get("extraInfo") if isinstance(message, dict) else None
+    return details if isinstance(details, dict) else {}
+
+
+def _die_by(number: int) -> NoReturn:
+    """End by the signal that ended the job, so that the shell sees what it would see of one process."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

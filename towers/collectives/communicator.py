@@ -1,0 +1,110 @@
+"""What towers can do together: the interface that all ways of communicating share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pending(Protocol):
+    """A collective that was started and may still run."""
+
+    def wait(self) -> None:
+        """Return when the result is there (on a GPU: when later work of the current stream will see it)."""
+
+
+class Communicator(ABC):
+    """Collectives over all towers. Every tower makes the same calls in the same order.
+
+    Attributes:
+        index, size: this tower and how many there are.
+        device: where the tensors of this tower's model live.
+        backend: name for messages and the log.
+
+    Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
+    (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
+    """
+
+    index: int
+    size: int
+    device: torch.device
+    backend: str
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Reduce ``tensor`` over all towers, in place. ``op``: sum, min, max or prod."""
+
+    @abstractmethod
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Start to sum ``tensor`` over all towers, in place; ``tensor`` is taken until the result is awaited."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All towers' tensors, stacked in tower order: shape ``(size, *tensor.shape)``."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` by tower ``source``'s."""
+
+    @abstractmethod
+    def channel(self) -> Communicator:
+        """A second communicator of the same towers, whose collectives never meet this one's."""
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only.
+
+        One collective when all are at most 248 bytes long, else two.
+        """
+        short = 248
+        packet = torch.zeros(8 + short, dtype=torch.uint8)
+        packet[:8].view(torch.int64)[0] = len(data)
+        if len(data) <= short:
+            packet[8 : 8 + len(data)] = _as_tensor(data)
+        packets = self.all_gather(packet)
+        lengths = [int(row[:8].view(torch.int64)[0]) for row in packets]
+        if max(lengths) > short:
+            whole = torch.zeros(max(lengths), dtype=torch.uint8)
+            whole[: len(data)] = _as_tensor(data)
+            return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(whole), lengths, strict=True)]
+        return [row[8 : 8 + n].numpy().tobytes() for row, n in zip(packets, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when all towers have called it."""
+        self.all_gather_bytes(b"")
+
+    def close(self) -> None:  # noqa: B027  (nothing to do is a right default)
+        """Leave the towers. Nothing may be called afterwards."""
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+class Alone(Communicator):
+    """One tower: every collective is the value itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.index, self.size, self.device, self.backend = 0, 1, device, "no communication"
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        pass
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        return _Done()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        pass
+
+    def channel(self) -> Communicator:
+        return self
+
+
+class _Done:
+    def wait(self) -> None:
+        pass

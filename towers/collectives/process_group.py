@@ -1,0 +1,201 @@
+"""Towers that communicate through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from towers import handshake, machine
+from towers.collectives.communicator import Communicator, Pending
+from towers.topology import Topology
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How towers communicate.
+
+    Attributes:
+        implementation: "auto" (NCCL between GPUs, Gloo between CPUs), "nccl" or "gloo".
+        algorithm: "ring" pins NCCL's ring; "auto" leaves the choice to NCCL's tuner. Gloo always uses its own.
+        timeout_seconds: how long a collective may take.
+        startup_seconds: how long towers wait for each other at the start.
+    """
+
+    implementation: str = "auto"
+    algorithm: str = "ring"
+    timeout_seconds: float = 600.0
+    startup_seconds: float = 300.0
+
+    def backend(self, device: torch.device) -> str:
+        """The c10d backend for tensors on ``device``.
+
+        Raises:
+            ValueError: the implementation does not work on this device.
+        """
+        if self.implementation == "auto":
+            return "nccl" if device.type == "cuda" else "gloo"
+        if self.implementation == "nccl" and device.type != "cuda":
+            raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
+        return self.implementation
+
+
+class ProcessGroupCommunicator(Communicator):
+    """Collectives of one c10d process group."""
+
+    def __init__(self, group: Any, device: torch.device, backend: str, timeout: timedelta) -> None:
+        self.index = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.device = device
+        self.backend = backend
+        self._group = group
+        self._timeout = timeout
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        work: Pending = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return work
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, src=source, group=self._group)
+
+    def channel(self) -> ProcessGroupCommunicator:
+        group = dist.new_group(timeout=self._timeout)
+        return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
+
+
+def connect(topology: Topology, device: torch.device, options: Options) -> ProcessGroupCommunicator:
+    """Meet the other towers and form c10d's default process group with them.
+
+    A default group that exists already (the script made it, or an earlier strategy did) is used as it is.
+
+    Args:
+        topology: this tower's place; its ``address`` says where to meet.
+        device: this tower's device.
+
+    Raises:
+        StartupError: not all towers came before the deadline; lists the missing.
+        HandshakeError: the towers do not belong together: versions, options or devices contradict.
+        PortInUseError: the address to meet at is taken.
+        ValueError: an existing default group has another size, or the options do not fit the device.
+    """
+    backend = options.backend(device)
+    timeout = timedelta(seconds=options.timeout_seconds)
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
+            raise ValueError(
+                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
+                f"{topology.origin} says tower {topology.index} of {topology.size}"
+            )
+        return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
+    store, cards = _meet(topology, device, options)
+    _choose_network(topology, cards)
+    if backend == "nccl":
+        if options.algorithm == "ring":
+            os.environ.setdefault("NCCL_ALGO", "Ring")
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        store=dist.PrefixStore("c10d", store),
+        rank=topology.index,
+        world_size=topology.size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    _destroy_at_exit()
+    return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
+
+
+def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[handshake.Card]]:
+    assert topology.address is not None
+    host, port = topology.address
+    deadline = time.monotonic() + options.startup_seconds
+    timeout = timedelta(seconds=options.startup_seconds)
+    if topology.serves_store and topology.is_chief:
+        store = handshake.serve_store(host, port, timeout, topology.origin)
+    else:
+        who = "tower 0" if topology.serves_store else "the launcher's store"
+        store = handshake.join_store(host, port, timeout, deadline, who, topology.origin)
+    meeting = dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
+    cards = handshake.meet(
+        meeting,
+        {
+            "torch": torch.__version__,
+            "options": asdict(options),
+            "machine": machine.host_identity(),
+            "network": machine.network_identity(),
+            "device": str(device),
+            "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        },
+        kind="tower",
+        index=topology.index,
+        names=[f"rank {i}" for i in range(topology.size)],
+        deadline=deadline,
+        origin=topology.origin,
+        compare=compare_towers,
+        serves=topology.serves_store and topology.is_chief,
+    )
+    return meeting, cards
+
+
+def compare_towers(index: int, card: handshake.Card, other: int, reference: handshake.Card) -> str | None:
+    """Why two towers cannot work together, or None."""
+    where = f"tower {index} (on {card['host']})", f"tower {other} (on {reference['host']})"
+    for field, what in (("torch", "versions of torch"), ("options", "communication options")):
+        if card[field] != reference[field]:
+            return f"different {what}: {card[field]} on {where[0]}, {reference[field]} on {where[1]}"
+    if card["gpu"] and (card["gpu"], card["machine"]) == (reference["gpu"], reference["machine"]):
+        return (
+            f"{where[0]} and {where[1]} use the same GPU, {card['device']}; give each a GPU of its own "
+            "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are)"
+        )
+    return None
+
+
+def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
+    """Tell Gloo which network interface leads to the other towers, unless the user did.
+
+    Left alone, Gloo resolves this machine's host name, which on many systems is a loopback address that
+    other machines cannot reach, and on others an address that the outside can.
+    """
+    assert topology.address is not None
+    if len({(card["machine"], card["network"]) for card in cards}) == 1:
+        interface: str | None = machine.loopback_interface()
+    else:
+        address = machine.address_towards(*topology.address)
+        interface = machine.interface_of(address) if address else None
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _destroy_at_exit() -> None:
+    """Leave the group when the program ends well; after a failure its peers may be gone, so just end."""
+
+    def leave() -> None:
+        failed = getattr(sys, "last_value", None) is not None
+        if dist.is_initialized() and not failed:
+            dist.destroy_process_group()
+
+    atexit.register(leave)

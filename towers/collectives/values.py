@@ -1,0 +1,287 @@
+"""Reduce and gather values that user code holds: nested, of any dtype, possibly wrong on one tower.
+
+Every call first exchanges a short description of what each tower holds. Wrong axes, differing operations,
+shapes, dtypes or structures therefore raise one error on all towers instead of garbage, an abort or a hang.
+Small values on the CPU ride in that same message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from towers import tree as trees
+from towers.collectives.communicator import Communicator
+from towers.errors import DisagreementError
+
+Axis = int | tuple[int, ...] | None
+
+OPERATIONS = ("sum", "mean", "min", "max", "prod")
+
+_INLINE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf as a tensor, and how to give the result back in the leaf's own kind."""
+
+    tensor: Tensor
+    give_back: Callable[[Tensor], Any]
+
+
+def to_leaf(value: Any) -> _Leaf:
+    """Tensors stay tensors, numpy arrays and Python numbers come back as such.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if isinstance(value, Tensor):
+        return _Leaf(value.detach(), lambda t: t)
+    if isinstance(value, (bool, int, float, complex)):
+        kind = torch.int64 if isinstance(value, int) else torch.float64
+        kind = torch.complex128 if isinstance(value, complex) else kind
+        return _Leaf(torch.tensor(value, dtype=kind), lambda t: t.item())
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _Leaf(torch.from_numpy(np.array(value)), lambda t: t.numpy())
+    raise TypeError(f"a value of type {type(value).__name__} cannot be reduced or gathered; use tensors or numbers")
+
+
+def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
+    """Reduce a nested value over all towers; all towers get the result.
+
+    Args:
+        comm: the towers.
+        op: one of ``OPERATIONS``.
+        tree: leaves are tensors, numpy arrays or Python numbers, of one dtype on all towers; without
+            ``axis`` of one shape, with it the sizes of the reduced dimensions may differ.
+        axis: None reduces across towers only; an int or a tuple also reduces those dimensions of each tower's
+            value ("mean" divides by the number of elements of all towers together).
+
+    Returns:
+        The structure of ``tree``. Integers and booleans sum and multiply to int64 and average to float32
+        (Python's to float), as ``torch.sum`` and a true division do; everything else keeps its dtype.
+
+    Raises:
+        DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
+    """
+    values: list[_Leaf] = []
+    local: list[Tensor] = []
+
+    def prepare() -> list[Any]:
+        values.extend(to_leaf(value) for value in trees.leaves(tree))
+        described = []
+        for leaf in values:
+            reduced, count = _reduce_locally(op, leaf.tensor, axis)
+            local.append(reduced)
+            described.append([str(leaf.tensor.dtype), list(reduced.shape), count])
+        return described
+
+    inline, described = _exchange(comm, f"reduce({op!r}, axis={axis})", trees.structure(tree), prepare, local)
+    _check_equal(described, lambda leaf: leaf[:2])
+    totals = _combine(comm, op, local, inline)
+    results = []
+    for i, (leaf, total) in enumerate(zip(values, totals, strict=True)):
+        count = sum(header["leaves"][i][2] for header in described) if op == "mean" else None
+        results.append(leaf.give_back(_finish(op, leaf.tensor, total, count)))
+    return _refill(tree, results)
+
+
+def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
+    """Concatenate every tower's value along ``axis``, in tower order; all towers get the result.
+
+    Args:
+        tree: leaves are tensors or numpy arrays of one dtype; only the size along ``axis`` may differ.
+        axis: which dimension to join; negative counts from the end.
+
+    Raises:
+        DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
+    """
+    values: list[_Leaf] = []
+
+    def prepare() -> list[Any]:
+        values.extend(to_leaf(value) for value in trees.leaves(tree))
+        for leaf in values:
+            if leaf.tensor.dim() == 0:
+                raise ValueError("a scalar cannot be gathered: unsqueeze it, or use reduce")
+            _dimension(axis, leaf.tensor)
+        return [[str(leaf.tensor.dtype), list(leaf.tensor.shape)] for leaf in values]
+
+    _, described = _exchange(comm, f"gather(axis={axis})", trees.structure(tree), prepare)
+
+    def fixed(leaf: Any) -> Any:
+        dtype, shape = leaf
+        at = axis % max(1, len(shape))
+        return [dtype, len(shape), shape[:at], shape[at + 1 :]]
+
+    _check_equal(described, fixed)
+    results = []
+    for i, leaf in enumerate(values):
+        shapes = [header["leaves"][i][1] for header in described]
+        results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
+    return _refill(tree, results)
+
+
+def join(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], axis: int) -> Tensor:
+    """Concatenate tensors whose shapes are known to all towers. Moves bytes, so any dtype will do."""
+    sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
+    packed = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
+    packed[: sizes[comm.index]] = tensor.contiguous().flatten().view(torch.uint8)
+    gathered = comm.all_gather(packed)
+    parts = [
+        row[:size].view(tensor.dtype).view(list(shape))
+        for row, size, shape in zip(gathered, sizes, shapes, strict=True)
+    ]
+    return torch.cat(parts, dim=axis)
+
+
+def _dimension(axis: int, tensor: Tensor) -> int:
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"axis must be a whole number, not {axis!r}")
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ValueError(f"axis {axis} is out of range for a value of shape {tuple(tensor.shape)}")
+    return axis % tensor.dim()
+
+
+def _reduce_locally(op: str, tensor: Tensor, axis: Axis) -> tuple[Tensor, int]:
+    """This tower's contribution in the dtype it travels in, and how many elements stand behind each entry."""
+    if op in ("min", "max") and tensor.is_complex():
+        raise TypeError(f"{op} is not defined for complex values")
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        wire = tensor.to(torch.int64)
+    elif tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex():
+        wire = tensor.clone()
+    else:
+        wire = tensor.to(torch.float32)
+    if axis is None:
+        return wire.contiguous(), 1
+    dimensions = axis if isinstance(axis, tuple) else (axis,)
+    dims = sorted({_dimension(one, tensor) for one in dimensions})
+    count = math.prod(tensor.shape[d] for d in dims)
+    if op in ("sum", "mean"):
+        return wire.sum(dim=dims), count
+    for d in reversed(dims):
+        if op == "prod":
+            wire = wire.prod(dim=d)
+        elif wire.shape[d] == 0:
+            wire = _identity(op, wire.sum(dim=d))
+        else:
+            wire = wire.amin(dim=d) if op == "min" else wire.amax(dim=d)
+    return wire, count
+
+
+def _identity(op: str, like: Tensor) -> Tensor:
+    """What changes nothing in a min or max: the contribution of a tower that has no elements."""
+    if like.is_floating_point():
+        return torch.full_like(like, math.inf if op == "min" else -math.inf)
+    limits = torch.iinfo(like.dtype)
+    return torch.full_like(like, limits.max if op == "min" else limits.min)
+
+
+def _finish(op: str, original: Tensor, total: Tensor, count: int | None) -> Tensor:
+    integral = not original.is_floating_point() and not original.is_complex()
+    if op == "mean":
+        dtype = original.dtype
+        if integral:
+            dtype = torch.get_default_dtype() if original.dim() else torch.float64
+            total = total.to(torch.float64)
+        return (total / count if count else torch.zeros_like(total)).to(dtype)
+    if integral and op in ("sum", "prod"):
+        return total
+    return total.to(original.dtype)
+
+
+def _combine(comm: Communicator, op: str, local: list[Tensor], inline: list[list[Tensor]] | None) -> list[Tensor]:
+    """Reduce the towers' contributions: those that rode in the message here, others by one collective a dtype."""
+    basic = "sum" if op == "mean" else op
+    if inline is not None:
+        combine: Any = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[basic]
+        return [combine(torch.stack(parts), dim=0) for parts in zip(*inline, strict=True)]
+    return all_reduce_together(comm, basic, local)
+
+
+def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Reduce several tensors, with one collective for each dtype and device among them."""
+    results: list[Tensor] = list(tensors)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for members in groups.values():
+        flat = torch.cat([tensors[i].reshape(-1) for i in members])
+        comm.all_reduce(flat, op)
+        pieces = flat.split([tensors[i].numel() for i in members])
+        for i, piece in zip(members, pieces, strict=True):
+            results[i] = piece.view(tensors[i].shape)
+    return results
+
+
+def _exchange(
+    comm: Communicator,
+    call: str,
+    structure: str,
+    prepare: Callable[[], list[Any]],
+    local: list[Tensor] | None = None,
+) -> tuple[list[list[Tensor]] | None, list[dict[str, Any]]]:
+    """Tell all towers what this one is about to do; raise on all if any cannot, or if they disagree.
+
+    Returns every tower's description, and every tower's values where all were small enough to ride along.
+    """
+    header: dict[str, Any] = {"call": call, "structure": structure}
+    data = b""
+    try:
+        header["leaves"] = prepare()
+    except (TypeError, ValueError) as error:
+        header["error"] = [type(error).__name__, str(error)]
+    else:
+        small = local is not None and all(tensor.device.type == "cpu" for tensor in local)
+        if small and sum(tensor.nbytes for tensor in local or ()) <= _INLINE_BYTES:
+            header["inline"] = True
+            data = b"".join(tensor.contiguous().numpy().tobytes() for tensor in local or ())
+    messages = comm.all_gather_bytes(json.dumps(header).encode() + b"\0" + data)
+    headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
+    for tower, other in enumerate(headers):
+        if "error" in other:
+            kind, text = other["error"]
+            raise (TypeError if kind == "TypeError" else ValueError)(f"{other['call']} on tower {tower}: {text}")
+    for field in ("call", "structure"):
+        for tower, other in enumerate(headers):
+            if other[field] != headers[0][field]:
+                raise DisagreementError(
+                    f"the towers called different things: tower {tower} {other['call']} of {other['structure']}, "
+                    f"tower 0 {headers[0]['call']} of {headers[0]['structure']}"
+                )
+    if local is None or not all(other.get("inline") for other in headers):
+        return None, headers
+    bodies = [message[message.index(b"\0") + 1 :] for message in messages]
+    return [_unpack(body, local) for body in bodies], headers
+
+
+def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
+    tensors, at = [], 0
+    for tensor in like:
+        piece = bytearray(data[at : at + tensor.nbytes])
+        at += tensor.nbytes
+        filled = torch.frombuffer(piece, dtype=tensor.dtype) if piece else tensor.new_empty(0)
+        tensors.append(filled.view(tensor.shape))
+    return tensors
+
+
+def _check_equal(headers: list[dict[str, Any]], part: Callable[[Any], Any]) -> None:
+    for tower, header in enumerate(headers):
+        for i, (leaf, first) in enumerate(zip(header["leaves"], headers[0]["leaves"], strict=True)):
+            if part(leaf) != part(first):
+                raise DisagreementError(
+                    f"{header['call']}: value {i} is {leaf[0]} of shape {tuple(leaf[1])} on tower {tower}, but "
+                    f"{first[0]} of shape {tuple(first[1])} on tower 0"
+                )
+
+
+def _refill(tree: Any, results: list[Any]) -> Any:
+    remaining = iter(results)
+    return trees.map_leaves(lambda _: next(remaining), tree)

@@ -1,0 +1,140 @@
+"""Many towers, one terminal: the chief's output plain, the others' warnings and errors with their name.
+
+Towers write into named pipes; a :class:`Relay` in the process that started them reads the pipes and prints.
+Nothing is kept on disk unless asked for.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pathlib
+import selectors
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import BinaryIO, TextIO
+
+Sink = Callable[[str], None]
+
+
+def standard(stream: str) -> Sink:
+    """A sink that writes to ``sys.stdout`` or ``sys.stderr`` as it is at that moment (notebooks replace it)."""
+
+    def write(text: str) -> None:
+        target: TextIO = getattr(sys, stream)
+        target.write(text)
+        target.flush()
+
+    return write
+
+
+class PrefixedLines:
+    """A sink that prints whole lines behind a prefix.
+
+    Lines that were drawn over (progress bars end theirs with a carriage return) are left out: N towers' bars
+    on one terminal are unreadable, and the chief's own shows.
+    """
+
+    def __init__(self, prefix: str, sink: Sink) -> None:
+        self._prefix = prefix
+        self._sink = sink
+        self._rest = ""
+
+    def __call__(self, text: str) -> None:
+        *lines, self._rest = (self._rest + text).split("\n")
+        self._print(lines)
+
+    def finish(self) -> None:
+        """Print what came without a line end."""
+        if self._rest:
+            self._print([self._rest])
+            self._rest = ""
+
+    def _print(self, lines: list[str]) -> None:
+        shown = "".join(f"{self._prefix}{line}\n" for line in lines if "\r" not in line)
+        if shown:
+            self._sink(shown)
+
+
+class _Pipe:
+    """One named pipe, what becomes of what is written into it, and a copy on disk if wanted."""
+
+    def __init__(self, path: pathlib.Path, sink: Sink, copy: pathlib.Path | None) -> None:
+        os.mkfifo(path, 0o600)
+        self.reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # A writer of our own: without one the reader would see the end of the file between two writers.
+        self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        self._sink = sink
+        self._copy: BinaryIO | None = copy.open("wb", buffering=0) if copy else None
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def drain(self) -> None:
+        """Pass on all that lies in the pipe."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.reader, 65536):
+                if self._copy:
+                    self._copy.write(data)
+                self._sink(self._decode.decode(data))
+
+    def close(self) -> None:
+        self.drain()
+        if isinstance(self._sink, PrefixedLines):
+            self._sink.finish()
+        os.close(self.reader)
+        os.close(self._writer)
+        if self._copy:
+            self._copy.close()
+
+
+class Relay:
+    """Reads the towers' pipes in a thread and prints what comes.
+
+    Use as a context manager. ``directory`` is a private temporary directory that lives as long as the relay;
+    the pipes lie in it.
+    """
+
+    def __init__(self) -> None:
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="towers-"))
+        self._pipes: list[_Pipe] = []
+        self._lock = threading.Lock()
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="towers-console", daemon=True)
+        self._stopping = False
+
+    def __enter__(self) -> Relay:
+        self._thread.start()
+        return self
+
+    def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
+        """Make a pipe and return its path; what is written there goes to ``sink`` (and to file ``copy``)."""
+        pipe = _Pipe(self.directory / name, sink, copy)
+        with self._lock:
+            self._pipes.append(pipe)
+            self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
+        os.write(self._wake_writer, b".")
+        return str(self.directory / name)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    os.read(self._wake_reader, 4096)
+                else:
+                    key.data.drain()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        os.write(self._wake_writer, b".")
+        self._thread.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._selector.close()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+        shutil.rmtree(self.directory, ignore_errors=True)

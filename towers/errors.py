@@ -1,0 +1,53 @@
+"""What can go wrong between towers, as types a caller can catch."""
+
+from __future__ import annotations
+
+
+class TowersError(RuntimeError):
+    """Base of everything that goes wrong between towers."""
+
+
+class CannotStartError(TowersError):
+    """More than one tower is wanted, but this process cannot be run again as several.
+
+    Raised in notebooks, test runners, installed programs and interactive sessions.
+    """
+
+
+class StartupError(TowersError):
+    """The towers, or the workers that hold them, did not all meet before the start-up deadline."""
+
+
+class PortInUseError(StartupError, OSError):
+    """The address where the others expect the chief is taken. It is never moved silently."""
+
+
+class HandshakeError(TowersError):
+    """The towers met and found that they do not belong together: raised on all of them, with one text."""
+
+
+class DisagreementError(TowersError, ValueError):
+    """Towers called one collective with different operations, shapes, dtypes or structures."""
+
+
+class MirrorError(TowersError):
+    """The towers' models are not mirror images: names, shapes, dtypes, order or values differ."""
+
+
+class ForkedError(TowersError):
+    """The process was forked after its tower started; the copy has no place among the towers."""
+
+
+class TowerFailedError(TowersError):
+    """A tower of a :func:`towers.launch` job failed.
+
+    Attributes:
+        tower: index of the tower that failed first.
+        failures: for every tower that failed, in order of time, its
+            :class:`towers.launch.Failure` (tower, exception or None, traceback text).
+    """
+
+    def __init__(self, message: str, tower: int, failures: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.tower = tower
+        self.failures = failures

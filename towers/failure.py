@@ -1,0 +1,62 @@
+"""How a tower that fails tells why, so that its exception is the last thing a person reads.
+
+A tower that ends with an uncaught exception leaves a report in the file that torchrun's agent names
+(``TORCHELASTIC_ERROR_FILE``), in the form torchrun itself reads. Our own agent prints the first of the
+reports; under the user's own torchrun the report gives torchrun's summary its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from types import TracebackType
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_LOST)
+
+
+def report(error: BaseException) -> dict[str, object]:
+    """The report of an exception, in torchrun's form with a finer clock and whether it is a consequence."""
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    return {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(lines),
+                "timestamp": str(int(time.time())),
+                "time": time.time(),
+                "consequence": is_peer_lost(error),
+            },
+        }
+    }
+
+
+def leave_report_on_failure(*, quiet: bool) -> None:
+    """From now on, an uncaught exception of this process leaves its report for the agent.
+
+    Args:
+        quiet: do not print the traceback as well (our own agent prints it, whole and last).
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, Exception):
+            with open(path, "w") as file:
+                json.dump(report(error), file)
+            if quiet:
+                return
+        previous(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,233 @@
+"""Averaging gradients over towers while backward is still running (rule R2 of the design).
+
+When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of what each tower
+contributed. One backward goes like this:
+
+1. ``_arrive``: autograd has finished a parameter's gradient. The first one opens a *cycle* and asks autograd
+   to call ``_finish`` when this backward is done.
+2. ``_launch``: a bucket is full; it is packed and its all-reduce starts, beside the backward that goes on.
+   Buckets start in the order of their indices, so that all towers make the same collectives in the same
+   order whatever order their gradients came in.
+3. ``_finish``: backward is done. What is left is started, the last bucket carrying which buckets this tower
+   touched; all results are awaited.
+
+Which buckets take part must be known before they start, and equal on all towers. It is predicted from what
+happened after the same backward last time; the closing bucket's tail then tells all towers what any of them
+touched, and what was not predicted follows. So a model that takes no part in a backward (the generator,
+while the discriminator learns) costs nothing after the first time, and a parameter that a single tower used
+is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from towers.buckets import Bucket, Slot, lay_out
+from towers.collectives.communicator import Communicator, Pending
+from towers.errors import TowersError
+from towers.mirror import Named
+from towers.sparse import SparseSlot
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
+
+_MAX_PATTERNS = 64
+
+
+class GradientAverager:
+    """Attaches to parameters and keeps their gradients averaged.
+
+    Args:
+        channel: a communicator that nothing else uses, so that a collective of the user's in mid-backward
+            cannot come between.
+        bucket_bytes: size of a bucket.
+    """
+
+    def __init__(self, channel: Communicator, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+        self._channel = channel
+        self._scale = 1.0 / channel.size
+        self._bucket_bytes = bucket_bytes
+        self._paused = False
+        self._hooks: dict[Slot | SparseSlot, Any] = {}
+        self._lay_out([])
+
+    def add(self, parameters: Sequence[Named]) -> None:
+        """Average the gradients of these too. All towers add the same, in the same order."""
+        self._lay_out(self.parameters() + list(parameters))
+
+    def parameters(self) -> list[Named]:
+        """The parameters that are still alive, in the order they were added."""
+        alive = {slot.name: (slot, slot.parameter) for slot in self._slots}
+        return [
+            Named(name, tensor, "parameter", isinstance(slot, SparseSlot))
+            for name, (slot, tensor) in ((name, alive[name]) for name in self._names)
+            if tensor is not None
+        ]
+
+    def _lay_out(self, parameters: Sequence[Named]) -> None:
+        unsynced = self.unsynced() if self._hooks else {}
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._names = [named.name for named in parameters]
+        self._buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
+        self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
+        self._slots: list[Slot | SparseSlot] = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._slots += self._sparse
+        for slot in self._slots:
+            slot.unsynced = id(slot.parameter) in unsynced
+        self._seen = self._signature()
+        self._in_cycle = False
+        self._started: list[tuple[Bucket, Pending]] = []
+        self._everything = tuple(bucket.index for bucket in self._buckets if bucket.missing) or (0,)
+        self._expected = self._everything
+        self._next = 0
+        self._last: tuple[int, ...] | None = None
+        self._follows: dict[tuple[int, ...] | None, tuple[int, ...]] = {}
+        self._hook_trainable()
+
+    def _hook_trainable(self) -> None:
+        for slot in self._slots:
+            parameter = slot.parameter
+            if parameter is not None and parameter.requires_grad and slot not in self._hooks:
+                self._hooks[slot] = parameter.register_post_accumulate_grad_hook(self._hook_for(slot))
+
+    def _hook_for(self, slot: Slot | SparseSlot) -> Callable[[Tensor], None]:
+        arrive = self._arrive_sparse if isinstance(slot, SparseSlot) else self._arrive
+        return lambda _: arrive(slot)  # type: ignore[arg-type]
+
+    def _signature(self) -> list[tuple[bool, torch.dtype] | None]:
+        parameters = (slot.parameter for slot in self._slots)
+        return [None if p is None else (p.requires_grad, p.dtype) for p in parameters]
+
+    def refresh(self) -> None:
+        """Take notice of parameters that were frozen, thawed or converted since the last step.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+        if self._in_cycle:
+            raise TowersError(
+                f"a backward() on tower {self._channel.index} ended in an exception before its gradients were "
+                "averaged; the towers are out of step and cannot go on: start again from the last checkpoint"
+            )
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        converted = any(
+            now is not None and before is not None and now[1] != before[1]
+            for now, before in zip(signature, self._seen, strict=True)
+        )
+        if converted:
+            self._lay_out(self.parameters())
+            return
+        self._seen = signature
+        for bucket in self._buckets:
+            bucket.expect()
+        self._hook_trainable()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, gradients accumulate on this tower alone; the next backward outside averages them too."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def unsynced(self) -> dict[int, str]:
+        """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
+        return {id(slot.parameter): slot.name for slot in self._slots if slot.unsynced}
+
+    def _arrive(self, slot: Slot) -> None:
+        if self._paused:
+            slot.unsynced = True
+            return
+        if not self._in_cycle:
+            self._begin()
+        bucket = slot.bucket
+        if slot.arrived:
+            if bucket.launched:
+                self._refuse(slot, "has received two gradients in one backward()")
+            return
+        slot.arrived = True
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._launch_full()
+
+    def _arrive_sparse(self, slot: SparseSlot) -> None:
+        if self._paused:
+            slot.unsynced = True
+            return
+        if not self._in_cycle:
+            self._begin()
+        slot.arrived = True
+
+    def _refuse(self, slot: Slot, what: str) -> None:
+        raise TowersError(
+            f"parameter {slot.name} {what} on tower {self._channel.index}, after the first was already on its "
+            "way to the other towers (reentrant checkpointing does this to shared parameters): use "
+            "torch.utils.checkpoint with use_reentrant=False"
+        )
+
+    def _begin(self) -> None:
+        self._in_cycle = True
+        self._expected = self._follows.get(self._last, self._everything)
+        self._next = 0
+        self._started = []
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _launch_full(self) -> None:
+        """Start all buckets that are full and whose turn it is, but the closing one."""
+        while self._next < len(self._expected) - 1:
+            bucket = self._buckets[self._expected[self._next]]
+            if bucket.missing:
+                return
+            self._launch(bucket)
+            self._next += 1
+
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
+        units = len(self._buckets) + len(self._sparse)
+        buffer = bucket.pack(self._scale, touched, units)
+        self._started.append((bucket, self._channel.start_all_reduce(buffer)))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        touched = [bucket.has_fresh for bucket in self._buckets] + [slot.fresh for slot in self._sparse]
+        *others, closing = self._expected[self._next :]
+        for index in others:
+            self._launch(self._buckets[index])
+        self._launch(self._buckets[closing], touched)
+        self._await()
+        if not all(touched):  # else nobody can have touched more than this tower
+            touched = self._buckets[closing].touched()
+        for bucket in self._buckets:
+            if touched[bucket.index] and bucket.index not in self._expected:
+                self._launch(bucket)
+        self._await()
+        for slot, anyone in zip(self._sparse, touched[len(self._buckets) :], strict=True):
+            if anyone:
+                slot.average(self._channel)
+        self._learn(tuple(bucket.index for bucket in self._buckets if touched[bucket.index]) or (0,))
+        self._in_cycle = False
+
+    def _await(self) -> None:
+        for bucket, pending in self._started:
+            pending.wait()
+            bucket.settle()
+        self._started = []
+
+    def _learn(self, pattern: tuple[int, ...]) -> None:
+        """Remember what followed the backward before; equal on all towers, for all have seen the same."""
+        if len(self._follows) >= _MAX_PATTERNS:
+            self._follows.clear()
+        self._follows[self._last] = pattern
+        self._last = pattern
+        for bucket in self._buckets:
+            bucket.expect()

@@ -1,0 +1,280 @@
+"""Run a function on several towers, from a test or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from towers import console, devices, failure, handshake, lifeline, topology
+from towers.errors import CannotStartError, TowerFailedError
+
+DEFAULT_TIMEOUT = 3600.0
+"""Seconds after which :func:`launch` gives up when it was given no timeout."""
+
+_GRACE = 3.0  # seconds that the other towers get to say why they failed, once one has
+_END = 1.0  # seconds between asking a tower to end and killing it
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why one tower failed.
+
+    Attributes:
+        tower: its index.
+        exception: the exception itself; None when the tower died of something else or it does not pickle.
+        traceback: the traceback as text, or a sentence that says how the tower ended.
+        consequence: whether it failed only because another tower was gone.
+    """
+
+    tower: int
+    exception: BaseException | None
+    traceback: str
+    consequence: bool = False
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    towers: int | None = None,
+    devices: Sequence[devices.Device] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` in N fresh processes, one per tower, and return the results in tower order.
+
+    Inside, ``MirroredStrategy()`` finds the towers as it does under torchrun. The processes come from a fork
+    server that has torch loaded: the first call takes seconds, the next ones a few hundredths.
+
+    Args:
+        fn: a function that pickles (module level; in a notebook the extra ``mirrored[notebook]`` also takes
+            functions from cells). A script that calls ``launch`` needs ``if __name__ == "__main__":``.
+        args, kwargs: its arguments; tensors travel by value, each tower gets its own.
+        towers: how many; default: as many as ``devices``, else 2.
+        devices: one device per tower; default: GPUs, else CPUs.
+        timeout: seconds for the whole call, default 3,600; ``float("inf")`` for no limit.
+
+    Returns:
+        ``fn``'s results, one per tower; they must pickle.
+
+    Raises:
+        TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
+            traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No process is left.
+        ValueError: ``towers`` is not positive or does not match ``devices``.
+        TypeError: ``fn`` or its arguments do not pickle.
+        CannotStartError: called inside a tower.
+    """
+    names = _device_names(towers, devices)
+    count = towers if towers is not None else len(names) or 2
+    if "RANK" in os.environ:
+        raise CannotStartError("launch was called inside a tower (RANK is set); towers cannot have towers")
+    payload = _dump((fn, tuple(args), dict(kwargs or {})))
+    limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["towers.launch"])
+    store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch")
+    with console.Relay() as relay, contextlib.ExitStack() as opened:
+        processes: list[ForkServerProcess] = []
+        reports: list[Connection] = []
+        try:
+            for tower in range(count):
+                receiver, sender = context.Pipe(duplex=False)
+                opened.callback(receiver.close)
+                variables = _environment(tower, count, store.port, names)
+                arguments = (sender, variables, os.getcwd(), _streams(relay, tower), payload)
+                process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
+                process.start()
+                sender.close()
+                processes.append(process)
+                reports.append(receiver)
+            results, failures = _await(processes, reports, time.monotonic() + limit, limit)
+        finally:
+            _end(processes)
+    if failures:
+        first = min(failures, key=lambda f: f.consequence)
+        raise TowerFailedError(
+            f"tower {first.tower} of {count} failed:\n{first.traceback.rstrip()}",
+            first.tower,
+            tuple(failures),
+        ) from first.exception
+    return [results[tower] for tower in range(count)]
+
+
+def _device_names(towers: int | None, requested: Sequence[devices.Device] | None) -> list[str]:
+    if towers is not None and (not isinstance(towers, int) or isinstance(towers, bool) or towers < 1):
+        raise ValueError(f"towers must be a positive whole number, not {towers!r}")
+    names = [str(device) for device in devices.parse_all(requested)] if requested is not None else []
+    if names and towers is not None and towers != len(names):
+        raise ValueError(f"towers is {towers}, but devices names {len(names)}: {', '.join(names)}")
+    return names
+
+
+def _environment(tower: int, count: int, port: int, names: Sequence[str]) -> dict[str, str]:
+    """The caller's environment with the variables that torchrun would set."""
+    variables = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    variables |= {
+        "RANK": str(tower),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(tower),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        topology.STARTED_BY: "launch",
+    }
+    if names:
+        variables[topology.DEVICES] = ",".join(names)
+    return variables
+
+
+def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
+    """Where the tower's standard output and error go: paths to write to."""
+    if tower == 0:
+        return (
+            relay.pipe("stdout0", console.standard("stdout")),
+            relay.pipe("stderr0", console.standard("stderr")),
+        )
+    errors = console.PrefixedLines(f"[tower {tower}] ", console.standard("stderr"))
+    return os.devnull, relay.pipe(f"stderr{tower}", errors)
+
+
+def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickle the call by value (not with multiprocessing's pickler, which would share tensors' memory)."""
+    fn = call[0]
+    main = sys.modules["__main__"]
+    in_notebook = getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__")
+    try:
+        if not in_notebook:
+            return pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"launch cannot send {fn!r} and its arguments to other processes: {error}; define the function at "
+            "the top level of a module"
+        ) from None
+    try:
+        import cloudpickle
+    except ImportError:
+        raise TypeError(
+            f"{fn!r} was defined in a notebook cell, which other processes cannot import: install "
+            "'mirrored[notebook]' (cloudpickle), or put the function into a .py file"
+        ) from None
+    return bytes(cloudpickle.dumps(call))
+
+
+def _be_tower(
+    sender: Connection, variables: dict[str, str], directory: str, streams: tuple[str, str], payload: bytes
+) -> None:
+    """What the process of a tower runs."""
+    lifeline.end_with_parent()
+    for number, path in enumerate(streams, start=1):
+        target = os.open(path, os.O_WRONLY)
+        os.dup2(target, number)
+        os.close(target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        fn, args, kwargs = pickle.loads(payload)
+        message = ("result", pickle.dumps(fn(*args, **kwargs)))
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException as error:
+        message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+    sender.send(message)
+    _leave_process_group(failed=message[0] == "failure")
+
+
+def _describe(tower: int, error: BaseException) -> Failure:
+    details = failure.report(error)["message"]["extraInfo"]  # type: ignore[index]
+    carried: BaseException | None = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a stranger's exception class does when it is copied
+        carried = None
+    return Failure(tower, carried, details["py_callstack"], details["consequence"])
+
+
+def _leave_process_group(*, failed: bool) -> None:
+    """multiprocessing runs no atexit functions in its children, so the group is left here."""
+    import torch.distributed
+
+    if not failed and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _await(
+    processes: Sequence[ForkServerProcess], reports: Sequence[Connection], deadline: float, limit: float
+) -> tuple[dict[int, Any], list[Failure]]:
+    """Collect results and failures; after the first failure only for a short grace."""
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    open_towers = set(range(len(processes)))
+    while open_towers:
+        now = time.monotonic()
+        if now >= deadline:
+            if not failures:
+                missing = ", ".join(map(str, sorted(open_towers)))
+                text = f"it was not done after {limit:.0f} s (not done: towers {missing}); see launch's timeout"
+                failures.append(Failure(min(open_towers), TimeoutError(text), text))
+            break
+        waiting = [reports[tower] for tower in open_towers]
+        ready = wait(waiting, timeout=min(deadline - now, 60.0))
+        for tower in sorted(open_towers):
+            if reports[tower] not in ready:
+                continue
+            open_towers.remove(tower)
+            outcome = _receive(tower, processes[tower], reports[tower])
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            else:
+                results[tower] = outcome[0]
+    return results, failures
+
+
+def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tuple[Any] | Failure:
+    try:
+        kind, data = report.recv()
+    except EOFError:  # the process is gone without a word
+        process.join(_END)
+        code = process.exitcode
+        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        return Failure(tower, None, f"the process of tower {tower} ended {how}")
+    try:
+        outcome = pickle.loads(data)
+    except Exception as error:
+        return Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
+    return outcome if kind == "failure" else (outcome,)
+
+
+def _end(processes: Sequence[ForkServerProcess]) -> None:
+    """Leave no process behind: wait for those that are done, end the others."""
+    _join(processes, 0.5)
+    for ask in (ForkServerProcess.terminate, ForkServerProcess.kill):
+        alive = [process for process in processes if process.is_alive()]
+        for process in alive:
+            ask(process)
+        _join(alive, _END)
+    for process in processes:
+        if not process.is_alive():
+            process.close()
+
+
+def _join(processes: Sequence[ForkServerProcess], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))

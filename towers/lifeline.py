@@ -1,0 +1,34 @@
+"""A tower ends when the process that started it is gone, however it went."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import wait
+
+
+def end_with_parent() -> None:
+    """Kill this process as soon as the one that started it has ended.
+
+    Towers of torchrun's agent have sessions of their own, and towers of the fork server are its children, not
+    the caller's: no signal reaches them when their starter is killed. A thread watches for them.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        sentinel = parent.sentinel
+
+        def watch() -> None:
+            wait([sentinel])
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        started_by = os.getppid()
+
+        def watch() -> None:
+            while os.getppid() == started_by:
+                time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="towers-lifeline", daemon=True).start()

@@ -1,0 +1,90 @@
+"""This machine: its identity, its cores, and the threads a tower may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+
+import torch
+
+
+def host_identity() -> str:
+    """A text that is equal for two processes exactly when they run on one machine (and one boot of it).
+
+    The kernel's boot id, else the host name. ``NCCL_HOSTID``, when set, speaks for itself: NCCL takes
+    processes with different values for different hosts, and so do we.
+    """
+    if stated := os.environ.get("NCCL_HOSTID"):
+        return stated
+    with contextlib.suppress(OSError):
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def network_identity() -> str:
+    """A text that is equal for two processes of one machine exactly when they share its network interfaces."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/net")
+    return "the machine's own"
+
+
+def cores() -> int:
+    """How many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_tower(local_size: int) -> int:
+    """The default number of intra-op threads: the machine's cores shared out among its towers."""
+    return max(1, cores() // local_size)
+
+
+def share_out_threads(local_size: int) -> str:
+    """Set this tower's number of intra-op threads and return how, for the log.
+
+    ``OMP_NUM_THREADS`` wins when it is set (by the user, or by torchrun, which sets it to 1).
+    """
+    if stated := os.environ.get("OMP_NUM_THREADS"):
+        if stated.isdigit():
+            torch.set_num_threads(int(stated))
+    elif local_size > 1:
+        torch.set_num_threads(threads_per_tower(local_size))
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''} each"
+
+
+def loopback_interface() -> str:
+    """The name of the network interface that never leaves this machine."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's own address on the way to ``host``; None when there is no way."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # connecting a datagram socket sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has the IPv4 ``address``; None when it cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    get_address = 0x8915  # SIOCGIFADDR: struct ifreq in, its address at bytes 20 to 24 out
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = name.encode()[:15].ljust(256, b"\0")
+                answer = fcntl.ioctl(probe.fileno(), get_address, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None

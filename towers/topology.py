@@ -1,0 +1,55 @@
+"""Who am I among the towers, who are the others, and where do we meet."""
+
+from __future__ import annotations
+
+import dataclasses
+
+STARTED_BY = "TOWERS_STARTED_BY"
+"""Environment variable that whoever starts towers sets, for the log: ``python``, ``launch``, ``TF_CONFIG`` …"""
+
+DEVICES = "TOWERS_DEVICES"
+"""Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One tower's place. Indices count from 0; tower 0 is the chief.
+
+    Attributes:
+        index, size: this tower's index over all towers, and how many there are.
+        local_index, local_size: the same among the towers of this worker (this machine).
+        worker, workers: this worker's index, and how many there are.
+        started_by: what a person typed, for the log.
+        address: (host, port) of the store where the towers meet; None when there is nobody to meet.
+        serves_store: whether this tower's own process must serve that store (else a launcher does).
+        attempt: how often the launcher restarted the job; keeps the attempts' keys apart in the store.
+        origin: where this was read from, for messages (``"RANK, WORLD_SIZE, …"``).
+    """
+
+    index: int = 0
+    size: int = 1
+    local_index: int = 0
+    local_size: int = 1
+    worker: int = 0
+    workers: int = 1
+    started_by: str = "python"
+    address: tuple[str, int] | None = None
+    serves_store: bool = False
+    attempt: int = 0
+    origin: str = "this process"
+
+    def __post_init__(self) -> None:
+        for name, value, bound in (
+            ("index", self.index, self.size),
+            ("local_index", self.local_index, self.local_size),
+            ("worker", self.worker, self.workers),
+        ):
+            if not 0 <= value < bound:
+                raise ValueError(f"{name} is {value}, but must be from 0 to {bound - 1} (from {self.origin})")
+        if self.local_size > self.size:
+            raise ValueError(f"local_size is {self.local_size}, more than all {self.size} towers (from {self.origin})")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is tower 0, the one that writes and prints."""
+        return self.index == 0

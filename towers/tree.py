@@ -1,0 +1,51 @@
+"""Nested structures: dicts, lists, tuples and named tuples with anything else as leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """The same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
+
+    Mappings come back as the type they were where that takes a dict (else as dict), named tuples as
+    themselves.
+    """
+    if isinstance(tree, Mapping):
+        mapped = {key: map_leaves(fn, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else _like(tree, mapped)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([map_leaves(fn, value) for value in tree])
+    return fn(tree)
+
+
+def _like(original: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    try:
+        return type(original)(mapped)  # type: ignore[call-arg]
+    except TypeError:  # a mapping with a constructor of its own (defaultdict)
+        return mapped
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Every leaf, depth first, mappings in their own order."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def structure(tree: Any) -> str:
+    """A text that is equal for two trees exactly when their structures (and mapping keys) are."""
+    if isinstance(tree, Mapping):
+        return "{" + ",".join(f"{key!r}:{structure(value)}" for key, value in tree.items()) + "}"
+    if isinstance(tree, (list, tuple)):
+        opening, closing = ("[", "]") if isinstance(tree, list) else ("(", ")")
+        return opening + ",".join(structure(value) for value in tree) + closing
+    return "*"
