@@ -1,0 +1,60 @@
+"""The command ``mirrored``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from towers import agent, devices
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``mirrored …``; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="mirrored", description="Train one PyTorch model on many devices, with the numbers of one."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser(
+        "run",
+        help="run a script on several towers of this machine",
+        usage="mirrored run [--towers N] [--devices D,D,…] [--log-dir DIR] [-m] SCRIPT [ARGUMENT …]",
+        description="Runs a script once per tower, as MirroredStrategy() itself does when it finds several GPUs; "
+        "here for CPU towers and for choosing devices.",
+    )
+    run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU")
+    run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
+    run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    run.add_argument("script", help="the script, or with -m the module")
+    run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    parsed = parser.parse_args(arguments)
+    return _run(parser, parsed)
+
+
+def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    try:
+        names = _devices(parsed.towers, parsed.devices)
+    except ValueError as error:
+        parser.error(str(error))
+    program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
+    options = agent.Options(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
+    command = agent.command(options, program)
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
+    """The devices of the towers: those named, else as many GPUs, else as many CPUs, as towers are wanted."""
+    gpus = devices.count_gpus()
+    if requested is not None:
+        chosen = devices.parse_all(requested)
+        devices.check_exist(chosen, gpus)
+        if towers is not None and towers != len(chosen):
+            raise ValueError(f"--towers is {towers}, but --devices names {len(chosen)}")
+        return [str(device) for device in chosen]
+    count = towers if towers is not None else max(1, gpus)
+    if count < 1:
+        raise ValueError(f"--towers is {count}, but must be at least 1")
+    return [str(devices.for_tower(i, count, None, gpus, "--towers")) for i in range(count)]

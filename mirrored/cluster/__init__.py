@@ -1,0 +1,55 @@
+"""The ways in which a cluster introduces itself, each read by one small class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mirrored.cluster import slurm, tf_config, torchrun
+from mirrored.cluster.local import LocalClusterResolver
+from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from mirrored.cluster.slurm import SlurmClusterResolver
+from mirrored.cluster.tf_config import TFConfigClusterResolver
+from mirrored.cluster.torchrun import TorchrunClusterResolver
+
+__all__ = [
+    "ClusterError",
+    "ClusterResolver",
+    "LocalClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "from_launcher",
+    "resolve",
+]
+
+
+def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
+    """The launcher that started this process as one of its towers (torchrun, srun); None when there is none."""
+    if torchrun.present(environ):
+        return TorchrunClusterResolver(environ)
+    if slurm.present(environ):
+        return SlurmClusterResolver(environ)
+    return None
+
+
+def resolve(environ: Mapping[str, str]) -> ClusterResolver:
+    """The cluster of a several-worker strategy: TF_CONFIG, else torchrun's variables, else SLURM's, else one worker.
+
+    After TF_CONFIG's cluster has become towers, both TF_CONFIG and the towers' variables are set, and agree.
+
+    Raises:
+        ClusterError: either is wrong, or the two contradict each other; then the message names both.
+    """
+    launcher = from_launcher(environ)
+    if not tf_config.present(environ):
+        return launcher or LocalClusterResolver()
+    described = TFConfigClusterResolver(environ)
+    if launcher is not None:
+        if (described.workers, described.worker) != (launcher.workers, launcher.worker):
+            raise ClusterError(
+                f"TF_CONFIG and {launcher.origin} contradict each other: TF_CONFIG says worker "
+                f"{described.worker} of {described.workers}, {launcher.origin} say worker {launcher.worker} of "
+                f"{launcher.workers}; unset the one that is left over from another job"
+            )
+        described.topology = launcher.topology
+    return described

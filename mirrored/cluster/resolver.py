@@ -1,0 +1,72 @@
+"""What every way of describing a cluster has in common."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC
+from collections.abc import Mapping
+
+from towers import Topology
+
+
+class ClusterError(ValueError):
+    """A cluster's description is wrong. The message names where it was read, the field and the fix."""
+
+
+class ClusterResolver(ABC):
+    """Knows the workers of a cluster and which of them this process belongs to.
+
+    Attributes:
+        origin: where it was read from, for messages and the log.
+        task_type: "chief", "worker" or "evaluator".
+        task_id: index among the tasks of that type.
+        workers: number of workers (machines) that train together.
+        worker: this one's index among them.
+        addresses: ``host:port`` of each worker where that is known, else empty.
+        topology: this tower's place where a launcher has started the towers already, else None.
+    """
+
+    origin: str
+    task_type: str = "worker"
+    task_id: int = 0
+    worker: int = 0
+    workers: int = 1
+    addresses: tuple[str, ...] = ()
+    topology: Topology | None = None
+
+    def cluster_spec(self) -> dict[str, list[str]]:
+        """Job names and the addresses of their tasks, as in TensorFlow; empty where addresses are unknown."""
+        return {"worker": list(self.addresses)} if self.addresses else {}
+
+
+def read_whole_numbers(environ: Mapping[str, str], names: list[str], origin: str) -> dict[str, int]:
+    """Read environment variables that must hold whole numbers from 0.
+
+    Raises:
+        ClusterError: names every variable that is missing, or the first that holds something else.
+    """
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ClusterError(f"{origin}: {', '.join(missing)} {verb} not set; a launcher sets all of {', '.join(names)}")
+    numbers = {}
+    for name in names:
+        text = environ[name].strip()
+        if not re.fullmatch("[0-9]{1,18}", text):
+            raise ClusterError(f"{origin}: {name}={environ[name]!r} is not a whole number from 0")
+        numbers[name] = int(text)
+    return numbers
+
+
+def check_index(index_name: str, index: int, size_name: str, size: int, origin: str) -> None:
+    """See that an index lies below its size.
+
+    Raises:
+        ClusterError: it does not, or the size is 0.
+    """
+    if size < 1:
+        raise ClusterError(f"{origin}: {size_name} is {size}, but must be at least 1")
+    if index >= size:
+        raise ClusterError(
+            f"{origin}: {index_name} is {index}, but {size_name} is {size}: it goes from 0 to {size - 1}"
+        )

@@ -1,0 +1,167 @@
+"""Clusters described by ``TF_CONFIG``, as TensorFlow, Kubeflow and Vertex AI write them.
+
+Grammar: a JSON object with
+
+- ``cluster``: job name to list of ``host:port`` (IPv6 in brackets); jobs ``chief`` (at most one task),
+  ``worker`` and ``evaluator``. ``ps`` is refused: this is not parameter-server training.
+- ``task``: ``type`` and ``index``, the index a number or its decimal digits.
+- ``rpc_layer``: kept for :meth:`TFConfigClusterResolver.master`; nothing here uses it.
+
+Other keys (``environment``, ``job``, …) are ignored. Worker 0 is the chief where there is one, then the
+workers in their order. An evaluator is a cluster of its own, as in TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from towers.log import get_logger
+
+_JOBS = ("chief", "worker", "evaluator")
+
+log = get_logger("mirrored")
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the environment variable ``TF_CONFIG``.
+
+    Attributes:
+        rpc_layer: as given, or None.
+
+    Raises:
+        ClusterError: it breaks the grammar; the message says where.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        self.origin = "TF_CONFIG"
+        self._jobs: dict[str, list[str]] = {}
+        self.rpc_layer: str | None = None
+        text = environ.get("TF_CONFIG", "")
+        if not text.strip():
+            return
+        config = _parse(text)
+        self.rpc_layer = _optional_text(config, "rpc_layer")
+        self._jobs = _read_cluster(config)
+        if not self._jobs:
+            return
+        self.task_type, self.task_id = _read_task(config, self._jobs)
+        if self.task_type == "evaluator":
+            return
+        chiefs = self._jobs.get("chief", [])
+        self.addresses = (*chiefs, *self._jobs.get("worker", []))
+        self.workers = len(self.addresses)
+        self.worker = self.task_id + (len(chiefs) if self.task_type == "worker" else 0)
+
+    def cluster_spec(self) -> dict[str, list[str]]:
+        """The jobs and addresses as they were given."""
+        return {job: list(addresses) for job, addresses in self._jobs.items()}
+
+    def master(self) -> str:
+        """The chief's address, with ``rpc_layer://`` in front where one was given; empty for one worker."""
+        if not self.addresses:
+            return ""
+        return f"{self.rpc_layer}://{self.addresses[0]}" if self.rpc_layer else self.addresses[0]
+
+
+def present(environ: Mapping[str, str]) -> bool:
+    """Whether ``TF_CONFIG`` says anything; an empty one is said once in the log and taken as unset."""
+    text = environ.get("TF_CONFIG")
+    if text is not None and not text.strip():
+        log.info("TF_CONFIG is set but empty: taken as unset")
+    return bool(text and text.strip())
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ClusterError(f"TF_CONFIG is not JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise ClusterError(f"TF_CONFIG is not JSON that can be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ClusterError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task', not {_kind(config)}")
+    return config
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", dict: "an object", str: "a text", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _optional_text(config: dict[str, Any], key: str) -> str | None:
+    value = config.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ClusterError(f"TF_CONFIG: {key} must be a text, not {_kind(value)}")
+    return value or None
+
+
+def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
+    cluster = config.get("cluster", {})
+    if not isinstance(cluster, dict):
+        raise ClusterError(f"TF_CONFIG: cluster must be an object of jobs, not {_kind(cluster)}")
+    jobs: dict[str, list[str]] = {}
+    for job, addresses in cluster.items():
+        if job == "ps":
+            raise ClusterError(
+                "TF_CONFIG: cluster has 'ps' tasks, but mirrored training has no parameter servers: remove the "
+                "job 'ps' and give its machines to 'worker'"
+            )
+        if job not in _JOBS:
+            raise ClusterError(f"TF_CONFIG: cluster has an unknown job {job!r}; jobs are {', '.join(_JOBS)}")
+        if not isinstance(addresses, list):
+            raise ClusterError(f"TF_CONFIG: cluster.{job} must be a list of addresses, not {_kind(addresses)}")
+        if addresses:
+            jobs[job] = [_check_address(address, f"cluster.{job}[{i}]") for i, address in enumerate(addresses)]
+    if len(jobs.get("chief", [])) > 1:
+        raise ClusterError(f"TF_CONFIG: cluster.chief names {len(jobs['chief'])} addresses; there is one chief")
+    if set(jobs) == {"evaluator"}:
+        raise ClusterError("TF_CONFIG: cluster has evaluators only; it needs a 'chief' or a 'worker'")
+    seen: dict[str, str] = {}
+    for job, addresses in jobs.items():
+        for i, address in enumerate(addresses):
+            place = f"cluster.{job}[{i}]"
+            if address in seen:
+                raise ClusterError(f"TF_CONFIG: {seen[address]} and {place} are the same address, {address}")
+            seen[address] = place
+    return jobs
+
+
+def _check_address(address: Any, place: str) -> str:
+    if not isinstance(address, str):
+        raise ClusterError(f"TF_CONFIG: {place} must be a text 'host:port', not {_kind(address)}")
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\[\]\s/]+):([0-9]{1,9})", address)
+    if match is None:
+        hint = "; put an IPv6 address in brackets" if address.count(":") > 1 and "[" not in address else ""
+        raise ClusterError(f"TF_CONFIG: {place} is {address!r}, but must be 'host:port'{hint}")
+    if not 1 <= int(match[2]) <= 65535:
+        raise ClusterError(f"TF_CONFIG: {place} is {address!r}: ports go from 1 to 65535")
+    return address
+
+
+def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str, int]:
+    task = config.get("task")
+    if not isinstance(task, dict):
+        found = "is missing" if task is None else f"must be an object, not {_kind(task)}"
+        raise ClusterError(f"TF_CONFIG: task {found}; it says which task this is: {{'type': 'worker', 'index': 0}}")
+    kind = task.get("type")
+    if not isinstance(kind, str) or kind not in jobs:
+        found = "is missing" if kind is None else f"is {kind!r}"
+        raise ClusterError(f"TF_CONFIG: task.type {found}, but must be a job of the cluster: {', '.join(jobs)}")
+    index = task.get("index")
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
+        index = int(index)
+    if isinstance(index, bool) or not isinstance(index, int):
+        found = "is missing" if index is None else f"is {index!r}"
+        raise ClusterError(f"TF_CONFIG: task.index {found}, but must be a whole number")
+    if not 0 <= index < len(jobs[kind]):
+        raise ClusterError(
+            f"TF_CONFIG: task.index is {index}, but cluster.{kind} has {len(jobs[kind])} "
+            f"address{'es' if len(jobs[kind]) > 1 else ''}: it goes from 0 to {len(jobs[kind]) - 1}"
+        )
+    return kind, index

@@ -1,0 +1,75 @@
+"""Towers started by torchrun, or by anything else that sets its variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from mirrored.cluster.resolver import ClusterError, ClusterResolver, check_index, read_whole_numbers
+from towers import Topology
+from towers.topology import STARTED_BY
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+    The last two may both be absent (one process per machine, as Kubeflow's PyTorchJob starts them).
+
+    Raises:
+        ClusterError: variables are missing (all are named at once), are no numbers, or contradict each other.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        by_torchrun = "TORCHELASTIC_RUN_ID" in environ
+        started_by = environ.get(STARTED_BY) or ("torchrun" if by_torchrun else "RANK and WORLD_SIZE")
+        self.origin = "torchrun's variables" if by_torchrun else "the variables RANK, WORLD_SIZE, …"
+        missing = [name for name in REQUIRED if not environ.get(name)]
+        local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if any(environ.get(name) for name in local):
+            missing += [name for name in local if not environ.get(name)]
+        if missing:
+            raise ClusterError(
+                f"{self.origin}: {', '.join(missing)} not set; start with torchrun, which sets all of "
+                f"{', '.join(REQUIRED + local)}, or set the missing ones"
+            )
+        numeric = [n for n in ("RANK", "WORLD_SIZE", "MASTER_PORT", *local) if environ.get(n)]
+        number = read_whole_numbers(environ, numeric, self.origin)
+        index, size = number["RANK"], number["WORLD_SIZE"]
+        local_index, local_size = number.get("LOCAL_RANK", 0), number.get("LOCAL_WORLD_SIZE", 1)
+        check_index("RANK", index, "WORLD_SIZE", size, self.origin)
+        check_index("LOCAL_RANK", local_index, "LOCAL_WORLD_SIZE", local_size, self.origin)
+        if local_size > size:
+            raise ClusterError(f"{self.origin}: LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is only {size}")
+        if not 1 <= number["MASTER_PORT"] <= 65535:
+            raise ClusterError(f"{self.origin}: MASTER_PORT is {number['MASTER_PORT']}; ports go from 1 to 65535")
+        self.worker, self.workers = _worker(environ, index, size, local_size, self.origin)
+        self.task_id = self.worker
+        self.topology = Topology(
+            index=index,
+            size=size,
+            local_index=local_index,
+            local_size=local_size,
+            worker=self.worker,
+            workers=self.workers,
+            started_by=started_by,
+            address=(environ["MASTER_ADDR"], number["MASTER_PORT"]),
+            serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            origin=self.origin,
+        )
+
+
+def present(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher of this kind has set anything."""
+    return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))
+
+
+def _worker(environ: Mapping[str, str], index: int, size: int, local_size: int, origin: str) -> tuple[int, int]:
+    if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
+        number = read_whole_numbers(environ, ["GROUP_RANK", "GROUP_WORLD_SIZE"], origin)
+        check_index("GROUP_RANK", number["GROUP_RANK"], "GROUP_WORLD_SIZE", number["GROUP_WORLD_SIZE"], origin)
+        return number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
+    return index // local_size, -(-size // local_size)

@@ -1,0 +1,182 @@
+"""Whose code is running: a strategy's scope, one of its replicas, or neither."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mirrored.operations import ReduceOp, operation_name
+from towers import tree as trees
+from towers.collectives import differentiable
+
+if TYPE_CHECKING:
+    from mirrored.data.shares import Share
+    from mirrored.strategy import Strategy
+
+
+class ReplicaContext:
+    """What code inside ``strategy.run`` can know and do.
+
+    Attributes:
+        strategy: the strategy that runs this code.
+        replica_id_in_sync_group: this tower's index.
+        num_replicas_in_sync: how many towers train together.
+        device: this tower's device.
+
+    ``all_reduce`` and ``all_gather`` must be called by all towers, in the same order, and so must the
+    backward through them.
+    """
+
+    __slots__ = ("_inputs", "strategy")
+
+    def __init__(self, strategy: Strategy, inputs: object = None) -> None:
+        self.strategy = strategy
+        self._inputs = inputs
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        return self.strategy.topology.index
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def device(self) -> torch.device:
+        return self.strategy.device
+
+    def all_reduce(self, op: str | ReduceOp, value: Any) -> Any:
+        """Reduce a nested value over all towers; differentiable for "sum" and "mean".
+
+        Args:
+            op: "sum", "mean", "min", "max", "prod" or :class:`ReduceOp`.
+            value: nested tensors or numbers of one shape and dtype on all towers.
+
+        Returns:
+            The structure of ``value``, equal on all towers. The gradient of an all-sum is the all-sum of the
+            gradients, of an all-mean their all-mean.
+
+        Raises:
+            DisagreementError: towers passed different things; raised on all of them.
+            RuntimeError: min, max or prod of a tensor that requires a gradient.
+        """
+        return differentiable.all_reduce(self.strategy.communicator, operation_name(op), value)
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """Concatenate every tower's value along ``axis``, in tower order; differentiable.
+
+        Args:
+            value: nested tensors; only the size along ``axis`` may differ between towers.
+            axis: dimension, negative from the end.
+
+        Raises:
+            DisagreementError, ValueError: on all towers alike.
+        """
+        return differentiable.all_gather(self.strategy.communicator, value, axis)
+
+    def merge_call(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: there ``strategy.reduce`` works."""
+        with frame(self.strategy, None):
+            return fn(self.strategy, *args, **(kwargs or {}))
+
+    def shares(self) -> list[Share]:
+        """The shares of distributed batches among the arguments that ``run`` was given."""
+        known = self.strategy.known_shares
+        found = {}
+        for value in trees.leaves(self._inputs):
+            share = known.get(value)
+            if share is not None:
+                found[id(share)] = share
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One level of the current context: a strategy, and its replica context when inside ``run``."""
+
+    strategy: Strategy
+    replica: ReplicaContext | None
+
+
+_frame: ContextVar[Frame | None] = ContextVar("mirrored_frame", default=None)
+_newest_with_towers: weakref.ref[Strategy] | None = None
+
+
+class frame:
+    """Makes a strategy's context the current one."""
+
+    __slots__ = ("_frame", "_token")
+
+    def __init__(self, strategy: Strategy, replica: ReplicaContext | None) -> None:
+        self._frame = Frame(strategy, replica)
+
+    def __enter__(self) -> None:
+        self._token = _frame.set(self._frame)
+
+    def __exit__(self, *_: object) -> None:
+        _frame.reset(self._token)
+
+
+def current_frame() -> Frame | None:
+    """The innermost scope or run that this code is in."""
+    return _frame.get()
+
+
+def announce(strategy: Strategy) -> None:
+    """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
+    global _newest_with_towers
+    _newest_with_towers = weakref.ref(strategy)
+
+
+def strategy_with_towers() -> Strategy | None:
+    """A living strategy of several towers, whether or not this code is in its scope."""
+    return _newest_with_towers() if _newest_with_towers is not None else None
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside every scope and run the default one, which has one replica."""
+    current = current_frame()
+    if current is not None:
+        return current.strategy
+    from mirrored.strategies import default_strategy
+
+    return default_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether this code is in a strategy's scope or run."""
+    return current_frame() is not None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The current replica context: inside ``run`` its own, in a scope None, else the default strategy's."""
+    current = current_frame()
+    return current.replica if current is not None else ReplicaContext(get_strategy())
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this code is in a scope but not in a replica (as in TensorFlow, false outside every scope)."""
+    current = current_frame()
+    return current is not None and current.replica is None
+
+
+def require_replica_context(caller: str) -> ReplicaContext:
+    """The current replica context, for functions whose result depends on the number of towers.
+
+    Raises:
+        RuntimeError: not inside ``run`` although a strategy with several towers exists.
+    """
+    replica = get_replica_context()
+    if replica is None or (current_frame() is None and strategy_with_towers() is not None):
+        raise RuntimeError(
+            f"{caller} was called outside strategy.run(...), where the number of towers it has to divide by is "
+            "not that of the strategy; call it inside the function given to strategy.run"
+        )
+    return replica

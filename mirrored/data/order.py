@@ -1,0 +1,102 @@
+"""The one global order of examples, and its cut into global batches, that all towers share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from mirrored import seeds
+
+
+class Order:
+    """Global batches of example indices, from (seed, epoch) alone.
+
+    Args:
+        length: number of examples.
+        batch_size: examples per global batch.
+        shuffle: a new permutation every epoch.
+        drop_last: leave out an incomplete last batch.
+        sampler: another source of indices than 0 … length - 1, or their permutation.
+        batch_sampler: a source of whole batches; then all other arguments but ``seed`` are ignored.
+        seed: of the permutations, and of the generators while a sampler runs.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        seed: int,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
+    ) -> None:
+        self._length = length
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._drop_last = drop_last
+        self._sampler = sampler
+        self._batch_sampler = batch_sampler
+        self.seed = seed
+
+    def __len__(self) -> int:
+        if self._batch_sampler is not None:
+            return _length(self._batch_sampler)
+        examples = _length(self._sampler) if self._sampler is not None else self._length
+        return examples // self._batch_size if self._drop_last else -(-examples // self._batch_size)
+
+    def batches(self, epoch: int, first: int = 0) -> Iterator[list[Any]]:
+        """The epoch's global batches from number ``first`` on. Skipping loads nothing."""
+        if self._batch_sampler is not None:
+            drawn = self._drawn(self._batch_sampler, epoch)
+            yield from itertools.islice((list(batch) for batch in drawn), first, None)
+            return
+        if self._sampler is not None:
+            order: Any = self._drawn(self._sampler, epoch)
+        elif self._shuffle:
+            generator = torch.Generator().manual_seed(seeds.mix(self.seed, "order", epoch))
+            order = torch.randperm(self._length, generator=generator).tolist()
+        else:
+            order = range(self._length)
+        for start in range(first * self._batch_size, len(order), self._batch_size):
+            batch = list(order[start : start + self._batch_size])
+            if len(batch) == self._batch_size or not self._drop_last:
+                yield batch
+
+    def _drawn(self, source: Iterable[Any], epoch: int) -> list[Any]:
+        """All that a sampler draws in an epoch; it draws the same on every tower."""
+        seed = seeds.mix(self.seed, "sampler", epoch)
+        tell_epoch(source, epoch)
+        for owner in (source, getattr(source, "sampler", None)):
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+        with seeds.undisturbed():
+            seeds.seed_cpu(seed)
+            return list(source)
+
+
+def tell_epoch(source: object, epoch: int) -> None:
+    """Call ``set_epoch`` where a source of data, or its sampler, has it."""
+    for owner in (source, getattr(source, "sampler", None)):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+
+
+def _length(source: object) -> int:
+    if not isinstance(source, Sized):
+        raise TypeError(f"{type(source).__name__} has no length")
+    return len(source)
+
+
+def is_plain(sampler: Sampler[Any] | Iterable[Any] | None) -> bool:
+    """Whether a loader's sampler is one of the two that DataLoader makes itself for ``shuffle``."""
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == _length(sampler.data_source)
+    return type(sampler) is SequentialSampler

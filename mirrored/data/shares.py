@@ -1,0 +1,103 @@
+"""How a global batch is cut into the towers' shares (rule R4 of the design)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from towers import tree as trees
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one tower holds of a global batch.
+
+    Attributes:
+        local: number of examples of this tower.
+        total: number of examples of all towers together.
+    """
+
+    local: int
+    total: int
+
+
+def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
+    """Where tower ``index``'s share of a batch begins and ends.
+
+    Shares are contiguous and cut as ``numpy.array_split`` cuts: sizes differ by one at most, the larger ones
+    come first, and when there are fewer examples than towers the last shares are empty.
+    """
+    size, larger = divmod(examples, towers)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)
+
+
+class KnownShares:
+    """Remembers which share a batch's tensors (and numpy arrays) belong to, as long as they live."""
+
+    def __init__(self) -> None:
+        self._shares = WeakIdKeyDictionary()
+
+    def add(self, batch: Any, share: Share) -> None:
+        """Remember the share for every tensor and array in ``batch``."""
+        for value in trees.leaves(batch):
+            if _can_carry(value):
+                self._shares[value] = share
+
+    def get(self, value: Any) -> Share | None:
+        """The share that ``value`` came with, or None."""
+        found: Share | None = self._shares.get(value) if _can_carry(value) else None
+        return found
+
+
+def _can_carry(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
+
+
+def cut(batch: Any, start: int, end: int) -> Any:
+    """Entries ``start`` to ``end`` of every tensor, array and list of a collated batch.
+
+    Args:
+        batch: nested dicts, tuples and lists whose leaves have the examples as their first dimension, as
+            ``default_collate`` makes them; a list of texts counts as a leaf.
+
+    Raises:
+        TypeError: something in it cannot be cut.
+    """
+    if isinstance(batch, Mapping):
+        return {key: cut(value, start, end) for key, value in batch.items()}
+    if isinstance(batch, (list, tuple)) and _is_structure(batch):
+        parts = [cut(value, start, end) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    try:
+        return batch[start:end]
+    except (TypeError, IndexError, KeyError) as error:
+        raise TypeError(
+            f"a batch with a {type(batch).__name__} in it cannot be cut into shares ({error}); let collate_fn "
+            "return tensors, arrays or lists with the examples as their first dimension"
+        ) from None
+
+
+def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether a list holds fields of a batch, not the examples of one field."""
+    return any(
+        isinstance(item, (torch.Tensor, Mapping, list, tuple)) or type(item).__name__ == "ndarray" for item in value
+    )
+
+
+def count_examples(batch: Any) -> int:
+    """The size of the first dimension of the first tensor or array (else list) in a batch.
+
+    Raises:
+        TypeError: there is none.
+    """
+    for value in trees.leaves(batch):
+        if _can_carry(value) and len(value.shape) > 0:
+            return int(value.shape[0])
+    if isinstance(batch, (list, tuple)):
+        return len(batch)
+    raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told")

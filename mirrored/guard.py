@@ -1,0 +1,78 @@
+"""No silent drift: an optimizer step is checked before it changes anything (rule R1 of the design)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mirrored.context import current_frame
+from towers import MirrorError
+from towers.log import get_logger
+
+if TYPE_CHECKING:
+    from mirrored.strategy import Strategy
+
+log = get_logger("mirrored")
+
+
+class OptimizerGuard:
+    """Looks at each optimizer step of a strategy with several towers.
+
+    An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others
+    in the same process are left alone. Refused are parameters with a gradient that no scope mirrored, and
+    gradients that hold parts of ``no_sync`` that were never averaged.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._said_nothing_to_train: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        strategy = self._strategy()
+        if strategy is None:
+            self._hook.remove()
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        foreign = [p for p in parameters if not strategy.is_mirrored(p)]
+        frame = current_frame()
+        in_run = frame is not None and frame.strategy is strategy and frame.replica is not None
+        recorded = any(strategy.is_recorded(p) for p in foreign)
+        if not in_run and len(foreign) == len(parameters) and not recorded:
+            return
+        if recorded:
+            raise MirrorError(
+                "optimizer.step() on parameters that were created in the scope but never used in "
+                "strategy.run(...): the towers' gradients are not averaged. Put the training step into a function "
+                "and call strategy.run(train_step, args=...)"
+            )
+        drifting = [p for p in foreign if p.grad is not None]
+        if drifting:
+            names = ", ".join(strategy.parameter_name(p) for p in drifting[:3])
+            more = f" and {len(drifting) - 3} more" if len(drifting) > 3 else ""
+            raise MirrorError(
+                f"optimizer.step() on tower {strategy.topology.index} would change {names}{more}, which no scope "
+                "mirrored, so the towers would drift apart: create it inside strategy.scope(), or call "
+                "strategy.mirror(module) before training"
+            )
+        unsynced = strategy.unsynced_gradients()
+        stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]
+        if stale:
+            raise MirrorError(
+                f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
+                "under no_sync, and no backward() outside it has averaged them"
+            )
+        self._say_if_nothing_to_train(optimizer, parameters)
+
+    def _say_if_nothing_to_train(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        if optimizer in self._said_nothing_to_train or any(p.requires_grad for p in parameters):
+            return
+        self._said_nothing_to_train.add(optimizer)
+        log.warning(
+            "%s.step() trains nothing: all of its %d parameters are frozen (requires_grad is False)",
+            type(optimizer).__name__,
+            len(parameters),
+        )

@@ -1,0 +1,143 @@
+"""Losses that are shares of the global mean (rule R3 of the design).
+
+Each tower sees only its share of the global batch, and gradients are averaged over towers. For the result to
+be the gradient of the mean over the *global* batch, whatever the shares' sizes, a tower's loss must be
+
+    value:     sum(own examples) / G                         so that the values add up to the global mean
+    gradient:  that of  towers · sum(own examples) / G       so that the average is the global mean's
+
+with G the number of examples of the step over all towers. An empty share contributes an exact zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mirrored.context import ReplicaContext, require_replica_context
+
+
+def compute_average_loss(
+    per_example_loss: Tensor,
+    sample_weight: Tensor | float | None = None,
+    global_batch_size: int | None = None,
+    *,
+    denominator: Literal["examples", "weights"] = "examples",
+) -> Tensor:
+    """This tower's share of the mean loss over the global batch.
+
+    Args:
+        per_example_loss: losses with ``reduction="none"``; shape ``(examples, …)``, floating point. Further
+            dimensions are summed, as in TensorFlow.
+        sample_weight: multiplies the losses; a number, or a tensor whose shape is a beginning of
+            ``per_example_loss``'s shape, such as ``(examples,)``.
+        global_batch_size: the number of examples to divide by. Default: the true number of examples of this
+            step over all towers, which a batch from ``distribute_dataset`` given to ``run`` carries with it;
+            without such a batch, this tower's examples times the number of towers.
+        denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead (token losses
+            with padding); it costs one small collective.
+
+    Returns:
+        A scalar. Over all towers the values add up to the global mean (``strategy.reduce("sum", loss)``);
+        after averaging, the gradients are those of the global mean.
+
+    Raises:
+        RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
+        ValueError: a scalar loss; weights that do not fit; or a first dimension that cannot be a number of
+            examples of this step.
+    """
+    replica = require_replica_context("compute_average_loss")
+    if per_example_loss.dim() == 0:
+        raise ValueError(
+            "compute_average_loss needs one loss per example, but got a scalar: compute the loss with reduction='none'"
+        )
+    if denominator not in ("examples", "weights"):
+        raise ValueError(f"denominator is {denominator!r}, but must be 'examples' or 'weights'")
+    losses = per_example_loss
+    if sample_weight is not None:
+        weights = _expand_weights(sample_weight, losses)
+        losses = losses * weights
+    if denominator == "weights":
+        if sample_weight is None or global_batch_size is not None:
+            raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
+        total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum())
+        # Weights that are all zero make an exact zero, not 0/0.
+        return _share(losses.sum() / torch.where(total == 0, torch.ones_like(total), total), replica)
+    count = global_batch_size if global_batch_size is not None else _global_count(per_example_loss, replica)
+    if not count > 0:
+        if per_example_loss.numel() == 0:
+            count = 1  # nobody has examples in this step: the sum is an exact zero
+        else:
+            raise ValueError(f"global_batch_size is {count}, but must be positive")
+    return _share(losses.sum() / count, replica)
+
+
+def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
+    """This tower's share of a loss that does not depend on the batch, such as a weight penalty.
+
+    Args:
+        regularization_loss: a scalar, equal on all towers.
+
+    Returns:
+        Its value divided by the number of towers, so that the shares add up to it, with its whole gradient,
+        so that the average over towers is the penalty's gradient.
+
+    Raises:
+        RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
+    """
+    replica = require_replica_context("scale_regularization_loss")
+    return _share(regularization_loss / replica.num_replicas_in_sync, replica)
+
+
+def _share(value: Tensor, replica: ReplicaContext) -> Tensor:
+    """``value`` with its gradient multiplied by the number of towers."""
+    towers = replica.num_replicas_in_sync
+    if towers == 1:
+        return value
+    scaled: Tensor = _ScaleGradient.apply(value, towers)
+    return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
+    weights = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
+    while weights.dim() > losses.dim() and weights.shape[-1] == 1:
+        weights = weights.squeeze(-1)
+    if tuple(weights.shape) != tuple(losses.shape)[: weights.dim()]:
+        raise ValueError(
+            f"sample_weight of shape {tuple(weights.shape)} does not fit losses of shape {tuple(losses.shape)}"
+        )
+    return weights.reshape(*weights.shape, *[1] * (losses.dim() - weights.dim()))
+
+
+def _global_count(losses: Tensor, replica: ReplicaContext) -> int:
+    """The number of examples of this step over all towers."""
+    local = losses.shape[0]
+    shares = replica.shares()
+    if not shares:
+        return local * replica.num_replicas_in_sync
+    # A whole multiple of the share is several entries per example (tokens of flattened sequences).
+    fitting = {
+        share.total * (local // share.local if share.local else 1)
+        for share in shares
+        if (local % share.local == 0 if share.local else local == 0)
+    }
+    if len(fitting) != 1:
+        sizes = ", ".join(f"{share.local} of {share.total}" for share in shares)
+        raise ValueError(
+            f"the loss has {local} entries, but the batch given to run has {sizes} examples on this tower, so the "
+            "number of entries over all towers is not known: pass global_batch_size"
+        )
+    return fitting.pop()

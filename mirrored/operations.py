@@ -1,0 +1,33 @@
+"""The operations of ``reduce`` and ``all_reduce``."""
+
+from __future__ import annotations
+
+import enum
+
+from towers.collectives.values import OPERATIONS
+
+
+class ReduceOp(enum.Enum):
+    """How values of several towers become one."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+
+_ALIASES = {"avg": "mean", "product": "prod"}
+
+
+def operation_name(op: object) -> str:
+    """The name of an operation given as text in any case, as :class:`ReduceOp`, or as torch's or TF's own.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    name = str(getattr(op, "name", op)).lower()
+    name = _ALIASES.get(name, name)
+    if name not in OPERATIONS:
+        raise ValueError(f"unknown operation {op!r}; use one of {', '.join(OPERATIONS)}")
+    return name

@@ -1,0 +1,49 @@
+"""How the towers communicate, as the user chooses it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from towers.collectives.process_group import Options
+from towers.gradients import DEFAULT_BUCKET_BYTES
+
+_IMPLEMENTATIONS = ("auto", "nccl", "gloo")
+_ALGORITHMS = ("ring", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationOptions:
+    """Options of a strategy's communication; they must be the same on all towers.
+
+    Attributes:
+        implementation: "auto" (NCCL between GPUs, Gloo between CPUs), "nccl" or "gloo".
+        algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
+            ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
+        bucket_bytes: gradients travel in buckets of about this many bytes.
+        timeout_seconds: how long a collective may take before it is an error.
+        startup_timeout_seconds: how long towers and workers wait for each other at the start.
+
+    Raises:
+        ValueError: an unknown name, or a number that is not positive.
+    """
+
+    implementation: str = "auto"
+    algorithm: str = "ring"
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_seconds: float = 600.0
+    startup_timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field, value, choices in (
+            ("implementation", self.implementation, _IMPLEMENTATIONS),
+            ("algorithm", self.algorithm, _ALGORITHMS),
+        ):
+            if value not in choices:
+                raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
+        for field in ("bucket_bytes", "timeout_seconds", "startup_timeout_seconds"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} is {getattr(self, field)!r}, but must be positive")
+
+    def for_towers(self) -> Options:
+        """The part that the communicator needs."""
+        return Options(self.implementation, self.algorithm, self.timeout_seconds, self.startup_timeout_seconds)

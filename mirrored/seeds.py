@@ -1,0 +1,73 @@
+"""Random numbers: one seed for everything, and streams that do not disturb each other."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def mix(*parts: object) -> int:
+    """A seed of 63 bits made from several values; equal on all machines and in all runs."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (those of all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generator, as data loading uses them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def _cpu_state() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_cpu_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, CPU generators may be seeded and used; afterwards they go on as if nothing had happened."""
+    state = _cpu_state()
+    try:
+        yield
+    finally:
+        _set_cpu_state(state)
+
+
+class Stream:
+    """A random stream of its own for code that uses the global CPU generators.
+
+    Inside ``with stream:`` the generators continue where the stream's last block ended; outside they know
+    nothing of it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        with undisturbed():
+            seed_cpu(seed)
+            self._state = _cpu_state()
+
+    def __enter__(self) -> None:
+        self._outside = _cpu_state()
+        _set_cpu_state(self._state)
+
+    def __exit__(self, *_: object) -> None:
+        self._state = _cpu_state()
+        _set_cpu_state(self._outside)

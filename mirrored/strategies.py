@@ -1,0 +1,193 @@
+"""The strategies: how each finds its towers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from mirrored import cluster
+from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver, tf_config
+from mirrored.options import CommunicationOptions
+from mirrored.strategy import Strategy
+from towers import Topology, agent, become, devices, failure, lifeline, machine
+from towers.collectives import process_group
+from towers.collectives.communicator import Alone, Communicator
+from towers.devices import Device
+from towers.log import get_logger
+from towers.topology import DEVICES, STARTED_BY
+
+log = get_logger("mirrored")
+
+
+class OneDeviceStrategy(Strategy):
+    """The same script on one device: no process group, no hooks, nothing to wait for.
+
+    Args:
+        device: ``"cuda:0"``, ``"cpu:0"``, ``"/gpu:0"`` or a ``torch.device``.
+        seed: seeds Python's, NumPy's and torch's generators.
+    """
+
+    def __init__(self, device: Device = "cpu:0", *, seed: int | None = None) -> None:
+        chosen = devices.parse(device)
+        devices.check_exist([chosen], devices.count_gpus())
+        super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed)
+
+
+class MirroredStrategy(Strategy):
+    """One model on all devices of this machine, or on all processes of a launcher.
+
+    Without a launcher, several devices make the constructor start this script again, once per device
+    (``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun or srun it
+    spans their processes. It does not read ``TF_CONFIG``.
+
+    Args:
+        devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
+            visible GPU, else one CPU tower.
+        communication: see :class:`CommunicationOptions`.
+        seed: seeds Python's, NumPy's and torch's generators: equal on all towers while the model is made,
+            different from the first ``run`` on; also the default seed of ``distribute_dataset``.
+
+    Raises:
+        ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher
+            started.
+        CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
+        ClusterError: the launcher's variables are wrong.
+        StartupError, HandshakeError: the towers did not all come, or do not belong together.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        *,
+        communication: CommunicationOptions | None = None,
+        seed: int | None = None,
+    ) -> None:
+        launcher = cluster.from_launcher(os.environ)
+        if os.environ.get("TF_CONFIG") and not _started_for_tf_config():
+            log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
+        resolver = launcher or LocalClusterResolver()
+        options = communication or CommunicationOptions()
+        topology, communicator = _find_towers(resolver, devices, options)
+        super().__init__(topology, communicator, resolver, options, seed)
+        _announce(self)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """One model on all devices of all workers (machines) of a cluster.
+
+    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
+    else it is this machine alone. With ``TF_CONFIG`` the same script is started on every worker; each becomes
+    its towers, and they meet at the chief's address.
+
+    Args:
+        cluster_resolver: for example ``TFConfigClusterResolver()``.
+        devices, communication, seed: as of :class:`MirroredStrategy`; ``devices`` are this worker's.
+
+    Raises:
+        ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
+        ValueError, CannotStartError, StartupError, HandshakeError: as of :class:`MirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+        communication: CommunicationOptions | None = None,
+        seed: int | None = None,
+    ) -> None:
+        resolver = cluster_resolver or cluster.resolve(os.environ)
+        options = communication or CommunicationOptions()
+        topology, communicator = _find_towers(resolver, devices, options)
+        super().__init__(topology, communicator, resolver, options, seed)
+        _announce(self)
+
+
+@functools.cache
+def default_strategy() -> Strategy:
+    """The strategy outside of all scopes: one replica, which does nothing."""
+    return OneDeviceStrategy()
+
+
+def _find_towers(
+    resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
+) -> tuple[Topology, Communicator]:
+    """This tower's place and its communicator; starts the towers first when nobody has yet."""
+    gpus = devices.count_gpus()
+    if requested is None and (named := os.environ.get(DEVICES)):
+        requested = named.split(",")
+    chosen = devices.parse_all(requested) if requested is not None else None
+    topology = resolver.topology
+    if topology is not None:
+        failure.leave_report_on_failure(quiet=_by_own_agent())
+        if _by_own_agent():
+            lifeline.end_with_parent()
+        device = devices.for_tower(topology.local_index, topology.local_size, chosen, gpus, topology.origin)
+        return topology, process_group.connect(topology, _use(device), options.for_towers())
+    if chosen is not None:
+        devices.check_exist(chosen, gpus)
+    chosen = chosen or devices.visible(gpus)
+    if len(chosen) > 1 or resolver.workers > 1:
+        _become(resolver, chosen, options)
+    return Topology(started_by=_how(resolver)), Alone(_use(chosen[0]))
+
+
+def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
+    become.become(
+        agent.Options(
+            towers=len(chosen),
+            worker=resolver.worker,
+            workers=resolver.workers,
+            addresses=resolver.addresses,
+            origin=resolver.origin,
+            started_by=_how(resolver),
+            startup_seconds=options.startup_timeout_seconds,
+        )
+    )
+
+
+def _how(resolver: ClusterResolver) -> str:
+    """How a person would say the program was started."""
+    return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
+
+
+def _by_own_agent() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
+
+
+def _started_for_tf_config() -> bool:
+    return _by_own_agent() and tf_config.present(os.environ)
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make ``device`` the current one of its kind. CPU towers all compute on the one CPU device of torch."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _announce(strategy: Strategy) -> None:
+    """The one line at the start that says how many towers, on what, by which backend, started how."""
+    topology = strategy.topology
+    threads = machine.share_out_threads(topology.local_size)
+    if not strategy.is_chief:
+        return
+    where = strategy.device.type
+    if where == "cuda":
+        where = torch.cuda.get_device_name(strategy.device)
+    workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
+    log.info(
+        "%d tower%s on %s%s, %s, %s, started by %s",
+        topology.size,
+        "s" if topology.size > 1 else "",
+        where,
+        workers,
+        strategy.communicator.backend,
+        threads,
+        topology.started_by,
+    )
