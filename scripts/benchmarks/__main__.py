@@ -1,0 +1,21 @@
+"""``scripts/bench NAME``: runs one of the benchmarks beside this file."""
+
+from __future__ import annotations
+
+import sys
+
+import step
+
+BENCHMARKS = {"step": step.main}
+
+
+def main() -> int:
+    if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
+        print(f"usage: scripts/bench {{{','.join(BENCHMARKS)}}} [--help]", file=sys.stderr)
+        return 2
+    BENCHMARKS[sys.argv[1]](sys.argv[2:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

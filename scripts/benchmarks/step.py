@@ -1,0 +1,126 @@
+"""Time of a training step: ours against DDP on Gloo, and one tower against a bare loop.
+
+All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
+neighbours in time; medians over the turns are printed. Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import models
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import mirrored
+
+Step = Callable[[], None]
+Times = dict[str, list[float]]
+
+
+def _ours(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor) -> Step:
+    with strategy.scope():
+        model = models.make(case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = mirrored.compute_average_loss(models.per_example_loss(model(x), y))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return lambda: strategy.run(train_step, args=(x, y))
+
+
+def _plain(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    """An ordinary loop; with ``model`` wrapped in DDP it is DDP's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        models.per_example_loss(model(x), y).mean().backward()
+        optimizer.step()
+
+    return train_step
+
+
+def _alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool) -> Times:
+    """Seconds per step of every variant, one number a turn."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    started = time.perf_counter()
+    for step in steps.values():
+        step()
+    block = max(1, round(seconds * len(steps) / (time.perf_counter() - started)))
+    if together:
+        agreed = torch.tensor(block)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        block = int(agreed)
+    times: Times = {name: [] for name in steps}
+    for _ in range(turns):
+        for name, step in steps.items():
+            if together:
+                dist.barrier()
+            started = time.perf_counter()
+            for _ in range(block):
+                step()
+            if together:
+                dist.barrier()
+            times[name].append((time.perf_counter() - started) / block)
+    return times
+
+
+def _two_towers(case: str, turns: int, seconds: float) -> Times:
+    strategy = mirrored.MirroredStrategy()
+    torch.manual_seed(0)
+    towers = strategy.num_replicas_in_sync
+    x, y = models.batch(case, models.CASES[case] // towers, seed=strategy.topology.index)
+    steps = {
+        "ours": _ours(strategy, case, x, y),
+        "DDP": _plain(DistributedDataParallel(models.make(case), gradient_as_bucket_view=True), x, y),
+        "bound": _plain(models.make(case), x, y),
+    }
+    return _alternate(steps, turns, seconds, together=True)
+
+
+def _one_tower(case: str, turns: int, seconds: float) -> Times:
+    strategy = mirrored.MirroredStrategy()
+    torch.manual_seed(0)
+    x, y = (tensor.to(strategy.device) for tensor in models.batch(case, models.CASES[case], seed=0))
+    model = models.make(case).to(strategy.device)
+    steps = {"ours": _ours(strategy, case, x, y), "bare": _plain(model, x, y)}
+    return _alternate(steps, turns, seconds, together=False)
+
+
+def _row(label: str, times: Times, base: str) -> str:
+    ratios = [a / b for a, b in zip(times["ours"], times[base], strict=True)]
+    ours, other = (statistics.median(times[name]) * 1e3 for name in ("ours", base))
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return (
+        f"{label:<34}{ours:>9.2f}{other:>9.2f}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
+    parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
+    parser.add_argument("--towers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=9, help="alternations")
+    parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
+    options = parser.parse_args(arguments)
+    print(f"torch {torch.__version__}; SGD with momentum; medians of {options.turns} alternations")
+    print(f"{'':<34}{'ours ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
+    names = [f"cpu:{i}" for i in range(options.towers)]
+    for case in options.cases.split(","):
+        timing = (case, options.turns, options.seconds)
+        times = mirrored.launch(_two_towers, timing, devices=names)[0]
+        print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
+        print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
+        times = mirrored.launch(_one_tower, timing, towers=1)[0]
+        print(_row(f"{case}: one tower ÷ bare loop", times, "bare"), flush=True)
