@@ -32,6 +32,8 @@ class Recorder:
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._mirrored: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0
         self._hooks: list[Any] = []
         self._class_names: Counter[str] = Counter()
@@ -58,7 +60,7 @@ class Recorder:
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
         self._remember(module)
-        if parameter is not None:
+        if parameter is not None and not self.is_mirrored(parameter):
             self._parameters[id(parameter)] = weakref.ref(parameter)
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
@@ -82,15 +84,19 @@ class Recorder:
             for name, parameter in part.named_parameters(recurse=False):
                 self._on_parameter(part, name, parameter)
 
+    def is_mirrored(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was recorded and taken."""
+        return self._mirrored.get(id(parameter)) is parameter
+
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded and not yet taken."""
         found = self._parameters.get(id(parameter))
         return found is not None and found() is parameter
 
     def take(self) -> tuple[list[Named], list[nn.Module]]:
-        """All recorded parameters and buffers that have values, named, in order of creation, and forget them.
+        """All recorded parameters and buffers that have values, named, in order of creation.
 
-        Lazy modules that have not seen a batch yet are returned too, and stay recorded.
+        They count as mirrored from now on. Returned too, once, are lazy modules that have not seen a batch yet.
         """
         # Garbage that one tower has collected and another has not would look like different models.
         gc.collect()
@@ -114,7 +120,12 @@ class Recorder:
             id(p): weakref.ref(p) for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self
         }
         self.pending = False
-        return list(named.values()), lazy
+        for entry in named.values():
+            if entry.kind == "parameter":
+                self._mirrored[id(entry.tensor)] = entry.tensor
+        newly_awaited = [module for module in lazy if module not in self._awaited]
+        self._awaited.update(newly_awaited)
+        return list(named.values()), newly_awaited
 
     def _name_roots(self, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:
         """The outermost of the recorded modules, with names: their classes, numbered when one recurs."""

@@ -182,11 +182,11 @@ def _announce(strategy: Strategy) -> None:
         where = torch.cuda.get_device_name(strategy.device)
     workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
     log.info(
-        "%d tower%s on %s%s, %s, %s, started by %s",
+        "%d tower%s%s on %s, %s, %s, started by %s",
         topology.size,
         "s" if topology.size > 1 else "",
-        where,
         workers,
+        where,
         strategy.communicator.backend,
         threads,
         topology.started_by,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +63,6 @@ class Strategy:
         self._pid = os.getpid()
         self._several = topology.size > 1
         self._recorder = Recorder()
-        self._mirrored: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._streams_parted = seed is None
         if seed is not None:
             seeds.seed_all(seed)
@@ -110,7 +108,7 @@ class Strategy:
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` is kept equal on all towers (at one tower: always)."""
-        return not self._several or self._mirrored.get(id(parameter)) is parameter
+        return not self._several or self._recorder.is_mirrored(parameter)
 
     def is_recorded(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was created in the scope and awaits the first ``run``."""
@@ -161,10 +159,7 @@ class Strategy:
         mirror.broadcast(self.communicator, [named.tensor for named in tensors])
         for module in lazy:
             AfterFirstForward(module, self._mirror_lazy)
-        parameters = [named for named in tensors if named.kind == "parameter"]
-        for named in parameters:
-            self._mirrored[id(named.tensor)] = named.tensor
-        self._averager.add(parameters)
+        self._averager.add([named for named in tensors if named.kind == "parameter"])
 
     def _mirror_lazy(self, module: nn.Module) -> None:
         """A lazy module has met its first batch, inside the forward of all towers."""

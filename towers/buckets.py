@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from towers.mirror import Named
+from towers.sparse import to_dense
 
 _ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
@@ -116,7 +117,7 @@ class Bucket:
             elif gradient is view:
                 view.mul_(scale)
             else:
-                torch.mul(gradient.to_dense() if gradient.is_sparse else gradient, scale, out=view)
+                torch.mul(to_dense(gradient) if gradient.is_sparse else gradient, scale, out=view)
                 if slot.fresh:
                     parameter.grad = view  # type: ignore[union-attr]
         used = [slot.fresh for slot in self.slots]

@@ -82,7 +82,8 @@ def launch(
     payload = _dump((fn, tuple(args), dict(kwargs or {})))
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["towers.launch"])
+    # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
+    context.set_forkserver_preload(["towers.launch", "torch._dynamo"])
     store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch")
     with console.Relay() as relay, contextlib.ExitStack() as opened:
         processes: list[ForkServerProcess] = []

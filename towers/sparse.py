@@ -50,7 +50,7 @@ class SparseSlot:
             gradient = self._nothing(channel.device)
         dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
         if dense_somewhere.any():
-            mean = gradient.to_dense() if gradient.is_sparse else gradient.clone()
+            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             channel.all_reduce(mean)
             mean /= channel.size
         else:
@@ -71,3 +71,14 @@ class SparseSlot:
         all_rows = values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0)
         joined = torch.sparse_coo_tensor(all_indices.T, all_rows / channel.size, gradient.shape, check_invariants=False)
         return joined.coalesce()
+
+
+def to_dense(gradient: Tensor) -> Tensor:
+    """A sparse tensor as a dense one.
+
+    ``Tensor.to_dense`` loses values that are an expanded scalar (seen with torch 2.13, the gradient of
+    ``Embedding(4, 1, sparse=True)(x).sum()``).
+    """
+    gradient = gradient.coalesce()
+    dense = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return dense.index_put_(tuple(gradient.indices()), gradient.values().contiguous())

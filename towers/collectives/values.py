@@ -83,9 +83,9 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
             described.append([str(leaf.tensor.dtype), list(reduced.shape), count])
         return described
 
-    inline, described = _exchange(comm, f"reduce({op!r}, axis={axis})", trees.structure(tree), prepare, local)
+    described, bodies = _exchange(comm, f"reduce({op!r}, axis={axis})", trees.structure(tree), prepare, local)
     _check_equal(described, lambda leaf: leaf[:2])
-    totals = _combine(comm, op, local, inline)
+    totals = _combine(comm, op, local, bodies)
     results = []
     for i, (leaf, total) in enumerate(zip(values, totals, strict=True)):
         count = sum(header["leaves"][i][2] for header in described) if op == "mean" else None
@@ -113,7 +113,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
             _dimension(axis, leaf.tensor)
         return [[str(leaf.tensor.dtype), list(leaf.tensor.shape)] for leaf in values]
 
-    _, described = _exchange(comm, f"gather(axis={axis})", trees.structure(tree), prepare)
+    described, _ = _exchange(comm, f"gather(axis={axis})", trees.structure(tree), prepare)
 
     def fixed(leaf: Any) -> Any:
         dtype, shape = leaf
@@ -197,12 +197,13 @@ def _finish(op: str, original: Tensor, total: Tensor, count: int | None) -> Tens
     return total.to(original.dtype)
 
 
-def _combine(comm: Communicator, op: str, local: list[Tensor], inline: list[list[Tensor]] | None) -> list[Tensor]:
+def _combine(comm: Communicator, op: str, local: list[Tensor], bodies: list[bytes] | None) -> list[Tensor]:
     """Reduce the towers' contributions: those that rode in the message here, others by one collective a dtype."""
     basic = "sum" if op == "mean" else op
-    if inline is not None:
+    if bodies is not None:
         combine: Any = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[basic]
-        return [combine(torch.stack(parts), dim=0) for parts in zip(*inline, strict=True)]
+        towers = [_unpack(body, local) for body in bodies]
+        return [combine(torch.stack(parts), dim=0) for parts in zip(*towers, strict=True)]
     return all_reduce_together(comm, basic, local)
 
 
@@ -227,10 +228,11 @@ def _exchange(
     structure: str,
     prepare: Callable[[], list[Any]],
     local: list[Tensor] | None = None,
-) -> tuple[list[list[Tensor]] | None, list[dict[str, Any]]]:
+) -> tuple[list[dict[str, Any]], list[bytes] | None]:
     """Tell all towers what this one is about to do; raise on all if any cannot, or if they disagree.
 
-    Returns every tower's description, and every tower's values where all were small enough to ride along.
+    Returns every tower's description, and every tower's ``local`` values, packed, where all were small enough
+    to ride along.
     """
     header: dict[str, Any] = {"call": call, "structure": structure}
     data = b""
@@ -257,9 +259,8 @@ def _exchange(
                     f"tower 0 {headers[0]['call']} of {headers[0]['structure']}"
                 )
     if local is None or not all(other.get("inline") for other in headers):
-        return None, headers
-    bodies = [message[message.index(b"\0") + 1 :] for message in messages]
-    return [_unpack(body, local) for body in bodies], headers
+        return headers, None
+    return headers, [message[message.index(b"\0") + 1 :] for message in messages]
 
 
 def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:

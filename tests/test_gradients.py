@@ -1,0 +1,423 @@
+"""Rule R2: after backward, grad is the mean over towers of what each contributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import mirrored
+
+
+class Branches(nn.Module):
+    """Two branches, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.idle = (nn.Linear(2, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return getattr(self, branch)(x)
+
+
+def use_one_branch_each(strategy: mirrored.Strategy) -> list[list[float] | None]:
+    with strategy.scope():
+        model = Branches()
+    r = strategy.topology.index
+    strategy.run(lambda: model(torch.tensor([[2.0, 4.0]]), ["left", "right"][r]).sum().backward())
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def test_parameters_used_by_some_towers_count_zero_on_the_others() -> None:
+    for left, right, idle in towers(use_one_branch_each):
+        assert left == [1, 2]
+        assert right == [1, 2]
+        assert idle is None
+
+
+def mix_models_and_towers(strategy: mirrored.Strategy) -> list[float | None]:
+    """Two models; in the second backward tower 1 alone touches the second model."""
+    with strategy.scope():
+        first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+    found: list[float | None] = []
+
+    def backward(*models: nn.Module) -> None:
+        for model in (first, second):
+            model.zero_grad()
+        sum(model(torch.full((1, 1), r + 1.0)).sum() for model in models).backward()
+        found.extend(None if m.weight.grad is None else float(m.weight.grad) for m in (first, second))
+
+    for _ in range(2):
+        strategy.run(backward, args=(first,))
+        strategy.run(backward, args=(first, second) if r else (first,))
+        strategy.run(backward, args=(second,) if r else (first,))
+    return found
+
+
+def test_a_model_that_one_tower_alone_uses_is_exact() -> None:
+    once = [1.5, None, 1.5, 1.0, 0.5, 1.0]
+    assert towers(mix_models_and_towers) == [once * 2] * 2
+
+
+def accumulate(strategy: mirrored.Strategy) -> dict[str, list[float]]:
+    r = strategy.topology.index
+    results = {}
+    for name in ("two backwards", "no_sync", "no_sync in one run", "nothing new"):
+        with strategy.scope():
+            model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+        def backward(scale: float, model=model) -> None:
+            (model.weight * scale * (r + 1)).sum().backward()
+
+        if name == "two backwards":
+            strategy.run(backward, args=(1.0,))
+            strategy.run(backward, args=(10.0,))
+        elif name == "no_sync":
+            with strategy.no_sync():
+                strategy.run(backward, args=(1.0,))
+                strategy.run(backward, args=(2.0,))
+            results["local"] = model.weight.grad.flatten().tolist()
+            strategy.run(backward, args=(10.0,))
+        elif name == "no_sync in one run":
+
+            def step() -> None:
+                with strategy.no_sync():
+                    backward(1.0)
+                backward(10.0)
+
+            strategy.run(step)
+        else:  # accumulated without sync, and the synced backward touches another model
+            with strategy.no_sync():
+                strategy.run(backward, args=(1.0,))
+            strategy.run(lambda other=other: other.weight.sum().backward())
+        results[name] = model.weight.grad.flatten().tolist()
+    return results
+
+
+def test_accumulation() -> None:
+    for r, result in enumerate(towers(accumulate)):
+        assert result["two backwards"] == [16.5]  # 11 · mean(1, 2)
+        assert result["local"] == [3.0 * (r + 1)]
+        assert result["no_sync"] == [19.5]  # 13 · mean(1, 2)
+        assert result["no_sync in one run"] == [16.5]
+        assert result["nothing new"] == [1.5]
+
+
+def step_without_sync(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        with strategy.no_sync():
+            model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_stepping_on_unaveraged_gradients_is_refused() -> None:
+    for error in failures(step_without_sync):
+        with pytest.raises(mirrored.MirrorError, match=r"Linear.*accumulated under no_sync"):
+            raise error
+
+
+def train_gan(strategy: mirrored.Strategy, examples: int) -> list[Tensor]:
+    """Two models, two optimizers, two losses in one step; towers get contiguous halves of the examples."""
+    with strategy.scope():
+        g, d = nn.Linear(3, 2).double(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimize_g, optimize_d = torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)
+    with torch.no_grad():
+        for i, p in enumerate([*g.parameters(), *d.parameters()]):
+            p.copy_(torch.linspace(-1, 1 + i, p.numel()).view_as(p))
+    generator = torch.Generator().manual_seed(3)
+    real, noise = (torch.randn(examples, n, generator=generator, dtype=torch.float64) for n in (2, 3))
+    half = -(-examples // strategy.num_replicas_in_sync)
+    own = slice(half * strategy.topology.index, half * (strategy.topology.index + 1))
+
+    def step(real: Tensor, noise: Tensor) -> None:
+        fake = g(noise)
+        optimize_d.zero_grad()
+        costs = F.softplus(-d(real)) + F.softplus(d(fake.detach()))
+        mirrored.compute_average_loss(costs, global_batch_size=examples).backward()
+        optimize_d.step()
+        optimize_g.zero_grad()
+        mirrored.compute_average_loss(F.softplus(-d(fake)), global_batch_size=examples).backward()
+        optimize_g.step()
+
+    for _ in range(4):
+        strategy.run(step, args=(real[own], noise[own]))
+    return [*parameters_of(g), *parameters_of(d)]
+
+
+def test_gan_with_two_optimizers_equals_the_single_device_run() -> None:
+    expected = train_gan(mirrored.OneDeviceStrategy(), 9)
+    for result in towers(train_gan, 9):
+        assert_close(result, expected, 1e-12)
+
+
+class Tied(nn.Module):
+    """An embedding whose matrix is also the output layer's."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 3, sparse=sparse)
+        self.out = nn.Linear(3, 6, bias=False)
+        if not sparse:
+            self.out.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x))
+
+
+def train_embedding(strategy: mirrored.Strategy, sparse: bool) -> tuple[list[Tensor], list[str], bool]:
+    with strategy.scope():
+        model = Tied(sparse)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = torch.tensor([0, 1, 1, 4, 0])
+    own = tokens[:3] if strategy.topology.index == 0 else tokens[3:]
+    own = own if strategy.num_replicas_in_sync > 1 else tokens
+    kinds = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(own), own, reduction="none")
+        mirrored.compute_average_loss(loss, global_batch_size=5).backward()
+        kinds.append(model.embed.weight.grad.is_sparse)
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step)
+    return parameters_of(model), sorted(model.state_dict()), all(kinds)
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["tied", "sparse"])
+def test_embeddings(sparse: bool) -> None:
+    expected, keys, expected_kind = train_embedding(mirrored.OneDeviceStrategy(), sparse)
+    assert expected_kind is sparse
+    for result, result_keys, kind in towers(train_embedding, sparse):
+        assert_close(result, expected, 1e-6)
+        assert result_keys == keys == ["embed.weight", "out.weight"]
+        assert kind is sparse
+
+
+def sparse_on_one_tower(strategy: mirrored.Strategy) -> tuple[list[float], list[float]]:
+    with strategy.scope():
+        table = nn.Embedding(4, 1, sparse=True)
+        dense = nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+
+    def backward() -> None:
+        loss = dense(torch.ones(1, 1)).sum()
+        if r:
+            loss = loss + table(torch.tensor([1, 1, 3])).sum()
+        loss.backward()
+
+    strategy.run(backward)
+    first = table.weight.grad.to_dense().flatten().tolist()
+    table.zero_grad()
+    mixed = table(torch.tensor([0])).sum() if r else (table.weight * 2).sum()
+    strategy.run(mixed.backward)
+    return first, table.weight.grad.to_dense().flatten().tolist()
+
+
+def test_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
+    assert towers(sparse_on_one_tower) == [([0, 1, 0, 0.5], [1.5, 1, 1, 1])] * 2
+
+
+def train_and_freeze(strategy: mirrored.Strategy) -> list[Tensor]:
+    """Body frozen from the start, thawed after two steps, head frozen after four."""
+    with strategy.scope():
+        model = make_mlp()
+    body, head = model[0], model[2]
+    body.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = make_data(10)
+    own = slice(0, 10)
+    if strategy.num_replicas_in_sync > 1:
+        own = slice(0, 6) if strategy.topology.index == 0 else slice(6, 10)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[own]), y[own], reduction="none")
+        mirrored.compute_average_loss(loss, global_batch_size=10).backward()
+        optimizer.step()
+
+    for i in range(6):
+        if i == 2:
+            body.requires_grad_(True)
+        if i == 4:
+            head.requires_grad_(False)
+        strategy.run(step)
+    return parameters_of(model)
+
+
+def test_freezing_and_thawing_equals_the_single_device_run() -> None:
+    expected = train_and_freeze(mirrored.OneDeviceStrategy())
+    for result in towers(train_and_freeze):
+        assert_close(result, expected, 1e-12)
+
+
+def train_lazily(strategy: mirrored.Strategy) -> tuple[list[Tensor], float]:
+    torch.manual_seed(strategy.topology.index)
+    with strategy.scope():
+        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    r = strategy.topology.index
+
+    def step() -> float:
+        optimizer.zero_grad()
+        model(torch.full((2, 3), r + 1.0)).sum().backward()
+        optimizer.step()
+        return float(model[2].bias.grad[0])
+
+    gradients = [strategy.run(step) for _ in range(2)]
+    return parameters_of(model), gradients[0]
+
+
+def test_lazy_modules_are_mirrored_when_they_meet_their_first_batch() -> None:
+    (first, gradient), (second, _) = towers(train_lazily)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert gradient == 2.0
+
+
+def share_a_layer(strategy: mirrored.Strategy, reentrant: bool) -> list[Tensor]:
+    with strategy.scope():
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(4, 3)
+    own = x
+    if strategy.num_replicas_in_sync > 1:
+        own = x[:3] if strategy.topology.index == 0 else x[3:]
+
+    def step() -> None:
+        y = own.clone().requires_grad_()
+        for layer in (model[0], model[1], model[1]):
+            y = checkpoint(layer, y, use_reentrant=reentrant).tanh()
+        mirrored.compute_average_loss(y.sum(1), global_batch_size=4).backward()
+
+    strategy.run(step)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_with_a_shared_layer(reentrant: bool) -> None:
+    expected = share_a_layer(mirrored.OneDeviceStrategy(), reentrant)
+    for result in towers(share_a_layer, reentrant):
+        assert_close(result, expected, 1e-12)
+
+
+def look_at_a_complex_parameter(strategy: mirrored.Strategy) -> tuple[list[complex], list[int]]:
+    with strategy.scope():
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.tensor([1 + 1j, 2 - 1j]) * (strategy.topology.index + 1))
+        model.steps = nn.Parameter(torch.tensor([strategy.topology.index]), requires_grad=False)
+    r = strategy.topology.index
+    strategy.run(lambda: (model.weight * (r + 1)).real.sum().backward())
+    return [*model.weight.detach().tolist(), *model.weight.grad.tolist()], model.steps.tolist()
+
+
+def test_row_41_complex_and_integer_parameters() -> None:
+    for numbers, steps in towers(look_at_a_complex_parameter):
+        assert numbers == [1 + 1j, 2 - 1j, 1.5, 1.5]
+        assert steps == [0]
+
+
+def exchange_in_mid_backward(strategy: mirrored.Strategy) -> list[float]:
+    """A collective of the user's inside backward, while only tower 1's buckets are full before it."""
+    with strategy.scope():
+        early, late = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+
+    def step() -> None:
+        x = late(torch.full((1, 1), r + 1.0))
+        total = mirrored.get_replica_context().all_reduce("sum", x)
+        (early(total) if r else total * 1.0).sum().backward()
+
+    for m in (early, late):
+        nn.init.ones_(m.weight)
+    strategy.run(step)
+    return [float(early.weight.grad), float(late.weight.grad)]
+
+
+def test_user_collectives_do_not_meet_gradient_buckets() -> None:
+    # early: tower 1 alone, 3 / 2. late: the all-sum's gradient is 2 on both, times mean(1, 2).
+    assert towers(exchange_in_mid_backward) == [[1.5, 3.0]] * 2
+
+
+def fail_in_backward(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def step(fail: bool) -> None:
+        hidden = model[0](torch.ones(1, 1))
+        if fail:
+            hidden.register_hook(lambda _: 1 / 0)
+        model[1](hidden).sum().backward()
+
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(step, args=(True,))
+    strategy.run(step, args=(False,))
+
+
+def test_going_on_after_a_broken_backward_is_refused() -> None:
+    for error in failures(fail_in_backward):
+        with pytest.raises(mirrored.TowersError, match=r"backward\(\) on tower \d ended in an exception"):
+            raise error
+
+
+def attached_at_one_tower() -> tuple[int, int]:
+    strategy = mirrored.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        model = make_mlp()
+    strategy.run(lambda: model(make_data(4)[0]).sum().backward())
+    hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    return hooks, len(model._forward_pre_hooks)
+
+
+def test_nothing_is_attached_at_one_tower() -> None:
+    assert attached_at_one_tower() == (0, 0)
+
+
+def convert_and_come_back(strategy: mirrored.Strategy) -> list[float]:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        model.to(dtype)
+        model.zero_grad()
+        strategy.run(lambda dtype=dtype: model(torch.full((1, 1), r + 1.0, dtype=dtype)).sum().backward())
+        assert model.weight.grad.dtype == dtype
+        found.append(float(model.weight.grad))
+    return found
+
+
+def test_converting_a_model_between_steps() -> None:
+    assert towers(convert_and_come_back) == [[1.5, 1.5, 1.5]] * 2
+
+
+def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]:
+    """Models come and go under one strategy; those that are gone are forgotten."""
+    r = strategy.topology.index
+    found = []
+    for _ in range(3):
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+        strategy.run(lambda model=model: (model.weight * (r + 1)).sum().backward())
+        found.append(float(model.weight.grad))
+        del model
+    return found, len(strategy._averager._slots)
+
+
+def test_models_that_are_gone_are_forgotten() -> None:
+    assert towers(train_models_in_turn) == [([1.5, 1.5, 1.5], 1)] * 2

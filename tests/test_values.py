@@ -1,0 +1,224 @@
+"""reduce and gather: what two towers get, by hand-computed values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from jobs import failures, towers
+from torch import Tensor
+
+import mirrored
+
+
+def each(strategy: mirrored.Strategy) -> object:
+    r = strategy.topology.index
+    results = strategy.run(lambda: r + 1)
+    nested = strategy.run(lambda: {"a": [r, (torch.tensor(r), None)], "b": "text"})
+    return results, nested
+
+
+def test_run_returns_what_fn_returns() -> None:
+    results = towers(each)
+    assert [value for value, _ in results] == [1, 2]
+    for r, (_, nested) in enumerate(results):
+        assert nested == {"a": [r, (torch.tensor(r), None)], "b": "text"}
+
+
+def all_reduce(strategy: mirrored.Strategy) -> object:
+    r = strategy.topology.index
+
+    def step() -> list[object]:
+        context = mirrored.get_replica_context()
+        number, pair = torch.tensor([1.0, 3.0][r]), torch.tensor([[39.0, 2.0], [3.0, 41.0]][r])
+        return [context.all_reduce(op, value) for value in (number, pair) for op in ("sum", "mean")]
+
+    return strategy.run(step)
+
+
+def test_all_reduce() -> None:
+    for total, mean, totals, means in towers(all_reduce):
+        assert total == 4
+        assert mean == 2
+        assert totals.tolist() == [42, 43]
+        assert means.tolist() == [21, 21.5]
+
+
+def reduce_operations(strategy: mirrored.Strategy) -> object:
+    r = strategy.topology.index
+    whole, real = torch.tensor([r + 1, 5 - r], dtype=torch.int32), torch.tensor([r + 1.5, 2.0])
+    return {
+        op: (strategy.reduce(op, whole), strategy.reduce(op.upper(), real), strategy.reduce(op, r + 2))
+        for op in ("sum", "mean", "min", "max", "prod")
+    }
+
+
+def test_reduce_operations_and_dtypes() -> None:
+    for result in towers(reduce_operations):
+        whole, real, number = zip(*(result[op] for op in ("sum", "mean", "min", "max", "prod")), strict=True)
+        assert [t.tolist() for t in whole] == [[3, 9], [1.5, 4.5], [1, 4], [2, 5], [2, 20]]
+        assert [t.tolist() for t in real] == [[4, 4], [2, 2], [1.5, 2], [2.5, 2], [3.75, 4]]
+        assert list(number) == [5, 2.5, 2, 3, 6]
+        assert isinstance(number[0], int)
+        assert isinstance(number[1], float)
+        assert whole[0].dtype == torch.int64
+        assert whole[1].dtype == torch.float32
+        assert whole[2].dtype == torch.int32
+        assert all(t.dtype == torch.float32 for t in real)
+
+
+def reduce_along_axis(strategy: mirrored.Strategy) -> object:
+    r = strategy.topology.index
+    copies = torch.full((r + 1,), float(r))
+    pair = torch.tensor([1.0, 2.0])
+    matrix = torch.arange(6.0).view(2, 3)[: r + 1]
+    empty = torch.arange(3.0)[: 3 * r]
+    return {
+        "sum": strategy.reduce("sum", copies, axis=0),
+        "mean": strategy.reduce("mean", copies, axis=0),
+        "equal": strategy.reduce("mean", pair, axis=0),
+        "rows": strategy.reduce("mean", matrix, axis=0),
+        "all": strategy.reduce("mean", matrix, axis=(0, -1)),
+        "max": strategy.reduce("max", empty, axis=0),
+        "min": strategy.reduce("min", empty.to(torch.int64), axis=0),
+    }
+
+
+def test_reduce_along_an_axis_divides_by_the_global_count() -> None:
+    for result in towers(reduce_along_axis):
+        assert result["sum"] == 2
+        assert result["mean"] == pytest.approx(2 / 3)
+        assert result["equal"] == 1.5
+        assert result["rows"].tolist() == [1, 2, 3]  # rows (0 1 2), (0 1 2), (3 4 5)
+        assert result["all"] == 2
+        assert result["max"] == 2
+        assert result["min"] == 0
+
+
+def reduce_structures(strategy: mirrored.Strategy) -> object:
+    r = strategy.topology.index
+    value = {"loss": torch.tensor(r + 0.5), "counts": [r, np.array([r, 1])], "big": torch.full((4000,), float(r))}
+    result = strategy.reduce("sum", value)
+    nothing = strategy.reduce("sum", {})
+    half = strategy.reduce("mean", torch.tensor([r + 1.0], dtype=torch.bfloat16))
+    return result, nothing, half, strategy.reduce(mirrored.ReduceOp.SUM, True)
+
+
+def test_reduce_keeps_structures_and_kinds() -> None:
+    for result, nothing, half, truth in towers(reduce_structures):
+        assert result["loss"] == 2
+        assert result["counts"][0] == 1
+        assert isinstance(result["counts"][1], np.ndarray)
+        assert result["counts"][1].tolist() == [1, 2]
+        assert result["big"].tolist() == [1.0] * 4000
+        assert nothing == {}
+        assert half.dtype == torch.bfloat16
+        assert half == 1.5
+        assert truth == 2
+
+
+def gather_shapes(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor, Tensor]:
+    r = strategy.topology.index
+    flags = torch.ones(r, dtype=torch.bool)
+    return (
+        strategy.gather(torch.full((r + 1, 1), r)),
+        strategy.gather(torch.full((1, r + 1), float(r)), axis=1),
+        strategy.gather(flags),
+    )
+
+
+def test_gather() -> None:
+    for rows, columns, flags in towers(gather_shapes):
+        assert rows.tolist() == [[0], [1], [1]]
+        assert columns.tolist() == [[0, 1, 1]]
+        assert flags.tolist() == [True]
+        assert flags.dtype == torch.bool
+
+
+def gather_badly(strategy: mirrored.Strategy, kind: str) -> None:
+    r = strategy.topology.index
+    if kind == "rank":
+        strategy.gather(torch.zeros([2] * (r + 1)))
+    elif kind == "other size":
+        strategy.gather(torch.zeros(2, r + 1))
+    elif kind == "axis on one tower":
+        strategy.gather(torch.zeros(2, 2), axis=r * 5)
+    else:
+        strategy.gather(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("rank", r"shape \(2, 2\) on tower 1, but torch.float32 of shape \(2,\) on tower 0"),
+        ("other size", r"shape \(2, 2\) on tower 1"),
+        ("axis on one tower", "on tower 1: axis 5 is out of range"),
+        ("scalar", "a scalar cannot be gathered"),
+    ],
+)
+def test_gather_raises_the_same_error_on_both(kind: str, words: str) -> None:
+    first, second = failures(gather_badly, kind)
+    assert isinstance(first, ValueError)
+    assert type(first) is type(second)
+    assert str(first) == str(second)
+    with pytest.raises(ValueError, match=words):
+        raise first
+
+
+def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
+    r = strategy.topology.index
+    if kind == "shape":
+        strategy.reduce("sum", torch.zeros(r + 1))
+    elif kind == "dtype":
+        strategy.reduce("sum", torch.zeros(2, dtype=[torch.float32, torch.int32][r]))
+    elif kind == "structure":
+        strategy.reduce("sum", [1.0] * (r + 1))
+    elif kind == "operation":
+        strategy.reduce(["sum", "max"][r], 1.0)
+    elif kind == "text":
+        strategy.reduce("sum", "text")
+    else:
+        strategy.gather(torch.zeros(1)) if r else strategy.reduce("sum", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("shape", mirrored.DisagreementError, r"float32 of shape \(2,\) on tower 1, but .* \(1,\) on tower 0"),
+        ("dtype", mirrored.DisagreementError, "int32 .* on tower 1, but torch.float32"),
+        ("structure", mirrored.DisagreementError, r"tower 1 reduce\('sum', axis=None\) of \[\*,\*\]"),
+        ("operation", mirrored.DisagreementError, r"tower 1 reduce\('max'"),
+        ("text", TypeError, "type str cannot be reduced"),
+        ("different calls", mirrored.DisagreementError, r"tower 1 gather\(axis=0\)"),
+    ],
+)
+def test_reduce_raises_the_same_error_on_both(kind: str, error: type[Exception], words: str) -> None:
+    first, second = failures(reduce_badly, kind)
+    assert str(first) == str(second)
+    assert type(first) is type(second)
+    with pytest.raises(error, match=words):
+        raise first
+
+
+def test_unknown_operation() -> None:
+    with pytest.raises(ValueError, match="unknown operation 'median'; use one of sum, mean, min, max, prod"):
+        mirrored.OneDeviceStrategy().reduce("median", 1.0)
+
+
+def test_one_tower_reduces_to_itself() -> None:
+    strategy = mirrored.OneDeviceStrategy()
+    assert strategy.reduce("mean", torch.tensor([1.0, 2.0])).tolist() == [1, 2]
+    assert strategy.reduce("mean", torch.tensor([1.0, 2.0]), axis=0) == 1.5
+    assert strategy.gather(torch.ones(2, 1)).shape == (2, 1)
+    assert strategy.local_results(3) == (3,)
+
+
+def values_from_function(strategy: mirrored.Strategy) -> object:
+    value = strategy.distribute_values_from_function(
+        lambda context: (context.replica_id_in_sync_group, context.num_replicas_in_sync)
+    )
+    return strategy.local_results(value)
+
+
+def test_values_from_function() -> None:
+    assert towers(values_from_function) == [((0, 2),), ((1, 2),)]
