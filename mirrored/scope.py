@@ -74,6 +74,8 @@ class Recorder:
     def _remember(self, module: nn.Module) -> None:
         known = self._modules.get(id(module))
         if known is None or known() is not module:
+            # A dead module's id may come back: its successor goes to the end, not to its place.
+            self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
         self.pending = True
 

@@ -196,7 +196,6 @@ def _be_tower(
     except BaseException as error:
         message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
     sender.send(message)
-    _leave_process_group(failed=message[0] == "failure")
 
 
 def _describe(tower: int, error: BaseException) -> Failure:
@@ -207,14 +206,6 @@ def _describe(tower: int, error: BaseException) -> Failure:
     except Exception:  # whatever a stranger's exception class does when it is copied
         carried = None
     return Failure(tower, carried, details["py_callstack"], details["consequence"])
-
-
-def _leave_process_group(*, failed: bool) -> None:
-    """multiprocessing runs no atexit functions in its children, so the group is left here."""
-    import torch.distributed
-
-    if not failed and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _await(

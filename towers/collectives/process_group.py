@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
+import weakref
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -63,8 +65,9 @@ class ProcessGroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.device = device
         self.backend = backend
-        self._group = group
+        self._group: Any = group
         self._timeout = timeout
+        _open.add(self)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
@@ -84,6 +87,13 @@ class ProcessGroupCommunicator(Communicator):
     def channel(self) -> ProcessGroupCommunicator:
         group = dist.new_group(timeout=self._timeout)
         return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
+
+    def close(self) -> None:
+        self._group = None
+
+
+_open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
+"""Communicators that hold a group, which is only really destroyed when nobody holds it."""
 
 
 def connect(topology: Topology, device: torch.device, options: Options) -> ProcessGroupCommunicator:
@@ -124,7 +134,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    _destroy_at_exit()
+    _leave_at_exit()
     return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
 
 
@@ -190,12 +200,26 @@ def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _destroy_at_exit() -> None:
-    """Leave the group when the program ends well; after a failure its peers may be gone, so just end."""
+def _leave_at_exit() -> None:
+    """Leave the group before the interpreter is taken down.
+
+    Gloo's threads may still let go of the last collective's tensors, for which they need the interpreter; a
+    process that ends while they do is aborted (seen with torch 2.13). Destroying the groups joins them.
+    """
 
     def leave() -> None:
         failed = getattr(sys, "last_value", None) is not None
-        if dist.is_initialized() and not failed:
-            dist.destroy_process_group()
+        leaving = threading.Thread(target=leave_process_group, name="towers-leave", daemon=True)
+        leaving.start()
+        # After a failure a collective may wait for a peer that is gone: the program ends nevertheless.
+        leaving.join(1.0 if failed else None)
 
     atexit.register(leave)
+
+
+def leave_process_group() -> None:
+    """Destroy all groups; no communicator can be used afterwards."""
+    for communicator in list(_open):
+        communicator.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

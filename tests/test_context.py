@@ -1,0 +1,194 @@
+"""Contexts: scope, run, neither, and strategies inside each other."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from jobs import make_mlp, towers
+from torch import nn
+
+import mirrored
+
+
+def look_around() -> tuple[bool, bool, bool, int]:
+    context = mirrored.get_replica_context()
+    return (
+        mirrored.has_strategy(),
+        mirrored.in_cross_replica_context(),
+        context is not None,
+        mirrored.get_strategy().num_replicas_in_sync,
+    )
+
+
+def contexts(strategy: mirrored.Strategy) -> list[tuple[bool, bool, bool, int]]:
+    with strategy.scope(), strategy.scope():
+        inside = look_around()
+    return [look_around(), inside, strategy.run(look_around)]
+
+
+def test_contexts_are_tensorflows() -> None:
+    nowhere, scope, run = (False, False, True, 1), (True, True, False, 2), (True, False, True, 2)
+    assert towers(contexts) == [[nowhere, scope, run]] * 2
+
+
+def replica_facts(strategy: mirrored.Strategy) -> tuple[object, ...]:
+    def step() -> tuple[object, ...]:
+        context = mirrored.get_replica_context()
+        return (
+            context.replica_id_in_sync_group,
+            context.num_replicas_in_sync,
+            context.device.type,
+            context.strategy is strategy,
+        )
+
+    return strategy.run(step)
+
+
+def test_replica_context() -> None:
+    assert towers(replica_facts) == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
+
+
+def test_row_50_one_strategy_inside_another() -> None:
+    first, second = mirrored.OneDeviceStrategy(), mirrored.OneDeviceStrategy()
+    with first.scope():
+        for call in (second.scope().__enter__, lambda: second.run(int), lambda: second.reduce("sum", 1)):
+            with pytest.raises(RuntimeError, match="inside the scope of another: strategies cannot be mixed"):
+                call()
+    with pytest.raises(RuntimeError, match="inside the run of another"):
+        first.run(lambda: second.run(int))
+    with pytest.raises(RuntimeError, match=r"scope\(\) was entered inside strategy.run"):
+        first.run(lambda: first.scope().__enter__())
+
+
+def fork_and_run(strategy: mirrored.Strategy) -> str:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            strategy.run(int)
+            os.write(writer, b"nothing was raised")
+        except RuntimeError as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reader, 1000).decode()
+
+
+def test_row_50_process_forked_after_the_start() -> None:
+    for text in towers(fork_and_run):
+        assert text.startswith("ForkedError: run() was called in a process that was forked after the strategy")
+
+
+def raise_in_run(strategy: mirrored.Strategy) -> tuple[bool, bool]:
+    error = ValueError("mine")
+
+    def fail() -> None:
+        raise error
+
+    try:
+        strategy.run(fail)
+    except ValueError as caught:
+        return caught is error, mirrored.has_strategy()
+    raise AssertionError
+
+
+def test_an_exception_reaches_the_caller_unchanged() -> None:
+    assert towers(raise_in_run) == [(True, False)] * 2
+
+
+def keep_the_model_plain(strategy: mirrored.Strategy) -> dict[str, object]:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    strategy.run(lambda: model(torch.randn(4, 2)).sum().backward())
+    twin = copy.deepcopy(model)
+    return {
+        "type": type(model).__name__,
+        "keys": list(model.state_dict()),
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "parameter": type(model[0].weight).__name__,
+        "twin": all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)),
+    }
+
+
+def test_no_wrapper_no_prefix_no_class_change() -> None:
+    keys = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    expected = {"type": "Sequential", "keys": keys, "hooks": [0, 0, 0], "parameter": "Parameter", "twin": True}
+    assert towers(keep_the_model_plain) == [expected] * 2
+
+
+def mirror_values(strategy: mirrored.Strategy, make: Callable[[], nn.Module]) -> list[float]:
+    """The first value of each parameter and buffer after the first run; towers made different ones."""
+    torch.manual_seed(strategy.topology.index)
+    with strategy.scope():
+        model = make()
+    later = strategy.mirror(nn.Linear(1, 1))
+    strategy.run(lambda: None)
+    tensors = [*model.parameters(), *model.buffers(), *later.parameters()]
+    return [float(t.detach().flatten()[0]) for t in tensors]
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8)
+        self.encoder = nn.TransformerEncoder(layer, 2)  # copies its layer: no registration of its parameters
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(3))])
+        self.register_buffer("noise", torch.randn(2), persistent=False)
+
+
+def test_parameters_buffers_copies_and_mirrored_modules_are_broadcast() -> None:
+    first, second = towers(mirror_values, WithBuffer)
+    assert first == second
+    assert len(first) == 2 * 12 + 1 + 1 + 2
+
+
+def make_after_throwing_away(strategy: mirrored.Strategy) -> int:
+    """Dead modules' addresses come back, differently on each tower."""
+    with strategy.scope():
+        kept = [nn.Linear(1, 1)]
+        for i in range(20):
+            thrown_away = [nn.Linear(1, 1) for _ in range(1 + (i + strategy.topology.index) % 3)]
+            del thrown_away
+            kept.append(nn.Conv1d(1, 1, 1) if i % 2 else nn.Linear(1, 1))
+    strategy.run(lambda: None)
+    return sum(strategy.is_mirrored(p) for module in kept for p in module.parameters())
+
+
+def test_the_order_of_modules_does_not_depend_on_memory() -> None:
+    assert towers(make_after_throwing_away) == [42, 42]
+
+
+def test_one_tower_runs_in_place() -> None:
+    strategy = mirrored.MirroredStrategy(["cpu:0"], seed=3)
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.is_chief
+    assert not torch.distributed.is_initialized()
+    with strategy.scope():
+        model = make_mlp()
+    assert strategy.is_mirrored(model[0].weight)
+    assert strategy.run(lambda x: x + 1, (2,)) == 3
+    assert strategy.run(lambda *, x: x, kwargs={"x": 5}) == 5
+
+
+def seeded(strategy: mirrored.Strategy) -> list[float]:
+    """Equal while the model is made, different from the first run on."""
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    return draw() + strategy.run(draw)
+
+
+def test_one_seed_seeds_everything() -> None:
+    first, second = towers(seeded)
+    assert first[:3] == second[:3]
+    assert all(a != b for a, b in zip(first[3:], second[3:], strict=True))
+    assert towers(seeded) == [first, second]

@@ -1,0 +1,341 @@
+"""Rule R4: a batch is sliced, never padded, and step k takes the same examples whatever the tower count."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import towers
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import mirrored
+from mirrored.data.shares import bounds, cut
+
+
+@given(examples=st.integers(0, 200), count=st.integers(1, 17))
+def test_shares_are_cut_as_numpy_cuts(examples: int, count: int) -> None:
+    batch = np.arange(examples)
+    for index, expected in enumerate(np.array_split(batch, count)):
+        start, end = bounds(examples, count, index)
+        assert batch[start:end].tolist() == expected.tolist()
+
+
+def batches(strategy: mirrored.Strategy, *args: object, **options: object) -> list[list[int]]:
+    return [batch.tolist() for batch in strategy.distribute_dataset(*args, **options)]
+
+
+def nine_by_four(strategy: mirrored.Strategy, drop_last: bool) -> tuple[list[list[int]], int]:
+    data = strategy.distribute_dataset(range(9), 4, drop_last=drop_last)
+    return [batch.tolist() for batch in data], len(data)
+
+
+def test_nine_examples_in_batches_of_four() -> None:
+    assert towers(nine_by_four, False) == [([[0, 1], [4, 5], [8]], 3), ([[2, 3], [6, 7], []], 3)]
+    assert towers(nine_by_four, True) == [([[0, 1], [4, 5]], 2), ([[2, 3], [6, 7]], 2)]
+
+
+def three_epochs(strategy: mirrored.Strategy) -> list[list[list[int]]]:
+    """All towers' shares joined: the global batches of three epochs."""
+    data = strategy.distribute_dataset(range(23), 5, shuffle=True, seed=7)
+    return [[strategy.gather(batch).tolist() for batch in data] for _ in range(3)]
+
+
+def test_the_global_order_does_not_depend_on_the_tower_count() -> None:
+    expected = three_epochs(mirrored.OneDeviceStrategy())
+    for count in (2, 3):
+        assert towers(three_epochs, count=count) == [expected] * count
+    for epoch in expected:
+        assert sorted(chain.from_iterable(epoch)) == list(range(23))
+    assert expected[0] != expected[1] != expected[2]
+
+
+def test_leaving_a_loop_early_begins_the_next_epoch() -> None:
+    strategy = mirrored.OneDeviceStrategy()
+    data = strategy.distribute_dataset(range(6), 2, shuffle=True)
+    expected = [[batch.tolist() for batch in data] for _ in range(3)]
+    data = strategy.distribute_dataset(range(6), 2, shuffle=True)
+    next(iter(data))
+    assert [batch.tolist() for batch in data] == expected[1]
+    assert [batch.tolist() for batch in data] == expected[2]
+
+
+class Augmented(Dataset[Tensor]):
+    """Every example draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
+
+
+def augmented(strategy: mirrored.Strategy, workers: int) -> tuple[list[list[list[float]]], list[float]]:
+    torch.manual_seed(1)
+    data = strategy.distribute_dataset(Augmented(), 4, shuffle=True, seed=5, num_workers=workers)
+    epochs = [torch.cat([strategy.gather(batch) for batch in data]).tolist() for _ in range(2)]
+    return epochs, [float(torch.rand(())), random.random()]
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_alone() -> None:
+    expected, _ = augmented(mirrored.OneDeviceStrategy(), 0)
+    assert towers(augmented, 0)[1][0] == expected
+    assert towers(augmented, 2)[0][0] == expected
+    assert towers(augmented, 1, count=3)[2][0] == expected
+    first, second = ({row[0]: row[1:] for row in epoch} for epoch in expected)
+    assert all(first[index] != second[index] for index in first), "each epoch augments anew"
+    assert len({tuple(row[1:]) for row in expected[0]}) == 11, "each example differs"
+
+
+def test_loading_leaves_the_models_random_streams_alone() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = [float(torch.rand(())), random.random()]
+    random.seed(1)
+    assert augmented(mirrored.OneDeviceStrategy(), 0)[1] == expected
+
+
+def resume(strategy: mirrored.Strategy, state: dict[str, int] | None) -> tuple[list[list[float]], dict[str, int]]:
+    """From the start: stop after batch 2 of epoch 1. From a state: go on to the end of epoch 1, and one more."""
+    data = strategy.distribute_dataset(Augmented(), 4, shuffle=True, seed=5)
+    seen: list[list[float]] = []
+    if state is None:
+        for _ in data:
+            pass
+        for number, batch in enumerate(data):
+            if number == 1:
+                return seen, data.state_dict()
+            del batch
+    data.load_state_dict(state)
+    for _ in range(2):
+        seen += torch.cat([strategy.gather(batch) for batch in data]).tolist()
+    return seen, data.state_dict()
+
+
+def test_resuming_in_mid_epoch_on_another_tower_count() -> None:
+    _, state = towers(resume, None)[0]
+    assert state == {"seed": 5, "epoch": 1, "step": 2}
+    strategy = mirrored.OneDeviceStrategy()
+    data = strategy.distribute_dataset(Augmented(), 4, shuffle=True, seed=5)
+    epochs = [[batch.tolist() for batch in data] for _ in range(3)]
+    expected = list(chain(*epochs[1][2:], *epochs[2]))
+    for count in (1, 2, 3):
+        seen, end = towers(resume, state, count=count)[count - 1]
+        assert seen == expected
+        assert end == {"seed": 5, "epoch": 3, "step": 0}
+
+
+class Counting(Dataset[int]):
+    """Counts what it loads."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def test_resuming_loads_nothing_twice() -> None:
+    dataset = Counting()
+    data = mirrored.OneDeviceStrategy().distribute_dataset(dataset, 10)
+    data.load_state_dict({"seed": 0, "epoch": 0, "step": 98})
+    assert [batch.tolist() for batch in data] == [list(range(980, 990)), list(range(990, 1000))]
+    assert dataset.loaded == list(range(980, 1000))
+
+
+def from_loaders(strategy: mirrored.Strategy, kind: str) -> list[object]:
+    dataset = TensorDataset(torch.arange(10))
+    loader = {
+        "plain": lambda: DataLoader(dataset, 4),
+        "shuffled": lambda: DataLoader(dataset, 4, shuffle=True),
+        "workers": lambda: DataLoader(dataset, 4, num_workers=1, prefetch_factor=3, persistent_workers=True),
+        "collate": lambda: DataLoader(dataset, 4, collate_fn=lambda rows: torch.stack([row[0] for row in rows]) + 100),
+        "weighted": lambda: DataLoader(dataset, 4, sampler=WeightedRandomSampler([1.0] * 10, 8)),
+        "batch sampler": lambda: DataLoader(
+            dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 3, drop_last=True)
+        ),
+        "random batch sampler": lambda: DataLoader(
+            dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 3, drop_last=False)
+        ),
+        "no batches": lambda: DataLoader(torch.arange(12).view(3, 4), batch_size=None),
+    }[kind]()
+    data = strategy.distribute_dataset(loader)
+    epochs = []
+    for _ in range(2):
+        gathered = [strategy.gather(batch[0] if isinstance(batch, list) else batch).tolist() for batch in data]
+        epochs.append(gathered)
+    return [len(data), *epochs]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "shuffled", "workers", "collate", "weighted", "batch sampler", "random batch sampler", "no batches"],
+)
+def test_data_loaders(kind: str) -> None:
+    length, first, second = expected = from_loaders(mirrored.OneDeviceStrategy(), kind)
+    assert towers(from_loaders, kind) == [expected] * 2
+    assert towers(from_loaders, kind, count=3) == [expected] * 3
+    assert length == len(first) == len(second)
+    ordered = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    if kind in ("plain", "workers"):
+        assert first == second == ordered
+    elif kind == "collate":
+        assert first == [[100 + i for i in batch] for batch in ordered]
+    elif kind == "batch sampler":
+        assert first == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    elif kind == "no batches":
+        assert first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    else:
+        assert first != second
+        if kind != "weighted":
+            assert sorted(chain.from_iterable(first)) == list(range(10))
+
+
+def test_a_loaders_settings_are_kept() -> None:
+    def first_worker(_: int) -> None:
+        pass
+
+    given_loader = DataLoader(
+        range(8),
+        2,
+        num_workers=2,
+        prefetch_factor=5,
+        persistent_workers=True,
+        timeout=17,
+        worker_init_fn=first_worker,
+        multiprocessing_context="fork",
+    )
+    loader = mirrored.OneDeviceStrategy().distribute_dataset(given_loader)._loader
+    for name in ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn", "pin_memory"):
+        assert getattr(loader, name) == getattr(given_loader, name)
+    assert loader.multiprocessing_context.get_start_method() == "fork"
+
+
+class Stream(IterableDataset[Tensor]):
+    """A shuffled stream of augmented examples; reshuffles by torch's own generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i in torch.randperm(self.length).tolist():
+            yield torch.tensor([float(i), float(torch.rand(()))])
+
+
+def stream_epochs(strategy: mirrored.Strategy, workers: int) -> tuple[list[list[list[float]]], list[int], float]:
+    torch.manual_seed(strategy.topology.index)
+    data = strategy.distribute_dataset(Stream(10), 4, num_workers=workers, seed=3)
+    epochs, sizes = [], []
+    for _ in range(2):
+        shares = list(data)
+        sizes += [len(share) for share in shares]
+        epochs.append(torch.cat([strategy.gather(share) for share in shares]).tolist())
+    return epochs, sizes, float(torch.rand(()))
+
+
+def test_streams_are_cut_like_everything_else() -> None:
+    expected, _, _ = stream_epochs(mirrored.OneDeviceStrategy(), 0)
+    results = towers(stream_epochs, 0, count=3)
+    assert [epochs for epochs, _, _ in results] == [expected] * 3
+    assert [sizes[:3] for _, sizes, _ in results] == [[2, 2, 1], [1, 1, 1], [1, 1, 0]]
+    assert sorted(row[0] for row in expected[0]) == list(range(10))
+    assert expected[0] != expected[1]
+    assert len({drawn for _, _, drawn in results}) == 3, "the towers' own streams go on undisturbed"
+    with_workers = towers(stream_epochs, 1)
+    assert with_workers[0][0] == with_workers[1][0]
+
+
+def resume_stream(strategy: mirrored.Strategy) -> bool:
+    data = strategy.distribute_dataset(Stream(10), 4, seed=3)
+    whole = [batch.tolist() for batch in data]
+    data.load_state_dict({"seed": 3, "epoch": 0, "step": 2})
+    return [batch.tolist() for batch in data] == whole[2:]
+
+
+def test_streams_resume() -> None:
+    assert towers(resume_stream) == [True, True]
+
+
+def own_pipelines(strategy: mirrored.Strategy) -> list[tuple[list[float], float]]:
+    """Towers with 3 and 1 batches: the losses add up to the global means of every step."""
+
+    def build(context: mirrored.InputContext) -> list[Tensor]:
+        assert context.num_input_pipelines == context.num_replicas_in_sync == 2
+        assert context.get_per_replica_batch_size(8) == 4
+        with pytest.raises(ValueError, match="7 is not divisible by the 2 towers"):
+            context.get_per_replica_batch_size(7)
+        if context.input_pipeline_id == 0:
+            return [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0])]
+        return [torch.tensor([6.0])]
+
+    data = strategy.distribute_datasets_from_function(build)
+    with pytest.raises(TypeError, match="no common length"):
+        len(data)
+    found = []
+    for batch in data:
+        loss = strategy.run(mirrored.compute_average_loss, args=(batch,))
+        found.append((batch.tolist(), float(strategy.reduce("sum", loss))))
+    return found
+
+
+def test_pipelines_of_the_users_own() -> None:
+    assert towers(own_pipelines) == [[([1, 2], 3), ([3], 3), ([4], 4)], [([6], 3), ([], 3), ([], 4)]]
+
+
+def nested_batches(strategy: mirrored.Strategy) -> list[dict[str, object]]:
+    rows = [{"x": torch.tensor([float(i)]), "name": f"n{i}", "pair": (i, np.float32(i))} for i in range(3)]
+    return list(strategy.distribute_dataset(rows, 3))
+
+
+def test_empty_shares_keep_the_structure_of_a_batch() -> None:
+    results = towers(nested_batches, count=4)
+    [full], [empty] = results[0], results[3]
+    assert full["name"] == ["n0"]
+    assert empty["name"] == []
+    assert empty["x"].shape == (0, 1)
+    assert [part.dtype for part in empty["pair"]] == [part.dtype for part in full["pair"]]
+    assert [len(part) for part in empty["pair"]] == [0, 0]
+
+
+def test_what_cannot_be_cut_is_named() -> None:
+    with pytest.raises(TypeError, match="a batch with a object in it cannot be cut into shares"):
+        cut({"x": torch.ones(2), "y": object()}, 0, 0)
+
+
+def evaluate_with_metrics(strategy: mirrored.Strategy) -> tuple[float, float]:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    truth, guess = torch.arange(13) % 3, torch.arange(13) % 2
+    metric = MulticlassAccuracy(3, average="micro")
+    correct = 0
+    for own_truth, own_guess in strategy.distribute_dataset(TensorDataset(truth, guess), 5):
+        if len(own_truth):
+            metric.update(own_guess, own_truth)
+        correct += int(strategy.reduce("sum", (own_truth == own_guess).sum()))
+    return float(metric.compute()), correct / 13
+
+
+def test_evaluation_counts_every_example_once() -> None:
+    expected = float((torch.arange(13) % 3 == torch.arange(13) % 2).float().mean())
+    for metric, own in towers(evaluate_with_metrics):
+        assert metric == pytest.approx(expected)
+        assert own == pytest.approx(expected)

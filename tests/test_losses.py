@@ -1,0 +1,157 @@
+"""Losses as shares of the global mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jobs import towers
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import mirrored
+
+
+def share_of(strategy: mirrored.Strategy, values: list[float], **options: object) -> tuple[float, float]:
+    """The reduced loss over ``values`` cut among the towers, and the averaged gradient of a common factor."""
+    with strategy.scope():
+        factor = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.ones_(factor.weight)
+    data = strategy.distribute_dataset(TensorDataset(torch.tensor(values, dtype=torch.float64)), len(values))
+
+    def step(share: Tensor) -> Tensor:
+        loss = mirrored.compute_average_loss(factor(share[:, None])[:, 0], **options)
+        loss.backward()
+        return loss.detach()
+
+    [batch] = list(data)
+    loss = strategy.run(step, args=batch)
+    return float(strategy.reduce("sum", loss)), float(factor.weight.grad)
+
+
+LOSSES = [2.5, 6.2, 5.0]
+
+
+def test_shares_add_up_to_the_global_mean() -> None:
+    for loss, gradient in [share_of(mirrored.OneDeviceStrategy(), LOSSES), *towers(share_of, LOSSES)]:
+        assert loss == pytest.approx(13.7 / 3, rel=1e-15)
+        assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
+
+
+def test_empty_shares_are_an_exact_zero() -> None:
+    for loss, gradient in towers(share_of, LOSSES, count=5):
+        assert loss == pytest.approx(13.7 / 3, rel=1e-15)
+        assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
+
+
+def share_with_global_batch_size(strategy: mirrored.Strategy) -> float:
+    values = torch.tensor([1.0, 2, 3, 4, 5]) if strategy.num_replicas_in_sync == 1 else torch.tensor([[1.0, 2], [3, 9]])
+    own = values if strategy.num_replicas_in_sync == 1 else values[strategy.topology.index]
+    return float(strategy.reduce("sum", strategy.run(lambda: mirrored.compute_average_loss(own, global_batch_size=10))))
+
+
+def test_explicit_global_batch_size() -> None:
+    assert share_with_global_batch_size(mirrored.OneDeviceStrategy()) == 1.5
+    assert towers(share_with_global_batch_size) == [1.5, 1.5]
+
+
+def other_denominators(strategy: mirrored.Strategy) -> list[float]:
+    r = strategy.topology.index
+    losses, weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[: 2 - r], torch.tensor([1.0, 3.0])[: 2 - r]
+    tokens = torch.ones(2 - r, 2)
+    tokens[0, 1] = 0
+
+    def step() -> list[Tensor]:
+        average = mirrored.compute_average_loss
+        return [
+            average(losses, global_batch_size=3),  # further dimensions are summed: (10 + 3) / 3
+            average(losses.sum(1), weights, global_batch_size=3),  # (3 + 3·7 + 3) / 3
+            average(losses, tokens, denominator="weights"),  # (1 + 3 + 4 + 1) / (3 + 1)
+            average(losses, 0.0, denominator="weights"),  # weights that are all zero
+            average(losses[:, 0]),  # nobody distributed this: examples of this tower times towers
+        ]
+
+    return [float(strategy.reduce("sum", value)) for value in strategy.run(step)]
+
+
+def test_weights_and_denominators() -> None:
+    for result in towers(other_denominators):
+        # Without a distributed batch, tower 0 divides by 2 · 2 and tower 1 by 1 · 2.
+        assert result == pytest.approx([13 / 3, 27 / 3, 9 / 4, 0.0, (1 + 3) / 4 + 1 / 2])
+
+
+def flattened_tokens(strategy: mirrored.Strategy) -> float:
+    """Sequences flattened to tokens: each example has four entries."""
+    data = strategy.distribute_dataset(TensorDataset(torch.arange(12.0).view(3, 4)), 3)
+    [batch] = list(data)
+    loss = strategy.run(lambda x: mirrored.compute_average_loss(x.flatten()), args=batch)
+    return float(strategy.reduce("sum", loss))
+
+
+def test_whole_multiples_of_the_share_are_entries_per_example() -> None:
+    assert towers(flattened_tokens) == [5.5, 5.5]
+
+
+def impossible_counts(strategy: mirrored.Strategy) -> str:
+    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(7.0)), 7))
+    with pytest.raises(ValueError) as error:
+        strategy.run(lambda x: mirrored.compute_average_loss(torch.ones(5)), args=batch)
+    return str(error.value)
+
+
+def test_a_number_of_entries_that_cannot_be_right_is_refused() -> None:
+    first, second = towers(impossible_counts)
+    assert first.startswith("the loss has 5 entries, but the batch given to run has 4 of 7 examples on this tower")
+    assert "3 of 7" in second
+
+
+def regularization(strategy: mirrored.Strategy) -> tuple[float, float]:
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 3.0)
+
+    def step() -> Tensor:
+        loss = mirrored.scale_regularization_loss((model.weight**2).sum())
+        loss.backward()
+        return loss.detach()
+
+    return float(strategy.reduce("sum", strategy.run(step))), float(model.weight.grad)
+
+
+def test_regularization_adds_up_and_keeps_its_gradient() -> None:
+    assert regularization(mirrored.OneDeviceStrategy()) == (9, 6)
+    assert towers(regularization) == [(9, 6)] * 2
+
+
+def outside_run(strategy: mirrored.Strategy) -> list[str]:
+    texts = []
+    for loss in (mirrored.compute_average_loss, mirrored.scale_regularization_loss):
+        for place in ("nowhere", "scope"):
+            with pytest.raises(RuntimeError) as error:
+                if place == "scope":
+                    with strategy.scope():
+                        loss(torch.ones(2))
+                else:
+                    loss(torch.ones(2))
+            texts.append(str(error.value))
+    return texts
+
+
+def test_outside_run_is_refused_when_there_are_towers() -> None:
+    for texts in towers(outside_run):
+        assert all("was called outside strategy.run(...)" in text for text in texts)
+    assert mirrored.compute_average_loss(torch.tensor([1.0, 3.0])) == 2, "without a strategy there is one replica"
+
+
+def test_wrong_arguments() -> None:
+    losses = torch.ones(3)
+    for arguments, words in (
+        ((losses.sum(),), "needs one loss per example, but got a scalar: .* reduction='none'"),
+        ((losses, torch.ones(2)), r"sample_weight of shape \(2,\) does not fit losses of shape \(3,\)"),
+        ((losses, None, 0), "global_batch_size is 0, but must be positive"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mirrored.compute_average_loss(*arguments)
+    with pytest.raises(ValueError, match="denominator='weights' needs sample_weight"):
+        mirrored.compute_average_loss(losses, denominator="weights")
+    with pytest.raises(ValueError, match="denominator is 'tokens'"):
+        mirrored.compute_average_loss(losses, denominator="tokens")

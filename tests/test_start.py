@@ -1,0 +1,290 @@
+"""One script, every way to start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import at_most
+from jobs import ROOT, run_program
+
+import mirrored
+from towers import CannotStartError, become
+
+REPORT = str(ROOT / "tests" / "programs" / "report.py")
+
+
+def report(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """What tests/programs/report.py printed: once, by the chief."""
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_one_device_stays_in_place() -> None:
+    result = run_program([REPORT, "a b"])
+    found = report(result)
+    assert found["towers"] == 1
+    assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by python\n"
+
+
+def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "my script.py"
+    shutil.copy(REPORT, script)
+    flags = ["-O", "-u", "-X", "utf8", "-Wignore::UserWarning", "-X", "dev"]
+    found = report(run_program([*flags, script.name, "two", "a b", "", "--flag=x y", '"$HOME"'], cwd=str(tmp_path)))
+    assert found["towers"] == 2
+    assert found["arguments"] == ["two", "a b", "", "--flag=x y", '"$HOME"']
+    assert found["optimize"] == 1
+    assert found["unbuffered"] is True
+    assert found["xoptions"] == {"utf8": True, "dev": True}
+    assert found["warnings"][-1] == "ignore::UserWarning"
+    assert found["file"] == "my script.py"
+
+
+def test_a_module_becomes_its_towers() -> None:
+    result = run_program(["-Om", "programs.report", "two", "-m", "x"], cwd=str(ROOT / "tests"))
+    found = report(result)
+    assert found["towers"] == 2
+    assert found["name"] == "programs.report"
+    assert found["arguments"] == ["two", "-m", "x"]
+    assert found["optimize"] == 1
+    assert result.stderr == "mirrored: 2 towers on cpu, gloo, 1 thread each, started by python\n"
+
+
+def test_the_process_itself_becomes_the_launcher() -> None:
+    """No parent is left waiting: job control and signals reach the process that was started."""
+    process = subprocess.Popen(
+        [sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    assert os.path.exists(f"/proc/{tower}")
+    assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
+    process.send_signal(signal.SIGINT)
+    with at_most(15):
+        process.communicate()
+    assert process.returncode == -signal.SIGINT
+    assert not os.path.exists(f"/proc/{tower}")
+
+
+def test_nothing_is_left_when_the_launcher_is_killed() -> None:
+    process = subprocess.Popen([sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    process.kill()
+    process.communicate()
+    with at_most(10):
+        while os.path.exists(f"/proc/{tower}"):
+            time.sleep(0.05)
+
+
+def test_changing_the_directory_first_does_no_harm(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "moves.py"
+    script.write_text(
+        "import os; os.chdir('/')\nimport mirrored\n"
+        "s = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\nprint(s.num_replicas_in_sync)\n"
+    )
+    assert run_program(["moves.py"], cwd=str(tmp_path)).stdout == "2\n"
+
+
+def test_a_folder_named_towers_in_the_way_does_no_harm(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "towers.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "sub").mkdir()
+    shutil.copy(REPORT, tmp_path / "sub" / "run.py")
+    assert report(run_program(["sub/run.py", "two"], cwd=str(tmp_path)))["towers"] == 2
+
+
+def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
+    result = run_program(["-m", "mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"])
+    assert result.returncode == 0, result.stderr
+    report_line, talk = result.stdout.splitlines()
+    assert json.loads(report_line)["towers"] == 3
+    assert talk == "tower 0 talks"
+    lines = result.stderr.splitlines()
+    assert "mirrored: 3 towers on cpu, gloo, 1 thread each, started by mirrored run" in lines
+    assert "tower 0 warns" in lines
+    for tower in (1, 2):
+        assert f"[tower {tower}] tower {tower} warns" in lines
+        assert f"[tower {tower}] mirrored: tower {tower} logs" in lines
+        assert "draws" not in "".join(line for line in lines if line.startswith(f"[tower {tower}]"))
+        assert f"tower {tower} talks" in (tmp_path / f"tower{tower}.out").read_text()
+        assert "draws" in (tmp_path / f"tower{tower}.err").read_text()
+
+
+def test_the_first_exception_comes_last_and_whole() -> None:
+    with at_most(20):
+        result = run_program([REPORT, "two", "fail"])
+    assert result.returncode == 1
+    text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
+    assert text.splitlines()[1] == "Traceback (most recent call last):"
+    assert 'raise ValueError("planned failure")' in text
+    assert text.endswith("ValueError: planned failure\n")
+    assert "elastic" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [("exit", 7, "towers: tower 1 ended with exit code 7"), ("die", 137, "towers: tower 1 was ended by SIGKILL")],
+)
+def test_exit_codes(how: str, code: int, last: str) -> None:
+    with at_most(20):
+        result = run_program([REPORT, "two", how])
+    assert result.returncode == code
+    assert result.stderr.splitlines()[-1] == last
+
+
+def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", REPORT, "fail"]
+    result = run_program(words)
+    assert result.returncode == 1
+    assert "ValueError: planned failure" in result.stderr[result.stderr.index("Root Cause") :]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["-c", "import mirrored; mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])"], "python was started with -c"),
+        (["-m", "pytest", "-q", "{inner}"], "is an installed program"),
+        (["-m", "cProfile", "{inner}"], "cProfile.py is an installed program"),
+        (["-i", "{inner}"], "this is an interactive session"),
+    ],
+)
+def test_only_a_users_own_script_is_started_again(words: list[str], why: str, tmp_path: pathlib.Path) -> None:
+    inner = tmp_path / "test_inner.py"
+    inner.write_text(
+        "import mirrored\n\ndef test_it():\n    mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n\n"
+        "if __name__ == '__main__':\n    test_it()\n"
+    )
+    result = run_program([word.format(inner=inner) for word in words], cwd=str(tmp_path))
+    text = result.stdout + result.stderr
+    assert "CannotStartError: several towers are wanted" in text
+    assert why in text
+    for way in ("mirrored.launch(fn, towers=N)", "mirrored run --towers N script.py", "devices=['cpu:0']"):
+        assert way in text
+
+
+def test_this_very_test_is_refused() -> None:
+    with pytest.raises(CannotStartError):
+        become.own_command()
+    with pytest.raises(mirrored.CannotStartError):
+        mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["python", "a.py", "-m"], ("script", 1)),
+        (["python", "-u", "-Wx", "-X", "dev", "-OO", "a.py"], ("script", 6)),
+        (["python", "-um", "a"], ("module", 1)),
+        (["python", "-uma"], ("module", 1)),
+        (["python", "-W", "-m", "a.py"], ("script", 3)),
+        (["python", "--check-hash-based-pycs", "always", "a.py"], ("script", 3)),
+        (["python", "-Bc", "pass"], ("-c", -1)),
+        (["python", "-"], ("a program on standard input", -1)),
+        (["python"], ("no program", -1)),
+    ],
+)
+def test_pythons_command_line(argv: list[str], expected: tuple[str, int]) -> None:
+    assert become._find_program(argv) == expected
+
+
+DIGITS = str(ROOT / "examples" / "digits.py")
+
+
+def final_loss(text: str) -> float:
+    match = re.search(r"final loss ([0-9.e-]+)", text)
+    assert match, text
+    return float(match[1])
+
+
+def train_digits(folder: str) -> float:
+    """What ``launch`` runs: the example's main function, in a tower."""
+    import contextlib
+    import io
+    import runpy
+
+    sys.argv = ["digits.py", "--epochs", "1", "--output", folder]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(DIGITS, run_name="__main__")
+    return final_loss(printed.getvalue()) if "final loss" in printed.getvalue() else float("nan")
+
+
+def test_the_same_towers_however_started_reach_the_same_loss(tmp_path: pathlib.Path) -> None:
+    options = ["--epochs", "1", "--output", str(tmp_path)]
+    ways = {
+        "python": [DIGITS, "--devices", "cpu:0,cpu:1", *options],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DIGITS, *options],
+        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", DIGITS, *options],
+        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), DIGITS, *options],
+    }
+    losses = {}
+    for way, words in ways.items():
+        result = run_program(words, timeout=120)
+        assert result.returncode == 0, f"{way}: {result.stderr}"
+        losses[way] = final_loss(result.stdout)
+    losses["launch"] = mirrored.launch(train_digits, (str(tmp_path),), devices=["cpu:0", "cpu:1"])[0]
+    for way, loss in losses.items():
+        assert loss == pytest.approx(losses["python"], rel=1e-6), way
+
+
+def test_srun(tmp_path: pathlib.Path) -> None:
+    """Two tasks with the variables that srun gives them."""
+    processes = []
+    for task in range(2):
+        variables = {
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, REPORT],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
+    assert outputs[0][1] == "mirrored: 2 towers on cpu, gloo, 1 thread each, started by srun\n"
+    assert outputs[1][1] == ""
+
+
+def test_mirrored_strategy_does_not_read_tf_config() -> None:
+    config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+    program = "import mirrored; print(mirrored.MirroredStrategy().num_replicas_in_sync)"
+    result = run_program(["-c", program], env={"TF_CONFIG": json.dumps(config)})
+    assert result.stdout == "1\n"
+    assert "TF_CONFIG is set, but MirroredStrategy does not read it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--towers", "0"], "--towers is 0, but must be at least 1"),
+        (["--towers", "3", "--devices", "cpu:0"], "--towers is 3, but --devices names 1"),
+        (["--devices", "cuda:97"], "cuda:97 asked for"),
+        (["--devices", "cpu,cpu"], "cpu:0 more than once"),
+    ],
+)
+def test_mirrored_run_refuses(words: list[str], text: str) -> None:
+    result = run_program(["-m", "mirrored", "run", *words, REPORT])
+    assert result.returncode == 2
+    assert text in result.stderr
