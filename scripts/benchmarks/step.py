@@ -1,5 +1,6 @@
 """Time of a training step: ours against DDP on Gloo, and one tower against a bare loop.
 
+The towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one.
 All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
 neighbours in time; medians over the turns are printed. Times are in milliseconds.
 """
@@ -49,14 +50,24 @@ def _plain(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
     return train_step
 
 
+def _finish(together: bool) -> None:
+    """Let everything end that was started: the other towers' steps, and a GPU's work."""
+    if together:
+        dist.barrier()
+    elif torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool) -> Times:
     """Seconds per step of every variant, one number a turn."""
     for step in steps.values():
         for _ in range(3):
             step()
+    _finish(together)
     started = time.perf_counter()
     for step in steps.values():
         step()
+    _finish(together)
     block = max(1, round(seconds * len(steps) / (time.perf_counter() - started)))
     if together:
         agreed = torch.tensor(block)
@@ -65,13 +76,11 @@ def _alternate(steps: dict[str, Step], turns: int, seconds: float, together: boo
     times: Times = {name: [] for name in steps}
     for _ in range(turns):
         for name, step in steps.items():
-            if together:
-                dist.barrier()
+            _finish(together)
             started = time.perf_counter()
             for _ in range(block):
                 step()
-            if together:
-                dist.barrier()
+            _finish(together)
             times[name].append((time.perf_counter() - started) / block)
     return times
 
@@ -110,7 +119,7 @@ def _row(label: str, times: Times, base: str) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", type=int, default=2)
+    parser.add_argument("--towers", type=int, default=2, help="1 leaves the first comparison out")
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
     options = parser.parse_args(arguments)
@@ -119,8 +128,9 @@ def main(arguments: Sequence[str]) -> None:
     names = [f"cpu:{i}" for i in range(options.towers)]
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds)
-        times = mirrored.launch(_two_towers, timing, devices=names)[0]
-        print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
-        print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
+        if options.towers > 1:
+            times = mirrored.launch(_two_towers, timing, devices=names)[0]
+            print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
+            print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
         times = mirrored.launch(_one_tower, timing, towers=1)[0]
         print(_row(f"{case}: one tower ÷ bare loop", times, "bare"), flush=True)

@@ -1,0 +1,116 @@
+"""What only an NVIDIA GPU shows. Run by scripts/gpu_check; every test skips cleanly without one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import mirrored
+
+pytestmark = pytest.mark.gpu
+
+
+def train(strategy: mirrored.Strategy) -> list[Tensor]:
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(66, torch.float32)), 32, shuffle=True)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        assert x.device == strategy.device
+        optimizer.zero_grad()
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        for batch in data:
+            strategy.run(step, args=batch)
+    return [p.cpu() for p in parameters_of(model)]
+
+
+def train_alone() -> tuple[str, list[Tensor]]:
+    strategy = mirrored.MirroredStrategy()
+    return strategy.communicator.backend, train(strategy)
+
+
+def test_nccl_at_world_size_one() -> None:
+    [(backend, parameters)] = mirrored.launch(train_alone, devices=["cuda:0"], timeout=120)
+    assert backend == "nccl"
+    assert_close(parameters, train(mirrored.OneDeviceStrategy("cuda:0")), 1e-6)
+    assert_close(parameters, train(mirrored.OneDeviceStrategy("cpu:0")), 1e-4)
+
+
+def test_two_nccl_ranks_on_one_gpu() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NET": "Socket",
+        "NCCL_IB_DISABLE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    processes = []
+    for rank in range(2):
+        variables = {**os.environ, **common, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
+        if rank == 0:
+            variables["ALONE"] = "1"
+        words = [sys.executable, str(ROOT / "tests" / "programs" / "gpu_pair.py")]
+        processes.append(
+            subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    single = first.pop("single")
+    assert first == second
+    assert first["backend"] == "nccl"
+    assert first["towers"] == 2
+    assert first["reduce"] == [3]
+    assert first["mean of numbers"] == 1.5
+    assert first["gather"] == [[0], [1], [1]]
+    assert first["gradient of all-sum"] == 4
+    assert first["trained"] == pytest.approx(single, rel=1e-4, abs=1e-5)
+    assert first["compiled"] == pytest.approx(single, rel=1e-4, abs=1e-5)
+    assert first["autocast"] == pytest.approx(single, rel=5e-2, abs=5e-2)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")
+def test_digits_on_the_gpu(tmp_path: pathlib.Path) -> None:
+    for package in ("tqdm", "matplotlib", "safetensors"):
+        pytest.importorskip(package)
+    words = [str(ROOT / "examples" / "digits.py"), "--devices", "cuda:0", "--output", str(tmp_path)]
+    result = run_program(words, timeout=300, env={"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stderr
+    match = re.search(r"test accuracy ([0-9.]+)%", result.stdout)
+    assert match
+    assert float(match[1]) >= 97
+    assert "1 tower on NVIDIA" in result.stderr
+
+
+def test_batches_are_copied_ahead_and_arrive_whole() -> None:
+    strategy = mirrored.OneDeviceStrategy("cuda:0")
+    numbers = torch.arange(400_000, dtype=torch.float32).view(400, 1000)
+    seen = []
+    for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 16):
+        assert batch.device == strategy.device
+        for _ in range(20):
+            batch = batch * 1.0
+        seen.append(batch.cpu())
+    assert torch.equal(torch.cat(seen), numbers)

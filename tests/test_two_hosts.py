@@ -1,0 +1,65 @@
+"""Two hosts, played by network namespaces: separate interfaces and loopbacks, one cable between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from jobs import ROOT
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["ip", *words], capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """(namespace, address) of two hosts."""
+    names = [f"towers{os.getpid()}{letter}" for letter in "ab"]
+    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
+        pytest.skip("network namespaces need iproute2 and the right to make them")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        found = []
+        for number, name in enumerate(names, start=1):
+            address = f"10.77.0.{number}"
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            found.append((name, address))
+        yield found
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]]) -> None:
+    addresses = [f"{address}:4001" for _, address in hosts]
+    processes = []
+    for index, (name, _) in enumerate(hosts):
+        config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}
+        config["task"] = {"type": "worker" if index else "chief", "index": 0}
+        program = str(ROOT / "tests" / "programs" / "report.py")
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one"],
+                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # One tower on the first host, two on the second; each host's first tower shows.
+    assert [json.loads(out)["towers"] for out, _ in outputs] == [3, 3]
+    assert (
+        "mirrored: 3 towers of 2 workers on cpu, gloo, 1 thread each, started by python with TF_CONFIG" in outputs[0][1]
+    )
+    assert "mirrored:" not in outputs[1][1]
