@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from conftest import at_most
-from jobs import ROOT
+from jobs import ROOT, run_program
 
 import mirrored
 from towers import launch
@@ -202,6 +202,5 @@ NOTEBOOK = """
 
 def test_functions_from_a_notebook_cell() -> None:
     """A program given with -c has a __main__ without a file, as a notebook kernel has."""
-    words = [sys.executable, "-c", textwrap.dedent(NOTEBOOK)]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    result = run_program(["-c", textwrap.dedent(NOTEBOOK)], cwd=str(ROOT))
     assert result.stdout == "[22, 22]\n", result.stderr

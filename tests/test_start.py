@@ -76,6 +76,26 @@ def test_the_process_itself_becomes_the_launcher() -> None:
     assert not os.path.exists(f"/proc/{tower}")
 
 
+def state_of(process: int) -> str:
+    """T when stopped, S or R when not."""
+    return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_suspending_and_continuing_reaches_the_towers() -> None:
+    process = subprocess.Popen([sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False), (signal.SIGTSTP, True)):
+        process.send_signal(number)
+        with at_most(10):
+            while not all((state_of(pid) == "T") is stopped for pid in (process.pid, tower)):
+                time.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    process.communicate(timeout=15)
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_nothing_is_left_when_the_launcher_is_killed() -> None:
     process = subprocess.Popen([sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -113,9 +133,9 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
     assert "mirrored: 3 towers on cpu, gloo, 1 thread each, started by mirrored run" in lines
     assert "tower 0 warns" in lines
     for tower in (1, 2):
-        assert f"[tower {tower}] tower {tower} warns" in lines
-        assert f"[tower {tower}] mirrored: tower {tower} logs" in lines
-        assert "draws" not in "".join(line for line in lines if line.startswith(f"[tower {tower}]"))
+        assert f"[tower {tower}] tower {tower} warns\n" in result.stderr
+        assert f"[tower {tower}] mirrored: tower {tower} logs\n" in result.stderr
+        assert f"tower {tower} draws" not in result.stderr
         assert f"tower {tower} talks" in (tmp_path / f"tower{tower}.out").read_text()
         assert "draws" in (tmp_path / f"tower{tower}.err").read_text()
 

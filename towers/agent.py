@@ -86,10 +86,12 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from towers.errors import StartupError, TowersError
+    from towers import job_control
+    from towers.errors import TowersError
 
     options, program = _parse(arguments)
     _set_environment(options)
+    job_control.stop_and_continue_together()
     try:
         _run(options, program)
     except ChildFailedError as failed:
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
         _die_by(signal.SIGINT)
-    except (StartupError, TowersError) as error:
+    except TowersError as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -135,7 +137,7 @@ def _set_environment(options: Options) -> None:
     if options.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(options.towers)))
     # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
 
 
 def _run(options: Options, program: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
+_LAUNCHER_SECONDS = 2.0
+
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
@@ -53,6 +55,9 @@ def leave_report_on_failure(*, quiet: bool) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
+            if is_peer_lost(error):
+                # The launcher is about to see who failed first, and to end this process.
+                time.sleep(_LAUNCHER_SECONDS)
             with open(path, "w") as file:
                 json.dump(report(error), file)
             if quiet:

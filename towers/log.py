@@ -11,7 +11,7 @@ class _ShownUnlessConfigured(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            print(self.format(record), file=sys.stderr, flush=True)
+            sys.stderr.write(self.format(record) + "\n")  # one write: towers share the terminal
 
 
 def get_logger(name: str) -> logging.Logger:

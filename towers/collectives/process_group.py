@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -85,7 +87,8 @@ class ProcessGroupCommunicator(Communicator):
         dist.broadcast(tensor, src=source, group=self._group)
 
     def channel(self) -> ProcessGroupCommunicator:
-        group = dist.new_group(timeout=self._timeout)
+        with _without_greeting():
+            group = dist.new_group(timeout=self._timeout)
         return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
 
     def close(self) -> None:
@@ -126,14 +129,15 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
         if options.algorithm == "ring":
             os.environ.setdefault("NCCL_ALGO", "Ring")
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
-        store=dist.PrefixStore("c10d", store),
-        rank=topology.index,
-        world_size=topology.size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    with _without_greeting():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            store=dist.PrefixStore("c10d", store),
+            rank=topology.index,
+            world_size=topology.size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
     _leave_at_exit()
     return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
 
@@ -198,6 +202,20 @@ def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
         interface = machine.interface_of(address) if address else None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextlib.contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _leave_at_exit() -> None:
