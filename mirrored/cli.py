@@ -7,7 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from towers import agent, devices
+from towers import devices
+from towers.job import Job, agent_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,8 +40,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
-    options = agent.Options(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
-    command = agent.command(options, program)
+    job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
+    command = agent_command(job, program)
     sys.stdout.flush()
     os.execv(command[0], command)
 

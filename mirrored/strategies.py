@@ -13,10 +13,11 @@ from mirrored import cluster
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver, tf_config
 from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
-from towers import Topology, agent, become, devices, failure, lifeline, machine
+from towers import Topology, become, devices, failure, lifeline, machine
 from towers.collectives import process_group
 from towers.collectives.communicator import Alone, Communicator
 from towers.devices import Device
+from towers.job import Job
 from towers.log import get_logger
 from towers.topology import DEVICES, STARTED_BY
 
@@ -138,7 +139,7 @@ def _find_towers(
 
 def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
     become.become(
-        agent.Options(
+        Job(
             towers=len(chosen),
             worker=resolver.worker,
             workers=resolver.workers,

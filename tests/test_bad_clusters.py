@@ -26,8 +26,9 @@ from mirrored.cluster import (
     resolve,
     slurm,
 )
-from towers import HandshakeError, PortInUseError, StartupError, agent, devices, handshake, rendezvous
+from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, rendezvous
 from towers.collectives import process_group
+from towers.job import Job, agent_command
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
 
@@ -129,8 +130,8 @@ def test_row_11_ps_and_evaluator() -> None:
     assert resolver.task_type == "evaluator"
 
 
-def options(worker: int, addresses: list[str], seconds: float = 3.0) -> agent.Options:
-    return agent.Options(
+def worker_job(worker: int, addresses: list[str], seconds: float = 3.0) -> Job:
+    return Job(
         towers=1,
         worker=worker,
         workers=len(addresses),
@@ -145,11 +146,11 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run_agents(*configurations: agent.Options) -> list[tuple[str, int]]:
+def run_agents(*configurations: Job) -> list[tuple[str, int]]:
     """Real agents at the same time, one process each; (standard error, exit code) of each in order."""
     program = [sys.executable, "-c", "print('ran')"]
     processes = [
-        subprocess.Popen(agent.command(one, program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(agent_command(one, program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for one in configurations
     ]
     return [(process.communicate(timeout=20)[1], process.returncode) for process in processes]
@@ -157,19 +158,19 @@ def run_agents(*configurations: agent.Options) -> list[tuple[str, int]]:
 
 def test_row_12_clusters_differ_between_workers() -> None:
     first, second = f"127.0.0.1:{free_port()}", "127.0.0.1:2222"
-    for text, code in run_agents(options(0, [first, second]), options(1, [first, "127.0.0.1:3333"])):
+    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, "127.0.0.1:3333"])):
         assert code == 1
         assert "the workers were given different clusters (worker 1 by TF_CONFIG)" in text
         assert "the address of worker 1 is 127.0.0.1:3333 for worker 1 and 127.0.0.1:2222 for worker 0" in text
         assert len(text.splitlines()) == 1
-    for text, code in run_agents(options(0, [first, second]), options(1, [first, second, "127.0.0.1:4"])):
+    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, second, "127.0.0.1:4"])):
         assert code == 1
         assert "worker 1 knows 3 workers" in text
 
 
 def test_row_13_left_over_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
-    [(text, code)] = run_agents(options(1, [address, "127.0.0.1:2"], seconds=1.0))
+    [(text, code)] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
     assert code == 1
     assert f"the chief (worker 0) did not answer at {address} within 1 s" in text
     assert "the address comes from TF_CONFIG" in text
@@ -226,14 +227,14 @@ def test_row_19_port_in_use() -> None:
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
             handshake.serve_store("127.0.0.1", port, timedelta(seconds=5), "a test")
         assert isinstance(error.value, OSError)
-        [(text, code)] = run_agents(options(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
+        [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
         assert code == 1
         assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
 
 
 def test_row_20_a_worker_never_starts() -> None:
     addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:2", "127.0.0.1:3"]
-    for text, code in run_agents(options(0, addresses, seconds=2.0), options(2, addresses, seconds=2.0)):
+    for text, code in run_agents(worker_job(0, addresses, seconds=2.0), worker_job(2, addresses, seconds=2.0)):
         assert code == 1
         assert "1 of 3 workers did not come within" in text
         assert "worker 1 (127.0.0.1:2); who should come was read from TF_CONFIG" in text

@@ -7,10 +7,7 @@ that find each other with a deadline and say who is missing (:mod:`towers.rendez
 
 ``python train.py`` on a machine with two GPUs becomes::
 
-    python …/towers/agent.py --towers 2 … -- python train.py
-
-It is run by its path, so that neither the current directory nor the script's can put another ``towers``
-package in its way.
+    python …/towers --towers 2 … -- python train.py
 """
 
 from __future__ import annotations
@@ -19,81 +16,30 @@ import argparse
 import dataclasses
 import logging
 import os
-import pathlib
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules' names are nobody else's business
-    _parent = str(pathlib.Path(__file__).resolve().parent.parent)
-    if _parent not in sys.path:
-        sys.path.append(_parent)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the agent has to know.
-
-    Attributes:
-        towers: towers on this machine.
-        worker, workers: this machine's index among the cluster's workers, and how many there are.
-        addresses: ``host:port`` of every worker, in order; empty for a job on one machine.
-        origin: where the cluster was read from, for messages.
-        started_by: what the person typed, for the log.
-        devices: this machine's devices, one per tower; empty to leave the choice to the script.
-        startup_seconds: how long workers wait for each other.
-        log_dir: where the other towers' output is kept; None keeps nothing.
-    """
-
-    towers: int
-    worker: int = 0
-    workers: int = 1
-    addresses: tuple[str, ...] = ()
-    origin: str = "the command line"
-    started_by: str = "python"
-    devices: tuple[str, ...] = ()
-    startup_seconds: float = 300.0
-    log_dir: str | None = None
-
-
-def command(options: Options, program: Sequence[str]) -> list[str]:
-    """The command line of an agent that runs ``program`` (a whole command) in every tower."""
-    words = [sys.executable, str(pathlib.Path(__file__).resolve()), "--towers", str(options.towers)]
-    if options.workers > 1:
-        words += ["--worker", str(options.worker), "--workers", str(options.workers)]
-        words += [
-            "--addresses",
-            ",".join(options.addresses),
-            "--startup-seconds",
-            str(options.startup_seconds),
-        ]
-    if options.devices:
-        words += ["--devices", ",".join(options.devices)]
-    if options.log_dir:
-        words += ["--log-dir", options.log_dir]
-    words += ["--origin", options.origin, "--started-by", options.started_by]
-    return [*words, "--", *program]
+from towers import console, job_control, machine, rendezvous, topology
+from towers.agent_logs import TowerLogs
+from towers.errors import TowersError
+from towers.job import Job
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the towers to their end. Returns the exit code: the first failing tower's, 0 when none failed."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from towers import job_control
-    from towers.errors import TowersError
-
-    options, program = _parse(arguments)
-    _set_environment(options)
+    job, program = _parse(arguments)
+    _set_environment(job)
     job_control.stop_and_continue_together()
     try:
-        _run(options, program)
+        _run(job, program)
     except ChildFailedError as failed:
         return _report(failed)
     except SignalException as stopped:
@@ -106,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
+def _parse(arguments: Sequence[str]) -> tuple[Job, list[str]]:
     parser = argparse.ArgumentParser(prog="towers.agent", description=__doc__, allow_abbrev=False)
     parser.add_argument("--towers", type=int, required=True)
     parser.add_argument("--worker", type=int, default=0)
@@ -120,48 +66,40 @@ def _parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument("program", nargs="+")
     parsed = vars(parser.parse_args(arguments))
     program = parsed.pop("program")
-    return Options(**parsed), program
+    return Job(**parsed), program
 
 
 def _comma_separated(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def _set_environment(options: Options) -> None:
+def _set_environment(job: Job) -> None:
     """What all towers of this machine inherit."""
-    from towers import machine, topology
-
-    os.environ[topology.STARTED_BY] = options.started_by
-    if options.devices:
-        os.environ[topology.DEVICES] = ",".join(options.devices)
-    if options.towers > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(options.towers)))
+    os.environ[topology.STARTED_BY] = job.started_by
+    if job.devices:
+        os.environ[topology.DEVICES] = ",".join(job.devices)
+    if job.towers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
     logging.disable(logging.CRITICAL)
 
 
-def _run(options: Options, program: Sequence[str]) -> None:
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from towers import console, rendezvous
-    from towers.agent_logs import TowerLogs
-
+def _run(job: Job, program: Sequence[str]) -> None:
     rendezvous_handler_registry.register("towers", rendezvous.create_handler)
     with console.Relay() as relay:
         known = {field.name for field in dataclasses.fields(LaunchConfig)}
         settings: dict[str, Any] = {
-            "min_nodes": options.workers,
-            "max_nodes": options.workers,
-            "nproc_per_node": options.towers,
+            "min_nodes": job.workers,
+            "max_nodes": job.workers,
+            "nproc_per_node": job.towers,
             "run_id": uuid.uuid4().hex,
             "role": "tower",
             "rdzv_backend": "towers",
-            "rdzv_endpoint": options.addresses[0] if options.addresses else "127.0.0.1:0",
-            "rdzv_configs": {"options": options, "timeout": options.startup_seconds},
+            "rdzv_endpoint": job.addresses[0] if job.addresses else "127.0.0.1:0",
+            "rdzv_configs": {"job": job, "timeout": job.startup_seconds},
             "max_restarts": 0,
             "monitor_interval": 0.1,
-            "logs_specs": TowerLogs(relay, options.log_dir),
+            "logs_specs": TowerLogs(relay, job.log_dir),
             "shutdown_timeout": 5,
         }
         config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
@@ -203,7 +141,3 @@ def _die_by(number: int) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

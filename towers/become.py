@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from towers import agent
 from towers.errors import CannotStartError
+from towers.job import Job, agent_command
 
 
 def own_command() -> list[str]:
@@ -39,13 +39,13 @@ def own_command() -> list[str]:
     raise _cannot(f"python was started with {kind}, not with a script")
 
 
-def become(options: agent.Options) -> NoReturn:
+def become(job: Job) -> NoReturn:
     """Replace this process by an agent that runs :func:`own_command` as several towers. Does not return.
 
     Raises:
         CannotStartError: see :func:`own_command`.
     """
-    command = agent.command(options, own_command())
+    command = agent_command(job, own_command())
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], command)

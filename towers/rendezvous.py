@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -21,18 +20,16 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from towers import handshake
-
-if TYPE_CHECKING:
-    from towers.agent import Options
+from towers.job import Job
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 
 
 class Rendezvous(RendezvousHandler):
-    """Meets the workers that :class:`towers.agent.Options` lists; one alone is met at once, on loopback."""
+    """Meets the workers that :class:`towers.job.Job` lists; one alone is met at once, on loopback."""
 
-    def __init__(self, options: Options, host: str, port: int, run_id: str) -> None:
-        self._options = options
+    def __init__(self, job: Job, host: str, port: int, run_id: str) -> None:
+        self._job = job
         self._host = host
         self._port = port
         self._run_id = run_id
@@ -53,33 +50,33 @@ class Rendezvous(RendezvousHandler):
             StartupError: the address cannot be used, the chief does not answer, or workers are missing.
             HandshakeError: the workers' clusters differ, or two claim one index.
         """
-        options = self._options
-        deadline = time.monotonic() + options.startup_seconds
-        chief = options.worker == 0
+        job = self._job
+        deadline = time.monotonic() + job.startup_seconds
+        chief = job.worker == 0
         if self._store is None:
             if chief:
-                self._store = handshake.serve_store(self._host, self._port, _STORE_TIMEOUT, options.origin)
+                self._store = handshake.serve_store(self._host, self._port, _STORE_TIMEOUT, job.origin)
                 self._port = self._store.port
             else:
                 self._store = handshake.join_store(
-                    self._host, self._port, _STORE_TIMEOUT, deadline, "the chief (worker 0)", options.origin
+                    self._host, self._port, _STORE_TIMEOUT, deadline, "the chief (worker 0)", job.origin
                 )
         store = PrefixStore(f"round{self._round}", self._store)
         self._round += 1
-        if options.workers > 1:
+        if job.workers > 1:
             handshake.meet(
                 store,
-                {"addresses": list(options.addresses), "origin": options.origin, "torch": torch.__version__},
+                {"addresses": list(job.addresses), "origin": job.origin, "torch": torch.__version__},
                 kind="worker",
-                index=options.worker,
-                names=options.addresses,
+                index=job.worker,
+                names=job.addresses,
                 deadline=deadline,
-                origin=options.origin,
+                origin=job.origin,
                 compare=compare_clusters,
                 serves=chief,
             )
         where = RendezvousStoreInfo(self._host, self._port)
-        return RendezvousInfo(store, options.worker, options.workers, where)
+        return RendezvousInfo(store, job.worker, job.workers, where)
 
     def is_closed(self) -> bool:
         return False
@@ -119,4 +116,4 @@ def compare_clusters(index: int, card: handshake.Card, other: int, reference: ha
 def create_handler(parameters: RendezvousParameters) -> Rendezvous:
     """What torchrun's registry calls to make the handler."""
     host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    return Rendezvous(parameters.config["options"], host, port, parameters.run_id)
+    return Rendezvous(parameters.config["job"], host, port, parameters.run_id)

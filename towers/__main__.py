@@ -1,0 +1,18 @@
+"""``python …/towers …`` is the agent that runs several towers.
+
+It is started by this folder's path, so that neither the current directory nor the script's can put another
+``towers`` in its way.
+"""
+
+import pathlib
+import sys
+
+_here = pathlib.Path(__file__).resolve().parent
+if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
+    sys.path.pop(0)  # this folder's modules are nobody's but the package's
+if str(_here.parent) not in sys.path:
+    sys.path.append(str(_here.parent))
+
+from towers.agent import main  # noqa: E402
+
+sys.exit(main(sys.argv[1:]))
