@@ -2,7 +2,8 @@
 
 The towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one.
 All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
-neighbours in time; medians over the turns are printed. Times are in milliseconds.
+neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal loops: what it
+differs from 1 is the noise of the machine. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -74,8 +75,10 @@ def _alternate(steps: dict[str, Step], turns: int, seconds: float, together: boo
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         block = int(agreed)
     times: Times = {name: [] for name in steps}
+    order = list(steps.items())
     for _ in range(turns):
-        for name, step in steps.items():
+        order.reverse()  # neither variant is always the first
+        for name, step in order:
             _finish(together)
             started = time.perf_counter()
             for _ in range(block):
@@ -102,14 +105,14 @@ def _one_tower(case: str, turns: int, seconds: float) -> Times:
     strategy = mirrored.MirroredStrategy()
     torch.manual_seed(0)
     x, y = (tensor.to(strategy.device) for tensor in models.batch(case, models.CASES[case], seed=0))
-    model = models.make(case).to(strategy.device)
-    steps = {"ours": _ours(strategy, case, x, y), "bare": _plain(model, x, y)}
+    bare, twin = (_plain(models.make(case).to(strategy.device), x, y) for _ in range(2))
+    steps = {"ours": _ours(strategy, case, x, y), "bare": bare, "twin": twin}
     return _alternate(steps, turns, seconds, together=False)
 
 
-def _row(label: str, times: Times, base: str) -> str:
-    ratios = [a / b for a, b in zip(times["ours"], times[base], strict=True)]
-    ours, other = (statistics.median(times[name]) * 1e3 for name in ("ours", base))
+def _row(label: str, times: Times, base: str, name: str = "ours") -> str:
+    ratios = [a / b for a, b in zip(times[name], times[base], strict=True)]
+    ours, other = (statistics.median(times[which]) * 1e3 for which in (name, base))
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return (
         f"{label:<34}{ours:>9.2f}{other:>9.2f}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
@@ -133,4 +136,5 @@ def main(arguments: Sequence[str]) -> None:
             print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
             print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
         times = mirrored.launch(_one_tower, timing, towers=1)[0]
-        print(_row(f"{case}: one tower ÷ bare loop", times, "bare"), flush=True)
+        print(_row(f"{case}: one tower ÷ bare loop", times, "bare"))
+        print(_row(f"{case}: bare loop ÷ its twin", times, "twin", "bare"), flush=True)
