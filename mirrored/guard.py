@@ -22,8 +22,8 @@ class OptimizerGuard:
     """Looks at each optimizer step of a strategy with several towers.
 
     An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others
-    in the same process are left alone. Refused are parameters with a gradient that no scope mirrored, and
-    gradients that hold parts of ``no_sync`` that were never averaged.
+    in the same process are left alone. Refused are parameters with a gradient that no scope mirrored, steps
+    inside backward, and gradients that hold parts of ``no_sync`` that were never averaged.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -57,6 +57,11 @@ class OptimizerGuard:
                 f"optimizer.step() on tower {strategy.topology.index} would change {names}{more}, which no scope "
                 "mirrored, so the towers would drift apart: create it inside strategy.scope(), or call "
                 "strategy.mirror(module) before training"
+            )
+        if strategy.in_backward:
+            raise MirrorError(
+                "optimizer.step() inside backward(), before the gradients are averaged: step after backward() has "
+                "returned"
             )
         unsynced = strategy.unsynced_gradients()
         stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]

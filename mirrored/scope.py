@@ -109,7 +109,8 @@ class Recorder:
         for name, root in self._name_roots(modules):
             for path, parameter in root.named_parameters():
                 if parameter in self and not is_lazy(parameter):
-                    entry = Named(f"{name}.{path}", parameter, "parameter", id(parameter) in sparse)
+                    trainable = parameter.requires_grad
+                    entry = Named(f"{name}.{path}", parameter, "parameter", trainable, id(parameter) in sparse)
                     named.setdefault(id(parameter), entry)
             recorded = {id(module) for module in modules}
             for path, module in root.named_modules():

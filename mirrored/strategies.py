@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from mirrored import cluster
-from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver, tf_config
+from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
 from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
@@ -68,7 +68,8 @@ class MirroredStrategy(Strategy):
         seed: int | None = None,
     ) -> None:
         launcher = cluster.from_launcher(os.environ)
-        if os.environ.get("TF_CONFIG") and not _started_for_tf_config():
+        is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
+        if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
         resolver = launcher or LocalClusterResolver()
         options = communication or CommunicationOptions()
@@ -129,6 +130,7 @@ def _find_towers(
             lifeline.end_with_parent()
         device = devices.for_tower(topology.local_index, topology.local_size, chosen, gpus, topology.origin)
         return topology, process_group.connect(topology, _use(device), options.for_towers())
+    process_group.refuse_unknown_peers()
     if chosen is not None:
         devices.check_exist(chosen, gpus)
     chosen = chosen or devices.visible(gpus)
@@ -158,10 +160,6 @@ def _how(resolver: ClusterResolver) -> str:
 
 def _by_own_agent() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
-
-
-def _started_for_tf_config() -> bool:
-    return _by_own_agent() and tf_config.present(os.environ)
 
 
 def _use(device: torch.device) -> torch.device:

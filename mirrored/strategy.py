@@ -122,6 +122,11 @@ class Strategy:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
         return self._averager.unsynced()
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun whose gradients are not averaged yet."""
+        return self._averager.in_backward
+
     # -- running -----------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:

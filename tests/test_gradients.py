@@ -126,6 +126,37 @@ def test_stepping_on_unaveraged_gradients_is_refused() -> None:
             raise error
 
 
+def freeze_between(strategy: mirrored.Strategy) -> list[float]:
+    """Accumulated without sync, then frozen or thawed elsewhere, before the backward that averages."""
+    with strategy.scope():
+        model, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+    with strategy.no_sync():
+        strategy.run(lambda: (model.weight * (r + 1)).sum().backward())
+    other.requires_grad_(False)
+    strategy.run(lambda: (model.weight * 10 * (r + 1)).sum().backward())
+    return [float(model.weight.grad)]
+
+
+def test_freezing_does_not_forget_what_was_accumulated() -> None:
+    assert towers(freeze_between) == [[16.5], [16.5]]
+
+
+def step_inside_backward(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.run(lambda: None)
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
+
+
+def test_stepping_inside_backward_is_refused() -> None:
+    for error in failures(step_inside_backward):
+        with pytest.raises(mirrored.MirrorError, match=r"optimizer.step\(\) inside backward\(\)"):
+            raise error
+
+
 def train_gan(strategy: mirrored.Strategy, examples: int) -> list[Tensor]:
     """Two models, two optimizers, two losses in one step; towers get contiguous halves of the examples."""
     with strategy.scope():

@@ -155,6 +155,34 @@ def test_wrong_arguments() -> None:
     assert launch(tower, devices=["cpu:0", "cpu:1", "cpu:2"]) == [0, 1, 2]
 
 
+def beside_a_group_of_the_users() -> tuple[int, list[int]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    strategy = mirrored.MirroredStrategy()
+    mine = torch.tensor([tower()])
+    dist.all_reduce(mine)
+    return strategy.reduce("sum", tower() + 1), mine.tolist()
+
+
+def test_a_process_group_of_the_users_stays() -> None:
+    assert launch(beside_a_group_of_the_users, devices=["cpu:0", "cpu:1"]) == [(3, [1])] * 2
+
+
+def without_variables() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    mirrored.MirroredStrategy()
+
+
+def test_peers_that_no_launcher_names_are_refused() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="initialised with 2 ranks, but RANK, WORLD_SIZE.* are not set"):
+        launch(without_variables, devices=["cpu:0", "cpu:1"])
+
+
 SCRIPT = """
     import os, sys, time
     from towers import launch

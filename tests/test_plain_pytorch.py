@@ -167,6 +167,34 @@ def test_compiled_model() -> None:
     compare(towers(with_compile, timeout=240), train(mirrored.OneDeviceStrategy(), dtype=torch.float32), 1e-5)
 
 
+def with_compiled_step(strategy: mirrored.Strategy) -> list[Tensor]:
+    """The whole step under torch.compile: loss, backward and optimizer."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(21, torch.float32)), 8)
+
+    @torch.compile
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+
+    for batch in data:
+        strategy.run(step, args=batch)
+    return parameters_of(model)
+
+
+@pytest.mark.slow
+def test_compiled_step() -> None:
+    torch.compiler.reset()
+    expected = with_compiled_step(mirrored.OneDeviceStrategy())
+    for result in towers(with_compiled_step, timeout=240):
+        assert_close(result, expected, 1e-5)
+
+
 def convert_after_the_scope(strategy: mirrored.Strategy) -> list[Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -33,10 +33,11 @@ class Slot:
         view: where in the buffer its gradient lies, in the parameter's shape and strides.
     """
 
-    __slots__ = ("_parameter", "arrived", "bucket", "name", "start", "unsynced", "view")
+    __slots__ = ("_parameter", "arrived", "bucket", "name", "start", "trainable", "unsynced", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         self.name = named.name
+        self.trainable = named.trainable
         self._parameter = weakref.ref(named.tensor)
         self.bucket = bucket
         self.start = start
@@ -89,14 +90,17 @@ class Bucket:
         """Whether this tower has anything of its own to contribute."""
         return any(slot.fresh for slot in self.slots)
 
-    def expect(self) -> None:
-        """Wait for every trainable parameter's gradient anew."""
-        self.missing = 0
+    def reset(self) -> None:
+        """After a backward: nothing has arrived, nothing is unsynced, every trainable gradient is missing."""
         self.launched = False
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
-            parameter = slot.parameter
-            self.missing += parameter is not None and parameter.requires_grad
+        self.count_missing()
+
+    def count_missing(self) -> None:
+        """Between two backwards: how many gradients the next one can bring."""
+        parameters = (slot.parameter for slot in self.slots)
+        self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
 
     def pack(self, scale: float, touched: Sequence[bool] | None, buckets: int) -> Tensor:
         """Bring the gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
@@ -190,15 +194,15 @@ def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     """Distribute parameters over buckets of about ``bucket_bytes``, one dtype and device each.
 
     Last created comes first, since backward usually reaches it first; the first bucket is small, so that the
-    first collective starts early. Parameters that are frozen now lie in buckets of their own, which cost
-    nothing until one is thawed. There is always at least one bucket.
+    first collective starts early. Parameters that were frozen from the start lie in buckets of their own, which
+    cost nothing until one is thawed. There is always at least one bucket.
     """
     buckets: list[Bucket] = []
     for trainable in (True, False):
         filling: dict[tuple[torch.dtype, torch.device], Bucket] = {}
         for named in reversed(parameters):
             tensor = named.tensor
-            if tensor.requires_grad != trainable:
+            if named.trainable != trainable:
                 continue
             key = (tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype, tensor.device)
             bucket = filling.get(key)
@@ -210,5 +214,5 @@ def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     if not buckets:
         buckets.append(Bucket(0, torch.float32, torch.device("cpu")))
     for bucket in buckets:
-        bucket.expect()
+        bucket.count_missing()
     return buckets

@@ -7,6 +7,7 @@ reports; under the user's own torchrun the report gives torchrun's summary its t
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -42,11 +43,13 @@ def report(error: BaseException) -> dict[str, object]:
     }
 
 
+@functools.cache
 def leave_report_on_failure(*, quiet: bool) -> None:
     """From now on, an uncaught exception of this process leaves its report for the agent.
 
     Args:
-        quiet: do not print the traceback as well (our own agent prints it, whole and last).
+        quiet: do not print the traceback as well (our own agent prints it, whole and last), and let only the
+            machine's first tower tell of an interruption (Ctrl-C reaches all of them).
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -62,6 +65,8 @@ def leave_report_on_failure(*, quiet: bool) -> None:
                 json.dump(report(error), file)
             if quiet:
                 return
+        if quiet and issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0":
+            return
         previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -54,6 +54,8 @@ class GradientAverager:
         self._bucket_bytes = bucket_bytes
         self._paused = False
         self._hooks: dict[Slot | SparseSlot, Any] = {}
+        self._slots: list[Slot | SparseSlot] = []
+        self._any_unsynced = False
         self._lay_out([])
 
     def add(self, parameters: Sequence[Named]) -> None:
@@ -64,20 +66,20 @@ class GradientAverager:
         """The parameters that are still alive, in the order they were added."""
         alive = {slot.name: (slot, slot.parameter) for slot in self._slots}
         return [
-            Named(name, tensor, "parameter", isinstance(slot, SparseSlot))
+            Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot))
             for name, (slot, tensor) in ((name, alive[name]) for name in self._names)
             if tensor is not None
         ]
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
-        unsynced = self.unsynced() if self._hooks else {}
+        unsynced = self.unsynced()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
         self._names = [named.name for named in parameters]
         self._buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
         self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
-        self._slots: list[Slot | SparseSlot] = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._slots += self._sparse
         for slot in self._slots:
             slot.unsynced = id(slot.parameter) in unsynced
@@ -128,7 +130,7 @@ class GradientAverager:
             return
         self._seen = signature
         for bucket in self._buckets:
-            bucket.expect()
+            bucket.count_missing()
         self._hook_trainable()
 
     @contextlib.contextmanager
@@ -142,18 +144,22 @@ class GradientAverager:
 
     def unsynced(self) -> dict[int, str]:
         """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
+        if not self._any_unsynced:
+            return {}
         return {id(slot.parameter): slot.name for slot in self._slots if slot.unsynced}
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun whose gradients are not averaged yet."""
+        return self._in_cycle
+
     def _arrive(self, slot: Slot) -> None:
-        if self._paused:
-            slot.unsynced = True
+        if self._hold_back(slot):
             return
-        if not self._in_cycle:
-            self._begin()
         bucket = slot.bucket
         if slot.arrived:
             if bucket.launched:
-                self._refuse(slot, "has received two gradients in one backward()")
+                self._refuse_second(slot)
             return
         slot.arrived = True
         bucket.missing -= 1
@@ -161,18 +167,22 @@ class GradientAverager:
             self._launch_full()
 
     def _arrive_sparse(self, slot: SparseSlot) -> None:
-        if self._paused:
-            slot.unsynced = True
-            return
-        if not self._in_cycle:
-            self._begin()
-        slot.arrived = True
+        if not self._hold_back(slot):
+            slot.arrived = True
 
-    def _refuse(self, slot: Slot, what: str) -> None:
+    def _hold_back(self, slot: Slot | SparseSlot) -> bool:
+        """Inside ``paused``, only note the gradient; else see that a cycle is open."""
+        if self._paused:
+            slot.unsynced = self._any_unsynced = True
+        elif not self._in_cycle:
+            self._begin()
+        return self._paused
+
+    def _refuse_second(self, slot: Slot) -> None:
         raise TowersError(
-            f"parameter {slot.name} {what} on tower {self._channel.index}, after the first was already on its "
-            "way to the other towers (reentrant checkpointing does this to shared parameters): use "
-            "torch.utils.checkpoint with use_reentrant=False"
+            f"parameter {slot.name} has received a second gradient in one backward() on tower {self._channel.index}, "
+            "after the first was already on its way to the other towers (reentrant checkpointing does this to shared "
+            "parameters): use torch.utils.checkpoint with use_reentrant=False"
         )
 
     def _begin(self) -> None:
@@ -230,4 +240,5 @@ class GradientAverager:
         self._follows[self._last] = pattern
         self._last = pattern
         for bucket in self._buckets:
-            bucket.expect()
+            bucket.reset()
+        self._any_unsynced = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from multiprocessing.connection import wait
 
 
+@functools.cache
 def end_with_parent() -> None:
     """Kill this process as soon as the one that started it has ended.
 

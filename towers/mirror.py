@@ -23,18 +23,19 @@ class Named:
     Attributes:
         name: path below its outermost module, which stands in front: ``"Net.conv1.weight"``.
         kind: "parameter" or "buffer".
+        trainable: whether it required a gradient when it was compared; it may be frozen or thawed since.
         sparse: whether its gradients come as sparse tensors.
     """
 
     name: str
     tensor: Tensor
     kind: str
+    trainable: bool = False
     sparse: bool = False
 
     def describe(self) -> list[object]:
         """What must be equal on all towers."""
-        tensor = self.tensor
-        return [self.name, list(tensor.shape), str(tensor.dtype), self.kind, tensor.requires_grad]
+        return [self.name, list(self.tensor.shape), str(self.tensor.dtype), self.kind, self.trainable]
 
 
 def compare(comm: Communicator, tensors: Sequence[Named]) -> None:

@@ -19,10 +19,11 @@ class SparseSlot:
         arrived, unsynced, fresh: as of :class:`towers.buckets.Slot`.
     """
 
-    __slots__ = ("_parameter", "arrived", "dtype", "name", "shape", "unsynced")
+    __slots__ = ("_parameter", "arrived", "dtype", "name", "shape", "trainable", "unsynced")
 
     def __init__(self, named: Named) -> None:
         self.name = named.name
+        self.trainable = named.trainable
         self._parameter = weakref.ref(named.tensor)
         self.shape = named.tensor.shape
         self.dtype = named.tensor.dtype

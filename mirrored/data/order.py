@@ -56,17 +56,16 @@ class Order:
             drawn = self._drawn(self._batch_sampler, epoch)
             yield from itertools.islice((list(batch) for batch in drawn), first, None)
             return
+        order: Any = range(self._length)
         if self._sampler is not None:
-            order: Any = self._drawn(self._sampler, epoch)
+            order = self._drawn(self._sampler, epoch)
         elif self._shuffle:
             generator = torch.Generator().manual_seed(seeds.mix(self.seed, "order", epoch))
-            order = torch.randperm(self._length, generator=generator).tolist()
-        else:
-            order = range(self._length)
+            order = torch.randperm(self._length, generator=generator)
         for start in range(first * self._batch_size, len(order), self._batch_size):
-            batch = list(order[start : start + self._batch_size])
+            batch = order[start : start + self._batch_size]
             if len(batch) == self._batch_size or not self._drop_last:
-                yield batch
+                yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
     def _drawn(self, source: Iterable[Any], epoch: int) -> list[Any]:
         """All that a sampler draws in an epoch; it draws the same on every tower."""

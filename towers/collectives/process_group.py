@@ -87,8 +87,7 @@ class ProcessGroupCommunicator(Communicator):
         dist.broadcast(tensor, src=source, group=self._group)
 
     def channel(self) -> ProcessGroupCommunicator:
-        with _without_greeting():
-            group = dist.new_group(timeout=self._timeout)
+        group = _new_group(self.backend, self._timeout)
         return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
 
     def close(self) -> None:
@@ -102,7 +101,8 @@ _open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
 def connect(topology: Topology, device: torch.device, options: Options) -> ProcessGroupCommunicator:
     """Meet the other towers and form c10d's default process group with them.
 
-    A default group that exists already (the script made it, or an earlier strategy did) is used as it is.
+    A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get
+    a group of their own beside it.
 
     Args:
         topology: this tower's place; its ``address`` says where to meet.
@@ -122,7 +122,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
                 f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
                 f"{topology.origin} says tower {topology.index} of {topology.size}"
             )
-        return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
+        return ProcessGroupCommunicator(_new_group(backend, timeout), device, backend, timeout)
     store, cards = _meet(topology, device, options)
     _choose_network(topology, cards)
     if backend == "nccl":
@@ -131,7 +131,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
         torch.cuda.set_device(device)
     with _without_greeting():
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+            _backends(backend),
             store=dist.PrefixStore("c10d", store),
             rank=topology.index,
             world_size=topology.size,
@@ -140,6 +140,30 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
         )
     _leave_at_exit()
     return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout)
+
+
+def refuse_unknown_peers() -> None:
+    """See that a process that no launcher started has not been given peers by hand.
+
+    Raises:
+        ValueError: torch.distributed has several ranks, but nothing says which towers are on which machine.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"torch.distributed is initialised with {dist.get_world_size()} ranks, but RANK, WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE are not set: set them, or leave the initialisation to the "
+            "strategy"
+        )
+
+
+def _backends(backend: str) -> str:
+    """What c10d is told: beside NCCL there is Gloo, for the towers' messages on the host."""
+    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def _new_group(backend: str, timeout: timedelta) -> Any:
+    with _without_greeting():
+        return dist.new_group(timeout=timeout, backend=_backends(backend))
 
 
 def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[handshake.Card]]:
