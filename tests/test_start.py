@@ -8,6 +8,7 @@ import pathlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -285,6 +286,33 @@ def test_srun(tmp_path: pathlib.Path) -> None:
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, gloo, 1 thread each, started by srun\n"
     assert outputs[1][1] == ""
+
+
+def test_row_15_a_second_process_with_the_same_rank_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        words = [sys.executable, REPORT, "wait"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+
+    first, second = start(0), start(1)
+    try:
+        for process in (first, second):
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline())["towers"] == 2
+        refused = start(1)
+        with at_most(20):
+            _, text = refused.communicate()
+        assert refused.returncode == 1
+        assert "HandshakeError: tower 1 is already taken by a process on" in text
+        assert first.poll() is second.poll() is None, "the others go on"
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 def test_mirrored_strategy_does_not_read_tf_config() -> None:
