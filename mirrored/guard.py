@@ -60,8 +60,8 @@ class OptimizerGuard:
             )
         if strategy.in_backward:
             raise MirrorError(
-                "optimizer.step() inside backward(), before the gradients are averaged: step after backward() has "
-                "returned"
+                "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
+                "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
         unsynced = strategy.unsynced_gradients()
         stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]

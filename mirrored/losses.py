@@ -104,7 +104,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:
         ctx.factor = factor
-        return value.view_as(value)
+        return value.clone()  # not a view of it: autograd would refuse ``loss += …``
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

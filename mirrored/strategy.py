@@ -142,9 +142,9 @@ class Strategy:
         """
         self._check_here("run()")
         if self._several:
+            self._averager.refresh()
             if self._recorder.pending:
                 self._mirror_recorded()
-            self._averager.refresh()
         if not self._streams_parted:
             self._part_streams()
         with frame(self, ReplicaContext(self, (args, kwargs))):

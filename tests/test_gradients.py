@@ -153,7 +153,7 @@ def step_inside_backward(strategy: mirrored.Strategy) -> None:
 
 def test_stepping_inside_backward_is_refused() -> None:
     for error in failures(step_inside_backward):
-        with pytest.raises(mirrored.MirrorError, match=r"optimizer.step\(\) inside backward\(\)"):
+        with pytest.raises(mirrored.MirrorError, match=r"optimizer.step\(\) before the gradients are averaged"):
             raise error
 
 
@@ -452,3 +452,138 @@ def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]
 
 def test_models_that_are_gone_are_forgotten() -> None:
     assert towers(train_models_in_turn) == [([1.5, 1.5, 1.5], 1)] * 2
+
+
+def keep_gradients(strategy: mirrored.Strategy) -> list[float]:
+    """As methods do that compare the gradients of several losses."""
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+
+    def backward(factor: int) -> Tensor:
+        model.zero_grad()
+        (model.weight * factor * (r + 1)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    kept = [strategy.run(backward, args=(factor,)) for factor in (1, 10, 100)]
+    views = [strategy.run(backward, args=(factor,)).view(-1)[:1] for factor in (1, 10)]
+    return [float(gradient) for gradient in kept + views]
+
+
+def test_a_gradient_that_was_kept_does_not_change() -> None:
+    assert towers(keep_gradients) == [[1.5, 15, 150, 1.5, 15]] * 2
+
+
+@pytest.mark.parametrize("how", ["there and back", "channels last", "clamped"])
+def test_gradients_whose_data_was_replaced(how: str) -> None:
+    assert towers(replace_data, how) == [1.5, 1.5]
+
+
+def replace_data(strategy: mirrored.Strategy, how: str) -> float:
+    with strategy.scope():
+        model = nn.Conv2d(2, 2, 2, bias=False)
+    r = strategy.topology.index
+
+    def backward() -> Tensor:
+        (model.weight * (r + 1)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    gradient = strategy.run(backward)
+    if how == "there and back":
+        model.double().float()
+    elif how == "channels last":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    else:
+        gradient.data = gradient.data.clamp(-1, 1)
+    model.zero_grad()
+    return float(strategy.run(backward).flatten()[0])
+
+
+def alternate_what_is_trained(strategy: mirrored.Strategy, first: int, second: int) -> float:
+    """Thaws and freezes inside the step, as a GAN's does; returns the largest error of any gradient."""
+    with strategy.scope():
+        one = nn.ParameterList([nn.Parameter(torch.zeros(10)) for _ in range(first)])
+        two = nn.ParameterList([nn.Parameter(torch.zeros(10)) for _ in range(second)])
+    one.requires_grad_(False)
+    r = strategy.topology.index
+
+    def backward(learning: nn.ParameterList, other: nn.ParameterList) -> float:
+        learning.requires_grad_(True)
+        other.requires_grad_(False)
+        learning.zero_grad()
+        everything = torch.cat([*learning, *other])
+        (everything * (r + 1)).sum().backward()
+        return max(float((p.grad - 1.5).abs().max()) for p in learning if p.grad is not None)
+
+    def step() -> float:
+        return max(backward(one, two), backward(two, one))
+
+    return max(strategy.run(step) for _ in range(3))
+
+
+def test_thawing_inside_the_step() -> None:
+    """Parameters of both kinds share a bucket, or lie in several."""
+    assert towers(alternate_what_is_trained, 20, 5) == [0, 0]
+    assert towers(alternate_what_is_trained, 1, 1) == [0, 0]
+
+
+def throw_away_what_was_accumulated(strategy: mirrored.Strategy) -> list[float | None]:
+    """Accumulated without sync and dropped; then one tower alone uses the parameter."""
+    with strategy.scope():
+        dropped, used = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+    optimizer = torch.optim.SGD(dropped.parameters(), lr=1.0)
+    with strategy.no_sync():
+        strategy.run(lambda: (dropped.weight + used.weight).sum().backward())
+    dropped.zero_grad()
+    used.zero_grad()
+    strategy.run(optimizer.step)  # there is nothing of this tower's own left to refuse
+    strategy.run(lambda: (dropped.weight + used.weight if r else used.weight).sum().backward())
+    return [None if p.grad is None else float(p.grad) for p in (dropped.weight, used.weight)]
+
+
+def test_gradients_that_were_thrown_away_are_not_averaged() -> None:
+    assert towers(throw_away_what_was_accumulated) == [[0.5, 1.0]] * 2
+
+
+def keep_models_on_one_tower(strategy: mirrored.Strategy) -> list[float]:
+    """The chief keeps the model of each fold, the others drop theirs."""
+    kept, found = [], []
+    for width in (500, 300, 100):
+        with strategy.scope():
+            model = nn.Linear(width, 2, bias=False)
+        strategy.run(lambda m: (m.weight * (strategy.topology.index + 1)).sum().backward(), args=(model,))
+        assert model.weight.grad is not None
+        found.append(float(model.weight.grad.max()))
+        if strategy.is_chief:
+            kept.append(model)
+        del model
+    return found
+
+
+def test_towers_may_keep_different_old_models() -> None:
+    assert towers(keep_models_on_one_tower) == [[1.5] * 3] * 2
+
+
+def build_more_after_a_broken_backward(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+    def step() -> None:
+        hidden = model[0](torch.ones(1, 1))
+        hidden.register_hook(lambda _: 1 / 0)
+        model[1](hidden).sum().backward()
+
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(step)
+    with strategy.scope():
+        nn.Linear(1, 1)
+    strategy.run(lambda: None)
+
+
+def test_building_more_after_a_broken_backward_is_refused() -> None:
+    for error in failures(build_more_after_a_broken_backward):
+        with pytest.raises(mirrored.TowersError, match="start again from the last checkpoint"):
+            raise error

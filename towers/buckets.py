@@ -30,15 +30,29 @@ class Slot:
     Attributes:
         arrived: its gradient of this backward is there.
         unsynced: it holds gradients of its own tower alone (from ``no_sync``).
-        view: where in the buffer its gradient lies, in the parameter's shape and strides.
+        view: where in the buffer its gradient lies, in the parameter's shape and strides. It is never handed
+            out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
     """
 
-    __slots__ = ("_parameter", "arrived", "bucket", "name", "start", "trainable", "unsynced", "view")
+    __slots__ = (
+        "_parameter",
+        "arrived",
+        "bucket",
+        "dtype",
+        "name",
+        "shape",
+        "start",
+        "trainable",
+        "unsynced",
+        "view",
+    )
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         self.name = named.name
         self.trainable = named.trainable
         self._parameter = weakref.ref(named.tensor)
+        self.shape = named.tensor.shape
+        self.dtype = named.tensor.dtype
         self.bucket = bucket
         self.start = start
         self.view: Tensor | None = None
@@ -51,9 +65,26 @@ class Slot:
         return self._parameter()
 
     @property
+    def holds_unsynced(self) -> bool:
+        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have thrown it away."""
+        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
+
+    @property
     def fresh(self) -> bool:
         """Whether this tower has something of its own to contribute."""
-        return self.arrived or self.unsynced
+        return self.arrived or self.holds_unsynced
+
+    def is_in_view(self, gradient: Tensor | None) -> bool:
+        """Whether ``gradient`` is this slot's place in the buffer."""
+        view = self.view
+        if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+            return False
+        return gradient.stride() == view.stride() and gradient.dtype == view.dtype
+
+    def hand_out(self, parameter: Tensor) -> None:
+        """Make the parameter's gradient this slot's place in the buffer."""
+        assert self.view is not None
+        parameter.grad = self.view.detach()
 
 
 class Bucket:
@@ -70,6 +101,7 @@ class Bucket:
         self._all_fresh = False
         self._buffer: Tensor | None = None
         self._tail: Tensor | None = None
+        self._own_holders = 0
 
     def add(self, named: Named) -> Slot:
         """Give a parameter the next aligned place."""
@@ -91,39 +123,41 @@ class Bucket:
         return any(slot.fresh for slot in self.slots)
 
     def reset(self) -> None:
-        """After a backward: nothing has arrived, nothing is unsynced, every trainable gradient is missing."""
+        """After a backward: nothing has arrived, nothing is unsynced."""
         self.launched = False
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
-        self.count_missing()
 
     def count_missing(self) -> None:
-        """Between two backwards: how many gradients the next one can bring."""
+        """Before a backward: how many gradients it can bring."""
         parameters = (slot.parameter for slot in self.slots)
         self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
 
     def pack(self, scale: float, touched: Sequence[bool] | None, buckets: int) -> Tensor:
         """Bring the gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
 
-        From here on the gradients of fresh slots *are* the buffer's views. A slot without a fresh gradient
-        contributes what it holds (equal on all towers, so its mean is itself), else zero.
+        From here on the gradients of fresh slots lie in the buffer. A slot without a fresh gradient contributes
+        what it holds (equal on all towers, so its mean is itself), else zero.
         """
-        if self._buffer is None:
+        parameters = [slot.parameter for slot in self.slots]
+        gradients = [None if parameter is None else parameter.grad for parameter in parameters]
+        in_view = [slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True)]
+        if self._buffer is None or _holders(self._buffer) > self._own_holders + sum(in_view):
+            # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(buckets)
+            in_view = [False] * len(in_view)
         assert self._buffer is not None
         assert self._tail is not None
-        for slot in self.slots:
-            parameter, view = slot.parameter, slot.view
-            gradient = None if parameter is None else parameter.grad
-            assert view is not None
+        for slot, parameter, gradient, inside in zip(self.slots, parameters, gradients, in_view, strict=True):
+            assert slot.view is not None
             if gradient is None:
-                view.zero_()
-            elif gradient is view:
-                view.mul_(scale)
+                slot.view.zero_()
+            elif inside:
+                slot.view.mul_(scale)
             else:
-                torch.mul(to_dense(gradient) if gradient.is_sparse else gradient, scale, out=view)
+                torch.mul(to_dense(gradient) if gradient.is_sparse else gradient, scale, out=slot.view)
                 if slot.fresh:
-                    parameter.grad = view  # type: ignore[union-attr]
+                    slot.hand_out(parameter)  # type: ignore[arg-type]
         used = [slot.fresh for slot in self.slots]
         self._all_fresh = all(used)
         _write(self._tail[: len(used)], used)
@@ -138,8 +172,8 @@ class Bucket:
         assert self._tail is not None
         counts = self._tail[: len(self.slots)].tolist()
         for slot, count in zip(self.slots, counts, strict=True):
-            if count > 0 and (parameter := slot.parameter) is not None:
-                parameter.grad = slot.view
+            if count > 0 and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):
+                slot.hand_out(parameter)
 
     def touched(self) -> list[bool]:
         """After the sum of a bucket that closed a backward: which buckets any tower had gradients for."""
@@ -156,6 +190,12 @@ class Bucket:
                 slot.view = _view_like(parameter, self._buffer[slot.start :])
             else:
                 slot.view = self._buffer[:0]
+        self._own_holders = _holders(self._buffer)
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors lie in the memory of ``tensor``: it and all views of it that are still alive."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _write(target: Tensor, flags: Sequence[bool]) -> None:
@@ -213,6 +253,4 @@ def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
             bucket.add(named)
     if not buckets:
         buckets.append(Bucket(0, torch.float32, torch.device("cpu")))
-    for bucket in buckets:
-        bucket.count_missing()
     return buckets

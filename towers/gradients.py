@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 
 from towers.buckets import Bucket, Slot, lay_out
@@ -53,29 +52,42 @@ class GradientAverager:
         self._scale = 1.0 / channel.size
         self._bucket_bytes = bucket_bytes
         self._paused = False
-        self._hooks: dict[Slot | SparseSlot, Any] = {}
+        self._hooks: list[Callable[[], None]] = []
         self._slots: list[Slot | SparseSlot] = []
         self._any_unsynced = False
         self._lay_out([])
 
     def add(self, parameters: Sequence[Named]) -> None:
-        """Average the gradients of these too. All towers add the same, in the same order."""
-        self._lay_out(self.parameters() + list(parameters))
+        """Average the gradients of these too. All towers add the same, in the same order.
 
-    def parameters(self) -> list[Named]:
-        """The parameters that are still alive, in the order they were added."""
-        alive = {slot.name: (slot, slot.parameter) for slot in self._slots}
-        return [
-            Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot))
-            for name, (slot, tensor) in ((name, alive[name]) for name in self._names)
-            if tensor is not None
-        ]
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+        self._check_whole()
+        self._lay_out(self._kept() + list(parameters))
+
+    def _kept(self) -> list[Named]:
+        """The parameters that still live on any tower, in the order they were added.
+
+        One that lives on others only (they keep a model that this tower has dropped) keeps its place here.
+        """
+        slots = {slot.name: slot for slot in self._slots}
+        mine = bytes(slots[name].parameter is not None for name in self._names)
+        everybody = self._channel.all_gather_bytes(mine) if self._names else []
+        kept = []
+        for name, *alive in zip(self._names, *everybody, strict=True):
+            slot = slots[name]
+            if any(alive):
+                tensor = slot.parameter
+                if tensor is None:
+                    tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._channel.device)
+                kept.append(Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot)))
+        return kept
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         unsynced = self.unsynced()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
+        for remove in self._hooks:
+            remove()
         self._names = [named.name for named in parameters]
         self._buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
         self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
@@ -83,55 +95,49 @@ class GradientAverager:
         self._slots += self._sparse
         for slot in self._slots:
             slot.unsynced = id(slot.parameter) in unsynced
-        self._seen = self._signature()
+        self._seen = self._kinds()
         self._in_cycle = False
         self._started: list[tuple[Bucket, Pending]] = []
-        self._everything = tuple(bucket.index for bucket in self._buckets if bucket.missing) or (0,)
+        self._everything = tuple(b.index for b in self._buckets if any(slot.trainable for slot in b.slots)) or (0,)
         self._expected = self._everything
         self._next = 0
         self._last: tuple[int, ...] | None = None
         self._follows: dict[tuple[int, ...] | None, tuple[int, ...]] = {}
-        self._hook_trainable()
+        self._hooks = [self._hook(slot) for slot in self._slots]
 
-    def _hook_trainable(self) -> None:
-        for slot in self._slots:
-            parameter = slot.parameter
-            if parameter is not None and parameter.requires_grad and slot not in self._hooks:
-                self._hooks[slot] = parameter.register_post_accumulate_grad_hook(self._hook_for(slot))
+    def _hook(self, slot: Slot | SparseSlot) -> Callable[[], None]:
+        """Watch a parameter, also a frozen one: it may be thawed at any time. Returns what ends it."""
+        parameter = slot.parameter
+        if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
+            return lambda: None
+        arrive: Any = self._arrive_sparse if isinstance(slot, SparseSlot) else self._arrive
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks no others
+        remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(lambda _: arrive(slot)).remove
+        parameter.requires_grad_(trainable)
+        return remove
 
-    def _hook_for(self, slot: Slot | SparseSlot) -> Callable[[Tensor], None]:
-        arrive = self._arrive_sparse if isinstance(slot, SparseSlot) else self._arrive
-        return lambda _: arrive(slot)  # type: ignore[arg-type]
-
-    def _signature(self) -> list[tuple[bool, torch.dtype] | None]:
+    def _kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
         parameters = (slot.parameter for slot in self._slots)
-        return [None if p is None else (p.requires_grad, p.dtype) for p in parameters]
+        return [None if p is None else (p.dtype, p.device) for p in parameters]
 
     def refresh(self) -> None:
-        """Take notice of parameters that were frozen, thawed or converted since the last step.
+        """Take notice of parameters that were converted or moved since the last step.
 
         Raises:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
+        self._check_whole()
+        kinds = self._kinds()
+        if any(now != before for now, before in zip(kinds, self._seen, strict=True) if now is not None):
+            self._lay_out(self._kept())
+
+    def _check_whole(self) -> None:
         if self._in_cycle:
             raise TowersError(
                 f"a backward() on tower {self._channel.index} ended in an exception before its gradients were "
                 "averaged; the towers are out of step and cannot go on: start again from the last checkpoint"
             )
-        signature = self._signature()
-        if signature == self._seen:
-            return
-        converted = any(
-            now is not None and before is not None and now[1] != before[1]
-            for now, before in zip(signature, self._seen, strict=True)
-        )
-        if converted:
-            self._lay_out(self.parameters())
-            return
-        self._seen = signature
-        for bucket in self._buckets:
-            bucket.count_missing()
-        self._hook_trainable()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -146,7 +152,7 @@ class GradientAverager:
         """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
         if not self._any_unsynced:
             return {}
-        return {id(slot.parameter): slot.name for slot in self._slots if slot.unsynced}
+        return {id(slot.parameter): slot.name for slot in self._slots if slot.holds_unsynced}
 
     @property
     def in_backward(self) -> bool:
@@ -157,9 +163,9 @@ class GradientAverager:
         if self._hold_back(slot):
             return
         bucket = slot.bucket
+        if bucket.launched:
+            self._refuse_late(slot)
         if slot.arrived:
-            if bucket.launched:
-                self._refuse_second(slot)
             return
         slot.arrived = True
         bucket.missing -= 1
@@ -178,15 +184,18 @@ class GradientAverager:
             self._begin()
         return self._paused
 
-    def _refuse_second(self, slot: Slot) -> None:
+    def _refuse_late(self, slot: Slot) -> None:
         raise TowersError(
-            f"parameter {slot.name} has received a second gradient in one backward() on tower {self._channel.index}, "
-            "after the first was already on its way to the other towers (reentrant checkpointing does this to shared "
-            "parameters): use torch.utils.checkpoint with use_reentrant=False"
+            f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
+            "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "
+            "this to shared parameters: use torch.utils.checkpoint with use_reentrant=False), or requires_grad was "
+            "changed during backward()"
         )
 
     def _begin(self) -> None:
         self._in_cycle = True
+        for bucket in self._buckets:
+            bucket.count_missing()
         self._expected = self._follows.get(self._last, self._everything)
         self._next = 0
         self._started = []

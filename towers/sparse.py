@@ -16,7 +16,7 @@ class SparseSlot:
     """A parameter with sparse gradients. Its rows are gathered, not reduced: only those that exist travel.
 
     Attributes:
-        arrived, unsynced, fresh: as of :class:`towers.buckets.Slot`.
+        arrived, unsynced, holds_unsynced, fresh: as of :class:`towers.buckets.Slot`.
     """
 
     __slots__ = ("_parameter", "arrived", "dtype", "name", "shape", "trainable", "unsynced")
@@ -36,8 +36,12 @@ class SparseSlot:
         return self._parameter()
 
     @property
+    def holds_unsynced(self) -> bool:
+        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
+
+    @property
     def fresh(self) -> bool:
-        return self.arrived or self.unsynced
+        return self.arrived or self.holds_unsynced
 
     def average(self, channel: Communicator) -> None:
         """Replace the gradient by the mean over towers; a tower without one contributes zero.
