@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +88,8 @@ class ReplicaContext:
     def shares(self) -> list[Share]:
         """The shares of distributed batches among the arguments that ``run`` was given."""
         known = self.strategy.known_shares
-        found = {}
-        for value in trees.leaves(self._inputs):
-            share = known.get(value)
-            if share is not None:
-                found[id(share)] = share
-        return list(found.values())
+        shares = (known.get(value) for value in trees.leaves(self._inputs))
+        return list({share: None for share in shares if share is not None})
 
 
 @dataclass(frozen=True)
@@ -105,28 +100,32 @@ class Frame:
     replica: ReplicaContext | None
 
 
-_frame: ContextVar[Frame | None] = ContextVar("mirrored_frame", default=None)
+_current: Frame | None = None
+"""One for the process, not one per thread: autograd recomputes checkpoints in threads of its own."""
+
 _newest_with_towers: weakref.ref[Strategy] | None = None
 
 
 class frame:
     """Makes a strategy's context the current one."""
 
-    __slots__ = ("_frame", "_token")
+    __slots__ = ("_frame", "_outer")
 
     def __init__(self, strategy: Strategy, replica: ReplicaContext | None) -> None:
         self._frame = Frame(strategy, replica)
 
     def __enter__(self) -> None:
-        self._token = _frame.set(self._frame)
+        global _current
+        self._outer, _current = _current, self._frame
 
     def __exit__(self, *_: object) -> None:
-        _frame.reset(self._token)
+        global _current
+        _current = self._outer
 
 
 def current_frame() -> Frame | None:
     """The innermost scope or run that this code is in."""
-    return _frame.get()
+    return _current
 
 
 def announce(strategy: Strategy) -> None:

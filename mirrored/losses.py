@@ -62,23 +62,23 @@ def compute_average_loss(
     if denominator == "weights":
         if sample_weight is None or global_batch_size is not None:
             raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
-        total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum())
+        total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum(dtype=torch.float64))
         # Weights that are all zero make an exact zero, not 0/0.
-        return _share(losses.sum() / torch.where(total == 0, torch.ones_like(total), total), replica)
+        return _share(_sum(losses, torch.where(total == 0, torch.ones_like(total), total)), replica)
     count = global_batch_size if global_batch_size is not None else _global_count(per_example_loss, replica)
     if not count > 0:
         if per_example_loss.numel() == 0:
             count = 1  # nobody has examples in this step: the sum is an exact zero
         else:
             raise ValueError(f"global_batch_size is {count}, but must be positive")
-    return _share(losses.sum() / count, replica)
+    return _share(_sum(losses, count), replica)
 
 
-def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
+def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
     """This tower's share of a loss that does not depend on the batch, such as a weight penalty.
 
     Args:
-        regularization_loss: a scalar, equal on all towers.
+        regularization_loss: a scalar tensor or a number, equal on all towers.
 
     Returns:
         Its value divided by the number of towers, so that the shares add up to it, with its whole gradient,
@@ -88,7 +88,13 @@ def scale_regularization_loss(regularization_loss: Tensor) -> Tensor:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
     """
     replica = require_replica_context("scale_regularization_loss")
-    return _share(regularization_loss / replica.num_replicas_in_sync, replica)
+    return _share(torch.as_tensor(regularization_loss) / replica.num_replicas_in_sync, replica)
+
+
+def _sum(losses: Tensor, count: Tensor | float) -> Tensor:
+    """The sum over ``count``; half-precision losses are summed in float32, in which they do not overflow."""
+    wide = torch.promote_types(losses.dtype, torch.float32)
+    return (losses.sum(dtype=wide) / count).to(losses.dtype)
 
 
 def _share(value: Tensor, replica: ReplicaContext) -> Tensor:
@@ -124,20 +130,29 @@ def _expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
 
 def _global_count(losses: Tensor, replica: ReplicaContext) -> int:
     """The number of examples of this step over all towers."""
-    local = losses.shape[0]
+    local, towers = losses.shape[0], replica.num_replicas_in_sync
+    if local == 0:
+        return 1  # the sum is an exact zero, whatever it is divided by
     shares = replica.shares()
+    in_hand = replica.strategy.known_shares.in_hand
+    if not shares and in_hand is not None:
+        # The batch went into run by another way than its arguments, or was made anew from the distributed one.
+        if in_hand.total % towers == 0 and local != in_hand.local:
+            return local * towers  # nothing to do with it, and towers do not differ
+        shares = [in_hand]
     if not shares:
-        return local * replica.num_replicas_in_sync
-    # A whole multiple of the share is several entries per example (tokens of flattened sequences).
-    fitting = {
-        share.total * (local // share.local if share.local else 1)
-        for share in shares
-        if (local % share.local == 0 if share.local else local == 0)
-    }
+        replica.strategy.say_once(
+            f"compute_average_loss got no batch from strategy.distribute_dataset and assumes that every tower has "
+            f"{local} examples of its own, {local * towers} together. A DataLoader that is not distributed gives "
+            "every tower all of its examples: strategy.distribute_dataset(loader) shares them out"
+        )
+        return local * towers
+    fitting = {share.total for share in shares if share.local == local}
     if len(fitting) != 1:
         sizes = ", ".join(f"{share.local} of {share.total}" for share in shares)
         raise ValueError(
-            f"the loss has {local} entries, but the batch given to run has {sizes} examples on this tower, so the "
-            "number of entries over all towers is not known: pass global_batch_size"
+            f"the loss has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
+            "the number of entries over all towers is not known. Give one loss per example (for sequences "
+            "loss.view(examples, -1).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
         )
     return fitting.pop()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from towers.collectives.communicator import Communicator
 
 
 def mix(*parts: object) -> int:
@@ -30,6 +33,26 @@ def seed_cpu(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def share(comm: Communicator) -> None:
+    """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
+    numpy: Any = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": torch.cuda.get_rng_state(comm.device).tolist() if comm.device.type == "cuda" else None,
+    }
+    chief = json.loads(comm.all_gather_bytes(json.dumps(state).encode() if comm.index == 0 else b"")[0])
+    if comm.index == 0:
+        return
+    version, internal, gauss = chief["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state((chief["numpy"][0], np.array(chief["numpy"][1], dtype=np.uint32), *chief["numpy"][2:]))
+    torch.set_rng_state(torch.tensor(chief["torch"], dtype=torch.uint8))
+    if chief["cuda"] is not None:
+        torch.cuda.set_rng_state(torch.tensor(chief["cuda"], dtype=torch.uint8), comm.device)
 
 
 def _cpu_state() -> tuple[Any, ...]:

@@ -49,8 +49,9 @@ class MirroredStrategy(Strategy):
         devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
             visible GPU, else one CPU tower.
         communication: see :class:`CommunicationOptions`.
-        seed: seeds Python's, NumPy's and torch's generators: equal on all towers while the model is made,
-            different from the first ``run`` on; also the default seed of ``distribute_dataset``.
+        seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
+            With and without it the generators are equal on all towers (without it, as tower 0's happen to be)
+            while data and model are made, and different from the first ``run`` on.
 
     Raises:
         ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher

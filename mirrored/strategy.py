@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,9 @@ from towers import ForkedError, Topology, mirror
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.gradients import GradientAverager
+from towers.log import get_logger
+
+log = get_logger("mirrored")
 
 
 class Strategy:
@@ -63,9 +67,12 @@ class Strategy:
         self._pid = os.getpid()
         self._several = topology.size > 1
         self._recorder = Recorder()
-        self._streams_parted = seed is None
+        self._said: set[str] = set()
+        self._streams_parted = not self._several and seed is None
         if seed is not None:
             seeds.seed_all(seed)
+        elif self._several:
+            seeds.share(communicator)
         if self._several:
             self._averager = GradientAverager(communicator.channel(), options.bucket_bytes)
             self._guard = OptimizerGuard(self)
@@ -78,7 +85,8 @@ class Strategy:
         """What is created inside is mirrored: modules' parameters and buffers, on this tower's device.
 
         Re-entrant. On the first use after leaving (the first ``run``), names, shapes, dtypes and order are
-        compared, values are broadcast from tower 0, and gradient averaging is attached.
+        compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
+        (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -174,7 +182,10 @@ class Strategy:
     def _part_streams(self) -> None:
         """From the first run on, every tower has random streams of its own (dropout must differ)."""
         self._streams_parted = True
-        seeds.seed_all(seeds.mix(self._seed, "tower", self.topology.index))
+        if self._seed is not None:
+            seeds.seed_all(seeds.mix(self._seed, "tower", self.topology.index))
+        elif not self.is_chief:  # the chief goes on as a single tower would
+            seeds.seed_all(seeds.mix(torch.initial_seed(), "tower", self.topology.index))
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -224,6 +235,15 @@ class Strategy:
         if self.is_chief:
             print(*args, **kwargs)
 
+    def say_once(self, text: str) -> None:
+        """Log ``text`` on the chief, the first time it is said, when there are several towers."""
+        if self._several and self.is_chief and text not in self._said:
+            self._said.add(text)
+            log.info("%s", text)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
+
     # -- data --------------------------------------------------------------------------------------------
 
     def distribute_dataset(
@@ -255,9 +275,10 @@ class Strategy:
 
         Raises:
             ValueError, TypeError: the arguments contradict each other or the data.
-            DisagreementError: on first iteration, on all towers, when they were given different data.
+            DisagreementError: when an epoch begins, on all towers, when they were given data of another length
+                or other settings, or are at different places in it.
         """
-        chosen = seed if seed is not None else self._seed if self._seed is not None else 0
+        chosen = operator.index(seed if seed is not None else self._seed if self._seed is not None else 0)
         return distribute(
             self.communicator,
             self.known_shares,
@@ -269,6 +290,8 @@ class Strategy:
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
+
+    experimental_distribute_dataset = distribute_dataset
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any]) -> DistributedDataset:
         """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import towers
+from jobs import failures, towers
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -339,3 +341,141 @@ def test_evaluation_counts_every_example_once() -> None:
     for metric, own in towers(evaluate_with_metrics):
         assert metric == pytest.approx(expected)
         assert own == pytest.approx(expected)
+
+
+def look_twice(strategy: mirrored.Strategy, workers: int) -> list[object]:
+    """A second iterator while the first runs: a look at a batch, and a whole inner loop."""
+    data = strategy.distribute_dataset(range(10), 2, num_workers=workers)
+    with_a_look = []
+    for batch in data:
+        if not with_a_look:
+            next(iter(data))
+        with_a_look.append(batch.tolist())
+    nested = [(batch.tolist(), len(list(data))) for batch in data]
+    return [with_a_look, nested, [batch.tolist() for batch in data]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iterators_do_not_disturb_each_other(workers: int) -> None:
+    everything = [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    found = look_twice(mirrored.OneDeviceStrategy(), workers)
+    assert found == [everything, [(batch, 5) for batch in everything], everything]
+
+
+def move_the_chief_alone(strategy: mirrored.Strategy, how: str) -> None:
+    data = strategy.distribute_dataset(range(8), 4, shuffle=True)
+    if strategy.is_chief:
+        if how == "load":
+            data.load_state_dict({"seed": 0, "epoch": 1, "step": 1})
+        else:
+            next(iter(data))
+    if how == "look":
+        strategy.reduce("sum", 1)
+    list(data)
+
+
+@pytest.mark.parametrize("how", ["load", "look"])
+def test_towers_at_different_places_are_refused(how: str) -> None:
+    for error in failures(move_the_chief_alone, how):
+        wanted = "different data, settings or places" if how == "load" else "the towers called different things"
+        with pytest.raises(mirrored.DisagreementError, match=wanted):
+            raise error
+
+
+class Shuffled(IterableDataset[int]):
+    """A stream that draws its order from the global generator, as a shuffle buffer does."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(3):
+            yield from torch.randperm(3).tolist()
+
+
+def with_noise(examples: list[int]) -> Tensor:
+    """Collates to (number, noise); how much noise is drawn depends on the share."""
+    return torch.stack([torch.tensor(examples, dtype=torch.float64), torch.rand(len(examples), dtype=torch.float64)], 1)
+
+
+def collate_with_noise(strategy: mirrored.Strategy, kind: str, workers: int) -> list[list[float]]:
+    data = Shuffled() if kind == "stream" else list(range(9))
+    distributed = strategy.distribute_dataset(data, 3, collate_fn=with_noise, num_workers=workers)
+    torch.manual_seed(5)
+    joined = [strategy.gather(batch) for batch in distributed]
+    return [*torch.cat(joined).T.tolist(), torch.rand(1).tolist()]
+
+
+@pytest.mark.parametrize("kind", ["stream", "indexed"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_collating_draws_is_kept_apart(kind: str, workers: int) -> None:
+    """From the stream's own numbers, from the model's, and from the other towers'."""
+    for numbers, noise, after in towers(collate_with_noise, kind, workers):
+        assert sorted(numbers[:3]) == sorted(numbers[3:6]) == sorted(numbers[6:]) == [0, 1, 2] or kind == "indexed"
+        assert sorted(numbers) == sorted([0, 1, 2] * 3 if kind == "stream" else range(9))
+        assert len(set(noise)) == 9
+        assert after == torch.rand(1, generator=torch.Generator().manual_seed(5)).tolist()
+
+
+class CountsUp(Dataset[int]):
+    """Changes between epochs, as a curriculum does."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.offset
+
+
+def test_loader_workers_see_changes_of_the_dataset() -> None:
+    dataset = CountsUp()
+    data = mirrored.OneDeviceStrategy().distribute_dataset(dataset, 2, num_workers=1)
+    found = []
+    for dataset.offset in (0, 10):
+        found += [batch.tolist() for batch in data]
+    assert found == [[0, 1], [10, 11]]
+
+
+class Backwards(RandomSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.data_source))[::-1])  # type: ignore[arg-type]
+
+
+def test_a_loaders_own_sampler_is_kept() -> None:
+    one = mirrored.OneDeviceStrategy()
+    assert batches(one, DataLoader(range(4), 2, sampler=Backwards(range(4)))) == [[3, 2], [1, 0]]  # type: ignore[arg-type]
+    assert batches(one, DataLoader(range(10), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]  # type: ignore[arg-type]
+    endless = DataLoader(range(4), 2, sampler=(i for i in (2, 0, 1)))  # type: ignore[arg-type, var-annotated]
+    assert batches(one, endless) == [[2, 0], [1]]
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    data = mirrored.OneDeviceStrategy().distribute_dataset(range(6), 2, seed=np.int64(3))
+    json.dumps(data.state_dict())
+    data.load_state_dict(data.state_dict())
+    with pytest.raises(ValueError, match="step is 99, but an epoch of this data has 3 steps"):
+        data.load_state_dict({"seed": 0, "epoch": 0, "step": 99})
+
+
+def draw(strategy: mirrored.Strategy) -> list[list[float]]:
+    """Numbers from all generators before the first run and in it."""
+
+    def some() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    return [some(), strategy.run(some)]
+
+
+def test_without_a_seed_towers_make_the_same_data_and_then_part() -> None:
+    (before, inside), (other_before, other_inside) = towers_without_seed(draw)
+    assert before == other_before
+    assert all(a != b for a, b in zip(inside, other_inside, strict=True))
+    assert towers_without_seed(draw)[0][0] != before
+
+
+def towers_without_seed(fn: Callable[[mirrored.Strategy], object]) -> list[Any]:
+    return mirrored.launch(_without_seed, (fn,), devices=["cpu:0", "cpu:1"], timeout=60)
+
+
+def _without_seed(fn: Callable[[mirrored.Strategy], object]) -> object:
+    return fn(mirrored.MirroredStrategy())

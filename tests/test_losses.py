@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import pytest
 import torch
 from jobs import towers
@@ -79,16 +83,83 @@ def test_weights_and_denominators() -> None:
         assert result == pytest.approx([13 / 3, 27 / 3, 9 / 4, 0.0, (1 + 3) / 4 + 1 / 2])
 
 
-def flattened_tokens(strategy: mirrored.Strategy) -> float:
-    """Sequences flattened to tokens: each example has four entries."""
-    data = strategy.distribute_dataset(TensorDataset(torch.arange(12.0).view(3, 4)), 3)
-    [batch] = list(data)
-    loss = strategy.run(lambda x: mirrored.compute_average_loss(x.flatten()), args=batch)
-    return float(strategy.reduce("sum", loss))
+@dataclasses.dataclass(eq=False)
+class Batch:
+    """A batch that is no tensor, as graph and text libraries have them."""
+
+    values: Tensor
 
 
-def test_whole_multiples_of_the_share_are_entries_per_example() -> None:
-    assert towers(flattened_tokens) == [5.5, 5.5]
+def reach_run_in_many_ways(strategy: mirrored.Strategy) -> list[float]:
+    """Three examples, so shares are uneven; the loss must know it however the batch comes to it."""
+
+    def mean(values: Tensor) -> Tensor:
+        return mirrored.compute_average_loss(values)
+
+    means = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.tensor([1.0, 2.0, 6.0])), 3):
+        means.append(strategy.run(mean, args=(x,)))
+        means.append(strategy.run(mean, args=(x * 1,)))
+        means.append(strategy.run(functools.partial(mean, x)))
+        means.append(strategy.run(lambda batch: strategy.run(mean, args=(batch + 0,)), args=(x,)))
+    collate: Any = lambda examples: Batch(torch.tensor(examples))  # noqa: E731
+    for batch in strategy.distribute_dataset([1.0, 2.0, 6.0], 3, collate_fn=collate):
+        means.append(strategy.run(lambda b: mean(b.values), args=(batch,)))
+    for texts in strategy.distribute_dataset(["1", "2", "6"], 3):
+        means.append(strategy.run(lambda t: mean(torch.tensor([float(text) for text in t])), args=(texts,)))
+    return [float(strategy.reduce("sum", value)) for value in means]
+
+
+def test_the_size_of_the_global_batch_is_known_however_the_batch_came() -> None:
+    for result in [reach_run_in_many_ways(mirrored.OneDeviceStrategy()), *towers(reach_run_in_many_ways)]:
+        assert result == [3.0] * 6
+
+
+def two_batches_in_a_step(strategy: mirrored.Strategy) -> list[float]:
+    """Labelled and unlabelled examples, each with a loss; of the former there is one, of the latter there are four."""
+    labelled = strategy.distribute_dataset(TensorDataset(torch.tensor([3.0])), 1)
+    unlabelled = strategy.distribute_dataset(TensorDataset(torch.arange(4.0)), 4)
+    [[x], [u]] = list(labelled) + list(unlabelled)
+    step = lambda x, u: [mirrored.compute_average_loss(x), mirrored.compute_average_loss(u)]  # noqa: E731
+    return [float(strategy.reduce("sum", loss)) for loss in strategy.run(step, args=(x, u))]
+
+
+def test_two_distributed_batches_in_one_step() -> None:
+    assert towers(two_batches_in_a_step) == [[3.0, 1.5]] * 2
+
+
+def add_losses(strategy: mirrored.Strategy) -> list[float]:
+    """In place, as tutorials do; half-precision losses whose sum is too large for their dtype; a plain number."""
+
+    def step() -> list[float]:
+        weight = torch.tensor(2.0, requires_grad=True)
+        loss = mirrored.compute_average_loss(weight * torch.ones(3))
+        loss += mirrored.scale_regularization_loss(weight**2)
+        loss.backward()
+        half = mirrored.compute_average_loss(torch.full((20000,), 8.0, dtype=torch.float16))
+        assert weight.grad is not None
+        return [float(loss.detach()), float(weight.grad), float(half), float(mirrored.scale_regularization_loss(4.0))]
+
+    return [float(value) for value in strategy.run(step)]
+
+
+def test_losses_are_added_in_place_and_do_not_overflow() -> None:
+    assert add_losses(mirrored.OneDeviceStrategy()) == [6.0, 5.0, 8.0, 4.0]
+    # Each tower has half of the values, and before averaging twice its half of the gradients.
+    assert towers(add_losses) == [[3.0, 6.0 - 1.0, 4.0, 2.0]] * 2
+
+
+def flattened_tokens(strategy: mirrored.Strategy) -> str:
+    """Sequences flattened to tokens: how many the other towers have is not known here."""
+    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(12.0).view(3, 4)), 3))
+    with pytest.raises(ValueError) as error:
+        strategy.run(lambda x: mirrored.compute_average_loss(x.flatten()), args=batch)
+    return str(error.value)
+
+
+def test_several_entries_per_example_are_refused_on_any_number_of_towers() -> None:
+    for text in [flattened_tokens(mirrored.OneDeviceStrategy()), *towers(flattened_tokens)]:
+        assert "one loss per example" in text
 
 
 def impossible_counts(strategy: mirrored.Strategy) -> str:
@@ -100,7 +171,7 @@ def impossible_counts(strategy: mirrored.Strategy) -> str:
 
 def test_a_number_of_entries_that_cannot_be_right_is_refused() -> None:
     first, second = towers(impossible_counts)
-    assert first.startswith("the loss has 5 entries, but the batch given to run has 4 of 7 examples on this tower")
+    assert first.startswith("the loss has 5 entries, but this tower's part of the distributed batch has 4 of 7")
     assert "3 of 7" in second
 
 

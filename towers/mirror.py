@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
 
@@ -35,7 +36,9 @@ class Named:
 
     def describe(self) -> list[object]:
         """What must be equal on all towers."""
-        return [self.name, list(self.tensor.shape), str(self.tensor.dtype), self.kind, self.trainable]
+        tensor = self.tensor
+        layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
+        return [self.name, list(tensor.shape), str(tensor.dtype), self.kind, self.trainable, layout]
 
 
 def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
@@ -45,7 +48,8 @@ def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
         MirrorError: on all towers with the same text, naming the first tensor that differs.
     """
     description = json.dumps([tensor.describe() for tensor in tensors]).encode()
-    digests = comm.all_gather_bytes(hashlib.blake2b(description, digest_size=16).digest())
+    digest = hashlib.blake2b(description, digest_size=16).hexdigest()
+    digests = [said.details for said in announce(comm, "the first run() of a model", digest)]
     if all(digest == digests[0] for digest in digests):
         return
     lists = [json.loads(data) for data in comm.all_gather_bytes(description)]
@@ -59,7 +63,7 @@ def _difference(first: list[list[object]], second: list[list[object]], tower: in
     for mine, other in zip(first, second, strict=False):
         if mine == other:
             continue
-        name, shape, dtype, kind, trainable = mine
+        name, shape, dtype, kind, trainable, layout = mine
         if name != other[0]:
             names = {str(row[0]) for row in first}, {str(row[0]) for row in second}
             if names[0] == names[1]:
@@ -68,7 +72,8 @@ def _difference(first: list[list[object]], second: list[list[object]], tower: in
             has = 0 if names[0] - names[1] else tower
             hasnt = tower if has == 0 else 0
             return f"{kind} {only[0]} is on tower {has} but not on tower {hasnt}{advice}"
-        for what, a, b in (("shape", shape, other[1]), ("dtype", dtype, other[2]), ("kind", kind, other[3])):
+        differences = [("shape", shape, other[1]), ("dtype", dtype, other[2]), ("kind", kind, other[3])]
+        for what, a, b in [*differences, ("layout", layout, other[5])]:
             if a != b:
                 return f"{kind} {name} has {what} {_show(a)} on tower 0, but {_show(b)} on tower {tower}{advice}"
         return (

@@ -14,7 +14,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """
     if isinstance(tree, Mapping):
         mapped = {key: map_leaves(fn, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else _like(tree, mapped)
+        return like(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_leaves(fn, value) for value in tree))
     if isinstance(tree, (list, tuple)):
@@ -22,7 +22,10 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree)
 
 
-def _like(original: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+def like(original: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+    """``mapped`` as the type of mapping that ``original`` is, where that takes a dict (else as dict)."""
+    if type(original) is dict:
+        return mapped
     try:
         return type(original)(mapped)  # type: ignore[call-arg]
     except TypeError:  # a mapping with a constructor of its own (defaultdict)

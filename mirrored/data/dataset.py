@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from mirrored import seeds
-from mirrored.data.examples import Key, SeededExamples
+from mirrored.data.examples import Key, SeededCollate, SeededExamples
 from mirrored.data.order import Order
 from mirrored.data.shares import KnownShares, Share, bounds, cut
 from mirrored.data.transfer import Batch, to_device
 from towers import DisagreementError
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 
 
@@ -32,22 +34,30 @@ class DistributedDataset(ABC):
         self._known = known
         self._seed = seed
         self._settings = settings
-        self._checked = False
         self._epoch = 0
         self._step = 0
         self._running = False
+        self._newest: object = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._check_settings()
         if self._running:
             self._epoch, self._step = self._epoch + 1, 0
         self._running = True
-        epoch = self._epoch
-        for batch, share in to_device(self._load(epoch, self._step), self._comm.device):
-            self._known.add(batch, share)
-            self._step += 1
-            yield batch
-        if self._epoch == epoch:
+        self._newest = this = object()
+        epoch, step = self._epoch, self._step
+        self._check_agreement(epoch, step)
+        in_hand_outside = self._known.in_hand
+        try:
+            for batch, share in to_device(self._load(epoch, step), self._comm.device):
+                step += 1
+                if self._newest is this:
+                    self._step = step
+                self._known.add(batch, share)
+                self._known.in_hand = share
+                yield batch
+        finally:
+            self._known.in_hand = in_hand_outside
+        if self._newest is this:
             self._epoch, self._step, self._running = epoch + 1, 0, False
 
     @abstractmethod
@@ -63,37 +73,49 @@ class DistributedDataset(ABC):
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from: seed, epoch, step. Inside a loop, the batch in hand counts as done."""
+        """Where the next batch comes from: seed, epoch, step. Inside a loop, the batch in hand counts as done.
+
+        Of several iterators the newest counts. After a loop that was left early it still says where the loop
+        was left: a run that is resumed from it finishes that epoch.
+        """
         return {"seed": self._seed, "epoch": self._epoch, "step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken, on any number of towers.
+        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
 
         Map-style data starts there at once; an iterable is read up to that place again.
 
         Raises:
-            ValueError: something is missing, or not a whole number from 0.
+            ValueError: something is missing, not a whole number from 0, or the epoch has fewer steps.
         """
         for key in ("seed", "epoch", "step"):
             if not isinstance(state.get(key), int) or (key != "seed" and state[key] < 0):
                 raise ValueError(f"state of a distributed dataset: {key} is {state.get(key)!r}")
+        with contextlib.suppress(TypeError):  # data without a length
+            if state["step"] > len(self):
+                raise ValueError(
+                    f"state of a distributed dataset: step is {state['step']}, but an epoch of this data has "
+                    f"{len(self)} steps; the data or the global batch size is another than when it was saved"
+                )
         self._reseed(state["seed"])
         self._epoch, self._step, self._running = state["epoch"], state["step"], False
+        self._newest = None
 
     def _reseed(self, seed: int) -> None:
         self._seed = seed
 
-    def _check_settings(self) -> None:
-        """See, once, that all towers share out the same data in the same way."""
-        if self._checked or self._comm.size == 1:
+    def _check_agreement(self, epoch: int, step: int) -> None:
+        """See that all towers share out the same data in the same way, from the same place on."""
+        if self._comm.size == 1:
             return
-        self._checked = True
-        described = [data.decode() for data in self._comm.all_gather_bytes(repr(self._settings).encode())]
+        place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step}
+        described = [said.details for said in announce(self._comm, "an epoch of a distributed dataset", place)]
         for tower, other in enumerate(described):
             if other != described[0]:
                 raise DisagreementError(
-                    f"distribute_dataset was given different data or settings: {other} on tower {tower}, "
-                    f"{described[0]} on tower 0"
+                    "towers begin an epoch with different data, settings or places in it: "
+                    f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
+                    "next() and load_state_dict() alike, on every tower"
                 )
 
 
@@ -113,11 +135,12 @@ class MapDataset(DistributedDataset):
         self._order = order
         self._sampler = _ShareSampler(order, comm)
         self._generator = torch.Generator()
+        collate = loader_settings["collate_fn"]
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
             generator=self._generator,
-            **loader_settings,
+            **(loader_settings | {"collate_fn": collate if collate is default_collate else SeededCollate(collate)}),
         )
 
     def __len__(self) -> int:
@@ -129,37 +152,36 @@ class MapDataset(DistributedDataset):
 
     def _load(self, epoch: int, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        self._sampler.start(epoch, first)
+        sizes = self._sampler.start(epoch, first)
         for batch in self._loader:
-            yield self._sampler.share_of(batch)
+            total = sizes.popleft()
+            start, end = bounds(total, self._comm.size, self._comm.index)
+            yield (batch if start < end else cut(batch, 0, 0)), Share(end - start, total)
 
 
 class _ShareSampler:
-    """Asks the loader for this tower's share of each global batch, and remembers how large the batch was."""
+    """Asks the loader for this tower's share of each global batch, and tells how large the batch was."""
 
     def __init__(self, order: Order, comm: Communicator) -> None:
         self._order = order
         self._comm = comm
-        self._position = (0, 0)
-        self._sizes: deque[int] = deque()
+        self.start(0, 0)
 
-    def start(self, epoch: int, first: int) -> None:
+    def start(self, epoch: int, first: int) -> deque[int]:
+        """Set where the next iteration begins; returns where that one notes the sizes of the global batches."""
+        self._sizes: deque[int] = deque()
         self._position = (epoch, first)
-        self._sizes.clear()
+        return self._sizes
 
     def __len__(self) -> int:
         return max(0, len(self._order) - self._position[1])
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch, first = self._position
+        return self._requests(*self._position, self._sizes)
+
+    def _requests(self, epoch: int, first: int, sizes: deque[int]) -> Iterator[list[Key]]:
         for indices in self._order.batches(epoch, first):
-            self._sizes.append(len(indices))
+            sizes.append(len(indices))
             start, end = bounds(len(indices), self._comm.size, self._comm.index)
             # An empty share takes the shape of one example, which is cut away again.
             yield [Key(self._order.seed, epoch, index) for index in indices[start:end] or indices[:1]]
-
-    def share_of(self, batch: Any) -> Batch:
-        """The batch that belongs to the oldest request, cut to nothing when the share is empty."""
-        total = self._sizes.popleft()
-        start, end = bounds(total, self._comm.size, self._comm.index)
-        return (batch if start < end else cut(batch, 0, 0)), Share(end - start, total)

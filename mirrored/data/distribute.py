@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -69,7 +70,6 @@ def distribute(
         "collate_fn": collate_fn or default_collate,
         "num_workers": num_workers,
         "pin_memory": pinned,
-        "persistent_workers": num_workers > 0,
     }
     return MapDataset(comm, known, dataset, order, settings, loading)
 
@@ -92,7 +92,7 @@ def _from_loader(
     if isinstance(loader.dataset, IterableDataset) or (size is None and loader.batch_sampler is None):
         return StreamDataset(comm, known, loader, seed, settings)
     own_batches = size is None  # the user's own batch_sampler
-    own_order = not own_batches and not is_plain(loader.sampler)
+    own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)
     order = Order(
         len(loader.dataset),  # type: ignore[arg-type]
         size or 1,
@@ -104,7 +104,9 @@ def _from_loader(
     )
     if size is not None:
         _say_if_small(comm, size)
-    settings |= {"examples": len(loader.dataset), "steps": len(order)}  # type: ignore[arg-type]
+    settings |= {"examples": len(loader.dataset)}  # type: ignore[arg-type]
+    with contextlib.suppress(TypeError):  # a sampler without a length
+        settings["steps"] = len(order)
     loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
     return MapDataset(comm, known, loader.dataset, order, settings, loading)
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import TensorDataset, get_worker_info
 
 from mirrored import seeds
@@ -20,6 +21,12 @@ class Key(NamedTuple):
     seed: int
     epoch: int
     index: Any
+
+
+class Examples(list[Any]):
+    """The examples of one share, with the seed for what collating them draws."""
+
+    seed: int = 0
 
 
 class SeededExamples:
@@ -39,12 +46,14 @@ class SeededExamples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
+    def __getitems__(self, keys: list[Key]) -> Examples:
         if self._plain:
-            return [self.dataset[key.index] for key in keys]
-        in_loader_worker = get_worker_info() is not None
-        with contextlib.nullcontext() if in_loader_worker else seeds.undisturbed():
-            return [self._load(key) for key in keys]
+            examples = Examples(self.dataset[key.index] for key in keys)
+        else:
+            with _own_randomness():
+                examples = Examples(self._load(key) for key in keys)
+        examples.seed = seeds.mix(keys[0].seed, "collate", keys[0].epoch, keys[0].index)
+        return examples
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])[0]
@@ -54,8 +63,32 @@ class SeededExamples:
         return self.dataset[key.index]
 
 
+def _own_randomness() -> contextlib.AbstractContextManager[None]:
+    """Lets generators be seeded: in a loader worker they are nobody else's, elsewhere they are put back."""
+    return contextlib.nullcontext() if get_worker_info() is not None else seeds.undisturbed()
+
+
+class SeededCollate:
+    """A collate function with a random stream of its own for every share (masking, mixing of examples).
+
+    Towers draw different numbers, and neither the model's random streams nor the data's are touched.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, examples: Examples) -> Any:
+        with _own_randomness():
+            seeds.seed_cpu(examples.seed)
+            return self._collate(list(examples))
+
+
 class CollateShare:
-    """Collates this tower's share out of the list of a global batch's examples (for iterable datasets)."""
+    """Collates this tower's share out of the list of a global batch's examples (for iterable datasets).
+
+    What collating draws depends on the share, so it is kept off the stream that the examples are drawn from,
+    which must stay the same on all towers.
+    """
 
     def __init__(self, collate: Callable[[list[Any]], Any], bounds_of: Callable[[int], tuple[int, int]]) -> None:
         self._collate = collate
@@ -64,7 +97,10 @@ class CollateShare:
     def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
         """(the collated share, its size, the global batch's size)."""
         start, end = self._bounds_of(len(examples))
-        if start < end:
-            return self._collate(examples[start:end]), end - start, len(examples)
-        # An empty share has the shapes and dtypes of a real one.
-        return cut(self._collate(examples[:1]), 0, 0), 0, len(examples)
+        seed = int(torch.randint(2**62, ()))  # the same on all towers
+        with seeds.undisturbed():
+            seeds.seed_cpu(seeds.mix(seed, start))
+            if start < end:
+                return self._collate(examples[start:end]), end - start, len(examples)
+            # An empty share has the shapes and dtypes of a real one.
+            return cut(self._collate(examples[:1]), 0, 0), 0, len(examples)

@@ -94,8 +94,10 @@ def _length(source: object) -> int:
     return len(source)
 
 
-def is_plain(sampler: Sampler[Any] | Iterable[Any] | None) -> bool:
-    """Whether a loader's sampler is one of the two that DataLoader makes itself for ``shuffle``."""
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == _length(sampler.data_source)
-    return type(sampler) is SequentialSampler
+def is_plain(sampler: Sampler[Any] | Iterable[Any] | None, dataset: object) -> bool:
+    """Whether a loader's sampler does what one of the two does that DataLoader makes itself for ``shuffle``."""
+    if type(sampler) not in (RandomSampler, SequentialSampler):
+        return False
+    if getattr(sampler, "replacement", False):
+        return False
+    return _length(sampler) == _length(sampler.data_source) == _length(dataset)  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,24 +38,32 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 
 class KnownShares:
-    """Remembers which share a batch's tensors (and numpy arrays) belong to, as long as they live."""
+    """Remembers which share a batch's tensors (or other objects) belong to, as long as they live.
+
+    Attributes:
+        in_hand: the share of the newest batch, until its dataset is asked for another one.
+    """
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
+        self.in_hand: Share | None = None
 
     def add(self, batch: Any, share: Share) -> None:
-        """Remember the share for every tensor and array in ``batch``."""
+        """Remember the share for every tensor, array and other object in ``batch``."""
         for value in trees.leaves(batch):
-            if _can_carry(value):
+            with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
                 self._shares[value] = share
 
     def get(self, value: Any) -> Share | None:
         """The share that ``value`` came with, or None."""
-        found: Share | None = self._shares.get(value) if _can_carry(value) else None
+        try:
+            found: Share | None = self._shares.get(value)
+        except TypeError:
+            return None
         return found
 
 
-def _can_carry(value: Any) -> bool:
+def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
 
 
@@ -63,16 +72,18 @@ def cut(batch: Any, start: int, end: int) -> Any:
 
     Args:
         batch: nested dicts, tuples and lists whose leaves have the examples as their first dimension, as
-            ``default_collate`` makes them; a list of texts counts as a leaf.
+            ``default_collate`` makes them; a list of texts counts as a leaf. Single numbers stay.
 
     Raises:
         TypeError: something in it cannot be cut.
     """
     if isinstance(batch, Mapping):
-        return {key: cut(value, start, end) for key, value in batch.items()}
+        return trees.like(batch, {key: cut(value, start, end) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)) and _is_structure(batch):
         parts = [cut(value, start, end) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, (bool, int, float)) or (_is_array(batch) and len(batch.shape) == 0):
+        return batch  # one number for all examples
     try:
         return batch[start:end]
     except (TypeError, IndexError, KeyError) as error:
@@ -84,9 +95,7 @@ def cut(batch: Any, start: int, end: int) -> Any:
 
 def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
     """Whether a list holds fields of a batch, not the examples of one field."""
-    return any(
-        isinstance(item, (torch.Tensor, Mapping, list, tuple)) or type(item).__name__ == "ndarray" for item in value
-    )
+    return any(isinstance(item, (Mapping, list, tuple)) or _is_array(item) for item in value)
 
 
 def count_examples(batch: Any) -> int:
@@ -96,7 +105,7 @@ def count_examples(batch: Any) -> int:
         TypeError: there is none.
     """
     for value in trees.leaves(batch):
-        if _can_carry(value) and len(value.shape) > 0:
+        if _is_array(value) and len(value.shape) > 0:
             return int(value.shape[0])
     if isinstance(batch, (list, tuple)):
         return len(batch)

@@ -16,6 +16,7 @@ from mirrored.data.order import tell_epoch
 from mirrored.data.shares import KnownShares, Share, bounds, count_examples, cut
 from mirrored.data.transfer import Batch
 from towers import DisagreementError
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 
 
@@ -47,7 +48,8 @@ class StreamDataset(DistributedDataset):
             sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
             collate_fn=collate if self._in_batches else share,
             generator=self._generator,
-            **settings_of(loader),
+            # Workers that live on would keep the dataset, and the random streams, of their first epoch.
+            **(settings_of(loader) | {"persistent_workers": False}),
         )
 
     def __len__(self) -> int:
@@ -78,7 +80,7 @@ class StreamDataset(DistributedDataset):
     def _agree(self, has_batch: bool, step: int) -> None:
         if self._comm.size == 1:
             return
-        found = self._comm.all_gather(torch.tensor([has_batch])).flatten().tolist()
+        found = [said.details for said in announce(self._comm, f"batch {step} of a stream", has_batch)]
         if any(found) and not all(found):
             ended = ", ".join(str(tower) for tower, has in enumerate(found) if not has)
             raise DisagreementError(
@@ -109,7 +111,8 @@ class PipelineDataset(DistributedDataset):
         while True:
             batch = next(batches, None)
             local = count_examples(batch) if batch is not None else -1
-            counts = self._comm.all_gather(torch.tensor([local])).flatten().tolist()
+            said = announce(self._comm, f"batch {step} of a dataset from a function", local)
+            counts = [other.details for other in said]
             if max(counts) < 0:
                 return
             if step == 0 and min(counts) < 0:

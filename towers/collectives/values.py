@@ -1,13 +1,11 @@
 """Reduce and gather values that user code holds: nested, of any dtype, possibly wrong on one tower.
 
-Every call first exchanges a short description of what each tower holds. Wrong axes, differing operations,
-shapes, dtypes or structures therefore raise one error on all towers instead of garbage, an abort or a hang.
-Small values on the CPU ride in that same message.
+Every call first announces what each tower holds, so that wrong axes, differing operations, shapes, dtypes or
+structures raise one error on all towers. Small values on the CPU ride in that same message.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from towers import tree as trees
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 
@@ -43,6 +42,8 @@ def to_leaf(value: Any) -> _Leaf:
         TypeError: anything else.
     """
     if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise TypeError(f"a tensor of layout {value.layout} cannot be reduced or gathered; call to_dense() first")
         return _Leaf(value.detach(), lambda t: t)
     if isinstance(value, (bool, int, float, complex)):
         kind = torch.int64 if isinstance(value, int) else torch.float64
@@ -83,12 +84,13 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
             described.append([str(leaf.tensor.dtype), list(reduced.shape), count])
         return described
 
-    described, bodies = _exchange(comm, f"reduce({op!r}, axis={axis})", trees.structure(tree), prepare, local)
-    _check_equal(described, lambda leaf: leaf[:2])
+    call = f"reduce({op!r}, axis={axis})"
+    described, bodies = _exchange(comm, call, trees.structure(tree), prepare, local)
+    _check_equal(call, described, lambda leaf: leaf[:2])
     totals = _combine(comm, op, local, bodies)
     results = []
     for i, (leaf, total) in enumerate(zip(values, totals, strict=True)):
-        count = sum(header["leaves"][i][2] for header in described) if op == "mean" else None
+        count = sum(leaves[i][2] for leaves in described) if op == "mean" else None
         results.append(leaf.give_back(_finish(op, leaf.tensor, total, count)))
     return _refill(tree, results)
 
@@ -113,17 +115,18 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
             _dimension(axis, leaf.tensor)
         return [[str(leaf.tensor.dtype), list(leaf.tensor.shape)] for leaf in values]
 
-    described, _ = _exchange(comm, f"gather(axis={axis})", trees.structure(tree), prepare)
+    call = f"gather(axis={axis})"
+    described, _ = _exchange(comm, call, trees.structure(tree), prepare)
 
     def fixed(leaf: Any) -> Any:
         dtype, shape = leaf
         at = axis % max(1, len(shape))
         return [dtype, len(shape), shape[:at], shape[at + 1 :]]
 
-    _check_equal(described, fixed)
+    _check_equal(call, described, fixed)
     results = []
     for i, leaf in enumerate(values):
-        shapes = [header["leaves"][i][1] for header in described]
+        shapes = [leaves[i][1] for leaves in described]
         results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
     return _refill(tree, results)
 
@@ -131,6 +134,8 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 def join(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], axis: int) -> Tensor:
     """Concatenate tensors whose shapes are known to all towers. Moves bytes, so any dtype will do."""
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
+    if not any(sizes):
+        return torch.cat([tensor.new_empty(list(shape)) for shape in shapes], dim=axis)
     packed = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
     packed[: sizes[comm.index]] = tensor.contiguous().flatten().view(torch.uint8)
     gathered = comm.all_gather(packed)
@@ -215,7 +220,12 @@ def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) 
         groups.setdefault((tensor.dtype, tensor.device), []).append(i)
     for members in groups.values():
         flat = torch.cat([tensors[i].reshape(-1) for i in members])
+        not_numbers = flat.isnan() if op in ("min", "max") and flat.is_floating_point() else None
         comm.all_reduce(flat, op)
+        if not_numbers is not None:  # what a backend's min and max make of NaN differs; torch's is NaN
+            anywhere = not_numbers.to(torch.uint8)
+            comm.all_reduce(anywhere, "max")
+            flat[anywhere.bool()] = math.nan
         pieces = flat.split([tensors[i].numel() for i in members])
         for i, piece in zip(members, pieces, strict=True):
             results[i] = piece.view(tensors[i].shape)
@@ -228,39 +238,32 @@ def _exchange(
     structure: str,
     prepare: Callable[[], list[Any]],
     local: list[Tensor] | None = None,
-) -> tuple[list[dict[str, Any]], list[bytes] | None]:
+) -> tuple[list[list[Any]], list[bytes] | None]:
     """Tell all towers what this one is about to do; raise on all if any cannot, or if they disagree.
 
-    Returns every tower's description, and every tower's ``local`` values, packed, where all were small enough
-    to ride along.
+    Returns the descriptions of every tower's leaves, and every tower's ``local`` values, packed, where all were
+    small enough to ride along.
     """
-    header: dict[str, Any] = {"call": call, "structure": structure}
-    data = b""
+    details: dict[str, Any] = {"structure": structure}
+    body, problem = b"", None
     try:
-        header["leaves"] = prepare()
-    except (TypeError, ValueError) as error:
-        header["error"] = [type(error).__name__, str(error)]
+        details["leaves"] = prepare()
+    except Exception as error:
+        problem = error
     else:
         small = local is not None and all(tensor.device.type == "cpu" for tensor in local)
         if small and sum(tensor.nbytes for tensor in local or ()) <= _INLINE_BYTES:
-            header["inline"] = True
-            data = b"".join(tensor.contiguous().numpy().tobytes() for tensor in local or ())
-    messages = comm.all_gather_bytes(json.dumps(header).encode() + b"\0" + data)
-    headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
-    for tower, other in enumerate(headers):
-        if "error" in other:
-            kind, text = other["error"]
-            raise (TypeError if kind == "TypeError" else ValueError)(f"{other['call']} on tower {tower}: {text}")
-    for field in ("call", "structure"):
-        for tower, other in enumerate(headers):
-            if other[field] != headers[0][field]:
-                raise DisagreementError(
-                    f"the towers called different things: tower {tower} {other['call']} of {other['structure']}, "
-                    f"tower 0 {headers[0]['call']} of {headers[0]['structure']}"
-                )
-    if local is None or not all(other.get("inline") for other in headers):
-        return headers, None
-    return headers, [message[message.index(b"\0") + 1 :] for message in messages]
+            details["inline"] = True
+            body = b"".join(tensor.contiguous().numpy().tobytes() for tensor in local or ())
+    said = announce(comm, call, details, body, problem)
+    for tower, other in enumerate(said):
+        if other.details["structure"] != said[0].details["structure"]:
+            raise DisagreementError(
+                f"the towers called different things: tower {tower} {call} of {other.details['structure']}, "
+                f"tower 0 of {said[0].details['structure']}"
+            )
+    inline = local is not None and all(other.details.get("inline") for other in said)
+    return [other.details["leaves"] for other in said], [other.body for other in said] if inline else None
 
 
 def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
@@ -273,12 +276,12 @@ def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _check_equal(headers: list[dict[str, Any]], part: Callable[[Any], Any]) -> None:
-    for tower, header in enumerate(headers):
-        for i, (leaf, first) in enumerate(zip(header["leaves"], headers[0]["leaves"], strict=True)):
+def _check_equal(call: str, described: list[list[Any]], part: Callable[[Any], Any]) -> None:
+    for tower, leaves in enumerate(described):
+        for i, (leaf, first) in enumerate(zip(leaves, described[0], strict=True)):
             if part(leaf) != part(first):
                 raise DisagreementError(
-                    f"{header['call']}: value {i} is {leaf[0]} of shape {tuple(leaf[1])} on tower {tower}, but "
+                    f"{call}: value {i} is {leaf[0]} of shape {tuple(leaf[1])} on tower {tower}, but "
                     f"{first[0]} of shape {tuple(first[1])} on tower 0"
                 )
 

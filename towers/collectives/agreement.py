@@ -1,0 +1,63 @@
+"""Saying what one is about to do before doing it.
+
+Collectives of towers that do different things meet as garbage, an abort or a hang. Everything that user code
+calls therefore begins with an announcement, so that a mistake raises one error on all towers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from towers.collectives.communicator import Communicator
+from towers.errors import DisagreementError
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one tower said.
+
+    Attributes:
+        details: JSON values.
+        body: bytes that rode along.
+    """
+
+    details: Any
+    body: bytes
+
+
+def announce(
+    comm: Communicator, call: str, details: Any = None, body: bytes = b"", error: Exception | None = None
+) -> list[Announcement]:
+    """Tell all towers what this one is about to do; returns what all of them say, in tower order.
+
+    Args:
+        call: what a person would say is being done; must be the same on all towers.
+        details: JSON values that may differ.
+        error: why this tower cannot go on; it is raised on all.
+
+    Raises:
+        DisagreementError: towers are doing different things.
+        TypeError: some tower's ``error`` is one.
+        ValueError: some tower has another ``error``.
+    """
+    header: dict[str, Any] = {"call": call, "details": details}
+    if error is not None:
+        header["error"] = [type(error).__name__, str(error)]
+    messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
+    headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
+    for tower, other in enumerate(headers):
+        if "error" in other:
+            kind, text = other["error"]
+            raise (TypeError if kind == "TypeError" else ValueError)(f"{other['call']} on tower {tower}: {text}")
+    for tower, other in enumerate(headers):
+        if other["call"] != headers[0]["call"]:
+            raise DisagreementError(
+                f"the towers called different things: tower {tower} {other['call']}, tower 0 {headers[0]['call']}; "
+                "every tower must make the same calls in the same order"
+            )
+    return [
+        Announcement(other["details"], message[message.index(b"\0") + 1 :])
+        for other, message in zip(headers, messages, strict=True)
+    ]
