@@ -59,13 +59,20 @@ def make_discriminator() -> nn.Module:
     )
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cpu:0,cpu:1")
-    parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all towers together")
+    parser.add_argument("--epochs", type=positive, default=60)
+    parser.add_argument("--batch-size", type=positive, default=64, help="of all towers together")
     parser.add_argument("--learning-rate", type=float, default=4e-4)
-    parser.add_argument("--every", type=int, default=10, help="epochs between sample sheets")
+    parser.add_argument("--every", type=positive, default=10, help="epochs between sample sheets")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/dcgan"))
     return parser.parse_args()
@@ -77,6 +84,8 @@ def main() -> None:
     images = strategy.distribute_dataset(
         TensorDataset(load_images()), arguments.batch_size, shuffle=True, drop_last=True
     )
+    if len(images) == 0:
+        raise SystemExit(f"--batch-size is {arguments.batch_size}, but there are only {len(load_images())} digits")
     with strategy.scope():
         generator, discriminator = make_generator(), make_discriminator()
         optimize_generator = torch.optim.Adam(generator.parameters(), arguments.learning_rate, betas=(0.5, 0.999))

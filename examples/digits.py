@@ -70,11 +70,18 @@ class Net(nn.Sequential):
         )
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cpu:0,cpu:1")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all towers together")
+    parser.add_argument("--epochs", type=positive, default=20)
+    parser.add_argument("--batch-size", type=positive, default=64, help="of all towers together")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest of the one-cycle schedule")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/digits"))
@@ -145,6 +152,7 @@ def save(folder: pathlib.Path, model: nn.Module, history: list[tuple[float, floa
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(model.state_dict(), folder / "model.safetensors")
@@ -160,7 +168,8 @@ def save(folder: pathlib.Path, model: nn.Module, history: list[tuple[float, floa
     left.plot(epochs, [row[0] for row in history], label="training loss")
     left.plot(epochs, [row[1] for row in history], label="test loss")
     left.set(xlabel="epoch", ylabel="cross-entropy", yscale="log", title=f"test accuracy {history[-1][2]:.2%}")
-    left.legend(loc="upper center")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    left.legend(loc="center right")
     right = left.twinx()
     right.plot(epochs, [100 * row[2] for row in history], color="tab:green")
     right.set_ylabel("test accuracy, %", color="tab:green")

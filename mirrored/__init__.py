@@ -24,6 +24,7 @@ from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, O
 from mirrored.strategy import Strategy
 from towers import (
     CannotStartError,
+    CollectiveTimeoutError,
     DisagreementError,
     ForkedError,
     HandshakeError,
@@ -39,6 +40,7 @@ __all__ = [
     "CannotStartError",
     "ClusterError",
     "ClusterResolver",
+    "CollectiveTimeoutError",
     "CommunicationOptions",
     "DisagreementError",
     "DistributedDataset",

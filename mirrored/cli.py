@@ -39,6 +39,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
         parser.error(str(error))
+    if not parsed.module and not os.path.exists(parsed.script):
+        parser.error(f"there is no file {parsed.script}")
     program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
     command = agent_command(job, program)

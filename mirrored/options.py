@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from towers.collectives.process_group import Options
 from towers.gradients import DEFAULT_BUCKET_BYTES
@@ -40,10 +41,20 @@ class CommunicationOptions:
         ):
             if value not in choices:
                 raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
-        for field in ("bucket_bytes", "timeout_seconds", "startup_timeout_seconds"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} is {getattr(self, field)!r}, but must be positive")
+        for field, kind in (("bucket_bytes", int), ("timeout_seconds", float), ("startup_timeout_seconds", float)):
+            value = getattr(self, field)
+            number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
+                raise ValueError(
+                    f"{field} is {value!r}, but must be a positive {'whole ' if kind is int else ''}number"
+                )
 
     def for_towers(self) -> Options:
         """The part that the communicator needs."""
-        return Options(self.implementation, self.algorithm, self.timeout_seconds, self.startup_timeout_seconds)
+        return Options(
+            implementation=self.implementation,
+            algorithm=self.algorithm,
+            bucket_bytes=self.bucket_bytes,
+            timeout_seconds=self.timeout_seconds,
+            startup_seconds=self.startup_timeout_seconds,
+        )

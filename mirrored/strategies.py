@@ -103,7 +103,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         seed: int | None = None,
     ) -> None:
-        resolver = cluster_resolver or cluster.resolve(os.environ)
+        resolver = cluster.resolve(os.environ, cluster_resolver)
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
         super().__init__(topology, communicator, resolver, options, seed)

@@ -44,6 +44,8 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT")
     options = parser.parse_args()
+    if options.workers < 1:
+        parser.error(f"--workers is {options.workers}, but must be at least 1")
     addresses = [f"127.0.0.1:{port}" for port in free_ports(options.workers)]
     command = [sys.executable, options.script, *options.rest]
     with console.Relay() as relay:
@@ -65,6 +67,8 @@ def main() -> int:
             return max(abs(worker.wait(timeout=10)) for worker in workers)
         except subprocess.TimeoutExpired:
             return 1
+        except KeyboardInterrupt:
+            return 130
         finally:
             for worker in workers:
                 if worker.poll() is None:

@@ -39,13 +39,18 @@ def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float 
 
 
 def run_program(
-    words: Sequence[str], *, timeout: float = 60.0, env: dict[str, str] | None = None, cwd: str | None = None
+    words: Sequence[str],
+    *,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as a user would, with this Python first; returns its output and exit code."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     variables.pop("PYTEST_CURRENT_TEST", None)
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=variables, cwd=cwd
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=variables, cwd=cwd, input=stdin
     )
 
 

@@ -252,6 +252,16 @@ def test_row_20_a_tower_never_starts() -> None:
     assert last.startswith("towers.errors.StartupError: 1 of 2 towers did not come within 1 s: tower 1 (rank 1)")
 
 
+def test_row_20_something_else_answers() -> None:
+    """A program of another kind has the chief's port: it takes the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:2"]
+        [(text, code)] = run_agents(worker_job(1, addresses, seconds=2.0))
+    assert code == 1
+    assert f"what listens at {addresses[0]} does not answer as the chief (worker 0) would" in text
+    assert len(text.splitlines()) == 1
+
+
 def test_row_21_no_visible_gpu() -> None:
     result = run_program(
         ["-c", "import mirrored; print(mirrored.MirroredStrategy().device)"], env={"CUDA_VISIBLE_DEVICES": ""}
@@ -269,6 +279,12 @@ def test_row_22_more_towers_than_gpus() -> None:
     assert devices.for_tower(1, 2, None, 2, "torchrun") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
         devices.for_tower(0, 4, None, 2, "torchrun")
+
+
+def test_one_visible_gpu_for_each_process() -> None:
+    """As srun --gpus-per-task=1 shows them; that they differ is checked when the towers meet."""
+    assert devices.for_tower(3, 4, None, 1, "srun") == torch.device("cuda", 0)
+    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], 1, "srun") == torch.device("cuda", 0)
 
 
 def test_row_23_versions_of_torch_differ() -> None:
@@ -342,6 +358,14 @@ def test_devices() -> None:
             devices.parse_all(wrong)
     with pytest.raises(TypeError, match="must be a list of devices"):
         mirrored.MirroredStrategy("cpu:0")
+    with pytest.raises(TypeError, match="must be a list of devices, such as .* not 2"):
+        mirrored.MirroredStrategy(2)  # type: ignore[arg-type]
+
+
+def test_options_are_checked() -> None:
+    for field, value in (("bucket_bytes", 1.5), ("bucket_bytes", True), ("timeout_seconds", float("inf"))):
+        with pytest.raises(ValueError, match=f"{field} is .* but must be a positive"):
+            mirrored.CommunicationOptions(**{field: value})  # type: ignore[arg-type]
 
 
 def test_a_chief_address_that_cannot_be_resolved() -> None:

@@ -142,17 +142,20 @@ def test_freezing_does_not_forget_what_was_accumulated() -> None:
     assert towers(freeze_between) == [[16.5], [16.5]]
 
 
-def step_inside_backward(strategy: mirrored.Strategy) -> None:
+def step_inside_backward(strategy: mirrored.Strategy, after_the_first_run: bool) -> None:
+    """An optimizer for each parameter, stepped by a hook, which comes before or after the strategy's own."""
     with strategy.scope():
         model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    strategy.run(lambda: None)
+    if after_the_first_run:
+        strategy.run(lambda: None)
     model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
 
 
-def test_stepping_inside_backward_is_refused() -> None:
-    for error in failures(step_inside_backward):
+@pytest.mark.parametrize("after_the_first_run", [False, True])
+def test_stepping_inside_backward_is_refused(after_the_first_run: bool) -> None:
+    for error in failures(step_inside_backward, after_the_first_run):
         with pytest.raises(mirrored.MirrorError, match=r"optimizer.step\(\) before the gradients are averaged"):
             raise error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -232,3 +234,63 @@ def test_functions_from_a_notebook_cell() -> None:
     """A program given with -c has a __main__ without a file, as a notebook kernel has."""
     result = run_program(["-c", textwrap.dedent(NOTEBOOK)], cwd=str(ROOT))
     assert result.stdout == "[22, 22]\n", result.stderr
+
+
+def test_functions_from_standard_input() -> None:
+    result = run_program(["-"], cwd=str(ROOT), stdin=textwrap.dedent(NOTEBOOK))
+    assert result.stdout == "[22, 22]\n", result.stderr
+
+
+def leave_a_child_behind() -> None:
+    if tower() == 1:
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_dead_tower_is_seen_while_its_child_lives() -> None:
+    with at_most(10), pytest.raises(mirrored.TowerFailedError, match="tower 1 ended by SIGKILL"):
+        launch(leave_a_child_behind)
+
+
+def end_by_a_signal_without_a_name() -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
+def test_signals_without_a_name() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match=f"ended by signal {signal.SIGRTMIN + 6}"):
+        launch(end_by_a_signal_without_a_name)
+
+
+def write_later(path: str) -> None:
+    """As a logger or a checkpoint in the background does."""
+
+    def write() -> None:
+        time.sleep(1.0)
+        pathlib.Path(f"{path}{tower()}").write_text("done")
+
+    threading.Thread(target=write).start()
+
+
+def test_threads_may_end_what_they_do(tmp_path: pathlib.Path) -> None:
+    launch(write_later, (f"{tmp_path}/",))
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["done", "done"]
+
+
+def talk() -> int:
+    for _ in range(3000):
+        print("x" * 100)
+    return tower()
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads this any more")
+
+
+def test_output_that_nobody_reads_stops_no_tower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Closed())
+    with at_most(15):
+        assert launch(talk, timeout=20) == [0, 1]

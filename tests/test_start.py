@@ -20,6 +20,8 @@ from jobs import ROOT, run_program
 import mirrored
 from towers import CannotStartError, become
 
+WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
+
 REPORT = str(ROOT / "tests" / "programs" / "report.py")
 
 
@@ -41,9 +43,9 @@ def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "my script.py"
     shutil.copy(REPORT, script)
     flags = ["-O", "-u", "-X", "utf8", "-Wignore::UserWarning", "-X", "dev"]
-    found = report(run_program([*flags, script.name, "two", "a b", "", "--flag=x y", '"$HOME"'], cwd=str(tmp_path)))
+    found = report(run_program([*flags, script.name, *WORDS], cwd=str(tmp_path)))
     assert found["towers"] == 2
-    assert found["arguments"] == ["two", "a b", "", "--flag=x y", '"$HOME"']
+    assert found["arguments"] == WORDS
     assert found["optimize"] == 1
     assert found["unbuffered"] is True
     assert found["xoptions"] == {"utf8": True, "dev": True}
@@ -330,9 +332,55 @@ def test_mirrored_strategy_does_not_read_tf_config() -> None:
         (["--towers", "3", "--devices", "cpu:0"], "--towers is 3, but --devices names 1"),
         (["--devices", "cuda:97"], "cuda:97 asked for"),
         (["--devices", "cpu,cpu"], "cpu:0 more than once"),
+        (["no_such_script.py"], "there is no file no_such_script.py"),
     ],
 )
 def test_mirrored_run_refuses(words: list[str], text: str) -> None:
     result = run_program(["-m", "mirrored", "run", *words, REPORT])
     assert result.returncode == 2
     assert text in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])
+def test_a_resolver_of_the_scripts_own_becomes_its_towers_once(kind: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import mirrored
+from mirrored.cluster import {kind}
+strategy = mirrored.MultiWorkerMirroredStrategy({kind}(), devices=["cpu:0", "cpu:1"])
+strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__name__)
+"""
+    )
+    config = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+    with at_most(20):
+        result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    assert result.stdout == f"2 {kind}\n", result.stderr
+
+
+def test_nohup_is_kept() -> None:
+    """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
+    command = ["nohup", sys.executable, REPORT, "two", "wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # the towers are there
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(2.0)
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
+    result = run_program(["-m", "mirrored", "run", "--towers", "2", "--log-dir", "/proc/nope", REPORT])
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "/proc/nope" in result.stderr
+
+
+def test_a_module_that_cannot_be_found_again_is_refused() -> None:
+    result = run_program(["-m", "programs.moved", "two"], cwd=str(ROOT / "tests"))
+    assert result.returncode == 1
+    assert "make the strategy before os.chdir" in result.stderr

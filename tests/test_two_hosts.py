@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -37,10 +38,23 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
     finally:
         for name in names:
             ip("netns", "del", name)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
 
-def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]]) -> None:
-    addresses = [f"{address}:4001" for _, address in hosts]
+def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
+    """Each host's own name leads it to 127.0.1.1, and the other host's to where that is."""
+    for own, (namespace, _) in enumerate(hosts):
+        folder = pathlib.Path("/etc/netns", namespace)
+        folder.mkdir(parents=True)
+        lines = [f"{'127.0.1.1' if i == own else address} host{i}\n" for i, (_, address) in enumerate(hosts)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool) -> None:
+    if named:
+        name_as_debian_does(hosts)
+    addresses = [f"host{i}:4001" if named else f"{address}:4001" for i, (_, address) in enumerate(hosts)]
     processes = []
     for index, (name, _) in enumerate(hosts):
         config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}

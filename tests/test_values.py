@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 import pytest
 import torch
 from jobs import failures, towers
-from torch import Tensor
+from torch import Tensor, nn
 
 import mirrored
 
@@ -222,3 +225,42 @@ def values_from_function(strategy: mirrored.Strategy) -> object:
 
 def test_values_from_function() -> None:
     assert towers(values_from_function) == [((0, 2),), ((1, 2),)]
+
+
+def call_on_one_tower(strategy: mirrored.Strategy | None = None) -> None:
+    options = mirrored.CommunicationOptions(timeout_seconds=2)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    if strategy.is_chief:
+        strategy.reduce("sum", 1)
+    else:
+        time.sleep(4)
+
+
+def test_a_collective_that_one_tower_makes_alone_is_explained() -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(call_on_one_tower, devices=["cpu:0", "cpu:1"], timeout=20)
+    assert "tower 0 waited 2 s for the other towers in a collective" in str(caught.value)
+    assert isinstance(caught.value.__cause__, mirrored.CollectiveTimeoutError)
+
+
+def empty_everywhere(strategy: mirrored.Strategy) -> tuple[list[int], float]:
+    """No detections in this batch, no words for this embedding."""
+    with strategy.scope():
+        embedding = nn.Embedding(4, 2, sparse=True)
+    strategy.run(lambda: embedding(torch.empty(0, dtype=torch.int64)).sum().backward())
+    assert embedding.weight.grad is not None
+    return list(strategy.gather(torch.ones(0, 3)).shape), float(embedding.weight.grad.to_dense().abs().sum())
+
+
+def test_values_that_are_empty_on_all_towers() -> None:
+    assert towers(empty_everywhere) == [([0, 3], 0.0)] * 2
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_not_a_number_stays_so(size: int) -> None:
+    assert all(towers(reduce_nan, size))
+
+
+def reduce_nan(strategy: mirrored.Strategy, size: int) -> bool:
+    value = torch.full((size,), math.nan if strategy.topology.index else 1.0)
+    return all(bool(strategy.reduce(op, value).isnan().all()) for op in ("min", "max"))

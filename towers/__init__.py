@@ -5,6 +5,7 @@ The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses 
 
 from towers.errors import (
     CannotStartError,
+    CollectiveTimeoutError,
     DisagreementError,
     ForkedError,
     HandshakeError,
@@ -19,6 +20,7 @@ from towers.topology import Topology
 
 __all__ = [
     "CannotStartError",
+    "CollectiveTimeoutError",
     "DisagreementError",
     "Failure",
     "ForkedError",

@@ -30,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from towers import console, job_control, machine, rendezvous, topology
 from towers.agent_logs import TowerLogs
 from towers.errors import TowersError
+from towers.failure import signal_name
 from towers.job import Job
 
 
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
         _die_by(signal.SIGINT)
-    except TowersError as error:
+    except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -76,6 +77,7 @@ def _comma_separated(text: str) -> tuple[str, ...]:
 def _set_environment(job: Job) -> None:
     """What all towers of this machine inherit."""
     os.environ[topology.STARTED_BY] = job.started_by
+    os.environ[topology.AGENT] = str(os.getpid())
     if job.devices:
         os.environ[topology.DEVICES] = ",".join(job.devices)
     if job.towers > 1:
@@ -101,9 +103,17 @@ def _run(job: Job, program: Sequence[str]) -> None:
             "monitor_interval": 0.1,
             "logs_specs": TowerLogs(relay, job.log_dir),
             "shutdown_timeout": 5,
+            "signals_to_handle": ",".join(_signals_to_handle()),
         }
         config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
-        elastic_launch(config, program[0])(*program[1:])
+        # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
+        elastic_launch(config, program[0])(*(word.replace("$", "$$") for word in program[1:]))
+
+
+def _signals_to_handle() -> list[str]:
+    """Those that end a program, but for what whoever started us had ignored (``nohup``)."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    return [name for name in names if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
 
 
 def _report(failed: ChildFailedError) -> int:
@@ -123,8 +133,7 @@ def _report(failed: ChildFailedError) -> int:
     if trace := str(details.get("py_callstack", "")):
         print(f"towers: tower {first} failed:\n{trace.rstrip()}", file=sys.stderr, flush=True)
     elif failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        print(f"towers: tower {first} was ended by {name}", file=sys.stderr, flush=True)
+        print(f"towers: tower {first} was ended by {signal_name(-failure.exitcode)}", file=sys.stderr, flush=True)
     else:
         print(f"towers: tower {first} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
     return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

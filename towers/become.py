@@ -88,6 +88,11 @@ def _rerun_module(main: ModuleType | None, at: int) -> list[str]:
     if spec is None or spec.name not in (name, f"{name}.__main__"):
         raise _cannot(f"python was started with -m {name}, which runs other programs")
     _check_is_users(getattr(main, "__file__", None))
+    if sys.path[0] and pathlib.Path(sys.path[0]).is_dir() and not pathlib.Path(sys.path[0]).samefile("."):
+        raise _cannot(
+            f"-m {name} was found in {sys.path[0]}, but the current directory is another one by now; make the "
+            "strategy before os.chdir"
+        )
     return [sys.executable, *sys.orig_argv[1:]]
 
 

@@ -32,11 +32,15 @@ def standard(stream: str) -> Sink:
     return write
 
 
+def _nowhere(text: str) -> None:
+    """A sink for what cannot be written."""
+
+
 class PrefixedLines:
     """A sink that prints whole lines behind a prefix.
 
-    Lines that were drawn over (progress bars end theirs with a carriage return) are left out: N towers' bars
-    on one terminal are unreadable, and the chief's own shows.
+    What was drawn over, and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``), is left out: N
+    towers' bars on one terminal are unreadable, and the chief's own shows.
     """
 
     def __init__(self, prefix: str, sink: Sink) -> None:
@@ -45,7 +49,8 @@ class PrefixedLines:
         self._rest = ""
 
     def __call__(self, text: str) -> None:
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, rest = (self._rest + text).split("\n")
+        self._rest = rest[max(0, rest.rfind("\r")) :]  # a bar grows for hours
         self._print(lines)
 
     def finish(self) -> None:
@@ -55,9 +60,15 @@ class PrefixedLines:
             self._rest = ""
 
     def _print(self, lines: list[str]) -> None:
-        shown = "".join(f"{self._prefix}{line}\n" for line in lines if "\r" not in line)
+        shown = "".join(f"{self._prefix}{text}\n" for text in map(_undrawn, lines) if text is not None)
         if shown:
             self._sink(shown)
+
+
+def _undrawn(line: str) -> str | None:
+    """What a line says beside a progress bar; None where it is nothing but one."""
+    *drawn_over, last = line.split("\r")
+    return None if drawn_over and (not last or last.rstrip().endswith("]")) else last
 
 
 class _Pipe:
@@ -73,17 +84,30 @@ class _Pipe:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def drain(self) -> None:
-        """Pass on all that lies in the pipe."""
+        """Pass on all that lies in the pipe.
+
+        Where that fails (nobody reads our output any more, a full disk) it is no longer passed on there, but
+        still read: a tower must not stand still because its words have nowhere to go.
+        """
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.reader, 65536):
-                if self._copy:
-                    self._copy.write(data)
-                self._sink(self._decode.decode(data))
+                try:
+                    if self._copy:
+                        self._copy.write(data)
+                except OSError:
+                    self._copy = None
+                self._pass_on(self._sink, self._decode.decode(data))
+
+    def _pass_on(self, write: Callable[..., None], *text: str) -> None:
+        try:
+            write(*text)
+        except Exception:  # whatever a stranger's stream raises
+            self._sink = _nowhere
 
     def close(self) -> None:
         self.drain()
         if isinstance(self._sink, PrefixedLines):
-            self._sink.finish()
+            self._pass_on(self._sink.finish)
         os.close(self.reader)
         os.close(self._writer)
         if self._copy:

@@ -44,6 +44,8 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
     """
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, such as [{str(devices)!r}], not one device")
+    if not isinstance(devices, Iterable):
+        raise TypeError(f"devices must be a list of devices, such as ['cuda:0', 'cuda:1'], not {devices!r}")
     parsed = [parse(device) for device in devices]
     if not parsed:
         raise ValueError("devices is empty; leave it out to use every GPU, or name at least one device")
@@ -92,6 +94,10 @@ def for_tower(
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """
+    if gpus == 1 and local_size > 1 and (requested is None or list(requested) == [torch.device("cuda", 0)]):
+        # The launcher shows each process its own GPU; if it is the same one after all, the towers find out when
+        # they meet.
+        return torch.device("cuda", 0)
     if requested is None:
         if gpus == 0:
             return torch.device("cpu", local_index)

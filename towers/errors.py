@@ -30,6 +30,19 @@ class DisagreementError(TowersError, ValueError):
     """Towers called one collective with different operations, shapes, dtypes or structures."""
 
 
+class CollectiveTimeoutError(TowersError):
+    """A tower waited for others in a collective until the deadline."""
+
+
+def waited_in_vain(tower: int, seconds: float, whom: str = "the other towers") -> CollectiveTimeoutError:
+    """The error of ``tower``, which has waited ``seconds`` for ``whom``."""
+    return CollectiveTimeoutError(
+        f"tower {tower} waited {seconds:.0f} s for {whom} in a collective. Every tower must make the same calls in the "
+        "same order (run, reduce, gather, the next batch, backward): look for one under `if strategy.is_chief:`, for a "
+        "loop that one tower leaves early, and for a tower that is much slower (CommunicationOptions.timeout_seconds)"
+    )
+
+
 class MirrorError(TowersError):
     """The towers' models are not mirror images: names, shapes, dtypes, order or values differ."""
 

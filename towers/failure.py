@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -25,6 +26,14 @@ _LAUNCHER_SECONDS = 2.0
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_LOST)
+
+
+def signal_name(number: int) -> str:
+    """``"SIGKILL"`` for 9; signals without a name are told by number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def report(error: BaseException) -> dict[str, object]:

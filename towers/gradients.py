@@ -156,8 +156,8 @@ class GradientAverager:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are not averaged yet."""
-        return self._in_cycle
+        """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
+        return self._in_cycle or torch._C._current_graph_task_id() != -1
 
     def _arrive(self, slot: Slot) -> None:
         if self._hold_back(slot):

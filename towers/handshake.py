@@ -8,8 +8,10 @@ that all the others read, so that all fail with one text within seconds.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import json
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ Compare = Callable[[int, Card, int, Card], str | None]
 
 
 def serve_store(host: str, port: int, timeout: timedelta, origin: str) -> TCPStore:
-    """Start the store at ``host:port`` (port 0: any free one), listening on that address only.
+    """Start the store at ``host:port`` (port 0: any free one), listening on that address only, where it can be.
 
     Raises:
         PortInUseError: something listens there already.
@@ -40,7 +42,7 @@ def serve_store(host: str, port: int, timeout: timedelta, origin: str) -> TCPSto
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        _bind(listener, address)
+        _bind(listener, host, address)
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -57,7 +59,12 @@ def serve_store(host: str, port: int, timeout: timedelta, origin: str) -> TCPSto
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _bind(listener: socket.socket, address: Any) -> None:
+def _bind(listener: socket.socket, host: str, address: Any) -> None:
+    everywhere = ("::" if listener.family == socket.AF_INET6 else "0.0.0.0", address[1])
+    if ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0]):
+        # The machine's own name, which Debian's /etc/hosts takes to loopback; others know it by another address.
+        listener.bind(everywhere)
+        return
     try:
         listener.bind(address)
     except OSError as error:
@@ -65,8 +72,7 @@ def _bind(listener: socket.socket, address: Any) -> None:
             raise
         # The name leads to an address that no interface here has (a service address in front of this
         # machine): then the connections arrive on an address that is not known beforehand.
-        everywhere = "::" if listener.family == socket.AF_INET6 else "0.0.0.0"
-        listener.bind((everywhere, address[1]))
+        listener.bind(everywhere)
 
 
 def join_store(host: str, port: int, timeout: timedelta, deadline: float, who: str, origin: str) -> TCPStore:
@@ -91,7 +97,29 @@ def join_store(host: str, port: int, timeout: timedelta, deadline: float, who: s
                     f"({error.strerror or error}); the address comes from {origin}: start it, or correct that"
                 ) from None
         time.sleep(0.1)
-    return TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    return _connect(host, port, timeout, deadline, who, origin)
+
+
+def _connect(host: str, port: int, timeout: timedelta, deadline: float, who: str, origin: str) -> TCPStore:
+    """Connect to what listens there, which may be no store: then torch waits without end, or throws frames."""
+    found: list[TCPStore | str] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(host, port, None, False, timeout, wait_for_workers=False))
+        except RuntimeError as error:
+            found.append(str(error).splitlines()[0])
+
+    thread = threading.Thread(target=connect, name="towers-connect", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()))
+    if found and not isinstance(found[0], str):
+        return found[0]
+    reason = f" ({found[0]})" if found else ""
+    raise StartupError(
+        f"what listens at {_join(host, port)} does not answer as {who} would{reason}: another program has the port; "
+        f"the address comes from {origin}: start {who} there, or correct that"
+    )
 
 
 def meet(

@@ -7,10 +7,9 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -95,11 +94,15 @@ def launch(
                 variables = _environment(tower, count, store.port, names)
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
-                process.start()
+                with _importable_main():
+                    process.start()
                 sender.close()
                 processes.append(process)
                 reports.append(receiver)
-            results, failures = _await(processes, reports, time.monotonic() + limit, limit)
+            deadline = time.monotonic() + limit
+            results, failures = _await(processes, reports, deadline, limit)
+            if not failures:  # threads may have something left to do, as in any program
+                _join(processes, deadline - time.monotonic())
         finally:
             _end(processes)
     if failures:
@@ -155,8 +158,7 @@ def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
 def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> bytes:
     """Pickle the call by value (not with multiprocessing's pickler, which would share tensors' memory)."""
     fn = call[0]
-    main = sys.modules["__main__"]
-    in_notebook = getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__")
+    in_notebook = getattr(fn, "__module__", None) == "__main__" and not _main_is_a_file()
     try:
         if not in_notebook:
             return pickle.dumps(call)
@@ -175,11 +177,32 @@ def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> b
     return bytes(cloudpickle.dumps(call))
 
 
+def _main_is_a_file() -> bool:
+    """Whether other processes can import what this program defines (not from a notebook or standard input)."""
+    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Inside, multiprocessing does not try to import a program that came on standard input."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or _main_is_a_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
 def _be_tower(
     sender: Connection, variables: dict[str, str], directory: str, streams: tuple[str, str], payload: bytes
 ) -> None:
     """What the process of a tower runs."""
     lifeline.end_with_parent()
+    os.register_at_fork(after_in_child=sender.close)  # or this tower's end would go unseen while its child lives
     for number, path in enumerate(streams, start=1):
         target = os.open(path, os.O_WRONLY)
         os.dup2(target, number)
@@ -244,8 +267,9 @@ def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tupl
     except EOFError:  # the process is gone without a word
         process.join(_END)
         code = process.exitcode
-        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
-        return Failure(tower, None, f"the process of tower {tower} ended {how}")
+        how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
+        hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
+        return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
     try:
         outcome = pickle.loads(data)
     except Exception as error:

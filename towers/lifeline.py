@@ -10,6 +10,8 @@ import threading
 import time
 from multiprocessing.connection import wait
 
+from towers.topology import AGENT
+
 
 @functools.cache
 def end_with_parent() -> None:
@@ -26,7 +28,8 @@ def end_with_parent() -> None:
             wait([sentinel])
             os.kill(os.getpid(), signal.SIGKILL)
     else:
-        started_by = os.getppid()
+        # Not the parent as it is now: the agent may be gone already.
+        started_by = int(os.environ.get(AGENT) or os.getppid())
 
         def watch() -> None:
             while os.getppid() == started_by:

@@ -49,7 +49,7 @@ def share_out_threads(local_size: int) -> str:
     ``OMP_NUM_THREADS`` wins when it is set (by the user, or by torchrun, which sets it to 1).
     """
     if stated := os.environ.get("OMP_NUM_THREADS"):
-        if stated.isdigit():
+        if stated.isdigit() and int(stated) > 0:
             torch.set_num_threads(int(stated))
     elif local_size > 1:
         torch.set_num_threads(threads_per_tower(local_size))

@@ -11,6 +11,10 @@ DEVICES = "TOWERS_DEVICES"
 """Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
 
 
+AGENT = "TOWERS_AGENT_PID"
+"""Environment variable with the process id of the agent that started a tower."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """One tower's place. Indices count from 0; tower 0 is the chief.

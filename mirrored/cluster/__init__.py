@@ -32,22 +32,27 @@ def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
     return None
 
 
-def resolve(environ: Mapping[str, str]) -> ClusterResolver:
+def resolve(environ: Mapping[str, str], given: ClusterResolver | None = None) -> ClusterResolver:
     """The cluster of a several-worker strategy: TF_CONFIG, else torchrun's variables, else SLURM's, else one worker.
 
-    After TF_CONFIG's cluster has become towers, both TF_CONFIG and the towers' variables are set, and agree.
+    After a cluster has become towers, both it and the towers' variables are there, and must agree.
+
+    Args:
+        given: a resolver of the script's own, instead of TF_CONFIG.
 
     Raises:
         ClusterError: either is wrong, or the two contradict each other; then the message names both.
     """
+    described = given
+    if described is None and tf_config.present(environ):
+        described = TFConfigClusterResolver(environ)
     launcher = from_launcher(environ)
-    if not tf_config.present(environ):
+    if described is None:
         return launcher or LocalClusterResolver()
-    described = TFConfigClusterResolver(environ)
-    if launcher is not None:
+    if launcher is not None and described.topology is None:
         if (described.workers, described.worker) != (launcher.workers, launcher.worker):
             raise ClusterError(
-                f"TF_CONFIG and {launcher.origin} contradict each other: TF_CONFIG says worker "
+                f"{described.origin} and {launcher.origin} contradict each other: {described.origin} says worker "
                 f"{described.worker} of {described.workers}, {launcher.origin} say worker {launcher.worker} of "
                 f"{launcher.workers}; unset the one that is left over from another job"
             )

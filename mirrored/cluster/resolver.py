@@ -58,6 +58,25 @@ def read_whole_numbers(environ: Mapping[str, str], names: list[str], origin: str
     return numbers
 
 
+def read_optional(environ: Mapping[str, str], name: str, origin: str, default: int = 0) -> int:
+    """One such variable that may be absent or empty.
+
+    Raises:
+        ClusterError: it holds something else than a whole number from 0.
+    """
+    return read_whole_numbers(environ, [name], origin)[name] if environ.get(name) else default
+
+
+def check_port(name: str, port: int, origin: str) -> None:
+    """See that a port is one.
+
+    Raises:
+        ClusterError: it is not.
+    """
+    if not 1 <= port <= 65535:
+        raise ClusterError(f"{origin}: {name} is {port}; ports go from 1 to 65535")
+
+
 def check_index(index_name: str, index: int, size_name: str, size: int, origin: str) -> None:
     """See that an index lies below its size.
 

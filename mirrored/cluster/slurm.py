@@ -6,7 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 
-from mirrored.cluster.resolver import ClusterError, ClusterResolver, check_index, read_whole_numbers
+from mirrored.cluster.resolver import (
+    ClusterError,
+    ClusterResolver,
+    check_index,
+    check_port,
+    read_optional,
+    read_whole_numbers,
+)
 from towers import Topology
 
 _FIRST_PORT = 12000
@@ -43,7 +50,8 @@ class SlurmClusterResolver(ClusterResolver):
         check_index("SLURM_LOCALID", number["SLURM_LOCALID"], "tasks on this node", local_size, self.origin)
         step = environ.get("SLURM_STEP_ID", "0")
         offset = number["SLURM_JOB_ID"] * 7 + (int(step) if step.isdigit() else 0)
-        port = environ.get("MASTER_PORT", str(_FIRST_PORT + offset % _PORTS))
+        port = read_optional(environ, "MASTER_PORT", self.origin, _FIRST_PORT + offset % _PORTS)
+        check_port("MASTER_PORT", port, self.origin)
         host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", ""))
         self.topology = Topology(
             index=index,
@@ -53,12 +61,9 @@ class SlurmClusterResolver(ClusterResolver):
             worker=self.worker,
             workers=self.workers,
             started_by="srun",
-            address=(
-                host,
-                read_whole_numbers({"MASTER_PORT": port}, ["MASTER_PORT"], self.origin)["MASTER_PORT"],
-            ),
+            address=(host, port),
             serves_store=True,
-            attempt=int(environ.get("SLURM_RESTART_COUNT", "0")),
+            attempt=read_optional(environ, "SLURM_RESTART_COUNT", self.origin),
             origin=self.origin,
         )
 

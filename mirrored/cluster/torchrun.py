@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mirrored.cluster.resolver import ClusterError, ClusterResolver, check_index, read_whole_numbers
+from mirrored.cluster.resolver import (
+    ClusterError,
+    ClusterResolver,
+    check_index,
+    check_port,
+    read_optional,
+    read_whole_numbers,
+)
 from towers import Topology
 from towers.topology import STARTED_BY
 
@@ -43,8 +50,9 @@ class TorchrunClusterResolver(ClusterResolver):
         check_index("LOCAL_RANK", local_index, "LOCAL_WORLD_SIZE", local_size, self.origin)
         if local_size > size:
             raise ClusterError(f"{self.origin}: LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is only {size}")
-        if not 1 <= number["MASTER_PORT"] <= 65535:
-            raise ClusterError(f"{self.origin}: MASTER_PORT is {number['MASTER_PORT']}; ports go from 1 to 65535")
+        if local_index > index:
+            raise ClusterError(f"{self.origin}: LOCAL_RANK is {local_index}, but RANK is only {index}")
+        check_port("MASTER_PORT", number["MASTER_PORT"], self.origin)
         self.worker, self.workers = _worker(environ, index, size, local_size, self.origin)
         self.task_id = self.worker
         self.topology = Topology(
@@ -57,7 +65,7 @@ class TorchrunClusterResolver(ClusterResolver):
             started_by=started_by,
             address=(environ["MASTER_ADDR"], number["MASTER_PORT"]),
             serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            attempt=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            attempt=read_optional(environ, "TORCHELASTIC_RESTART_COUNT", self.origin),
             origin=self.origin,
         )
 

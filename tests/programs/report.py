@@ -25,7 +25,7 @@ print(json.dumps(report), flush=True)
 if "chatter" in sys.argv:
     print(f"tower {tower} talks")
     print(f"tower {tower} warns", file=sys.stderr)
-    print(f"10%|tower {tower} draws\r100%|tower {tower} draws\n", end="", file=sys.stderr)
+    print(f"10%|tower {tower} draws\r100%|tower {tower} draws| 3/3 [00:01<00:00]\n", end="", file=sys.stderr)
     logging.getLogger("mirrored").warning("tower %d logs", tower)
 if "fail" in sys.argv and tower == 1:
     raise ValueError("planned failure")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from towers import handshake, machine
 from towers.collectives.communicator import Communicator, Pending
+from towers.errors import waited_in_vain
 from towers.topology import Topology
 
 _OPERATIONS = {
@@ -37,12 +38,14 @@ class Options:
     Attributes:
         implementation: "auto" (NCCL between GPUs, Gloo between CPUs), "nccl" or "gloo".
         algorithm: "ring" pins NCCL's ring; "auto" leaves the choice to NCCL's tuner. Gloo always uses its own.
+        bucket_bytes: how large gradient buckets are; not this file's business, but the same on all towers.
         timeout_seconds: how long a collective may take.
         startup_seconds: how long towers wait for each other at the start.
     """
 
     implementation: str = "auto"
     algorithm: str = "ring"
+    bucket_bytes: int = 0
     timeout_seconds: float = 600.0
     startup_seconds: float = 300.0
 
@@ -72,19 +75,31 @@ class ProcessGroupCommunicator(Communicator):
         _open.add(self)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
+        with self.explained():
+            dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        work: Pending = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return work
+        return _Started(self, dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
+        with self.explained():
+            dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        dist.broadcast(tensor, src=source, group=self._group)
+        with self.explained():
+            dist.broadcast(tensor, src=source, group=self._group)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say what a backend's time-out means."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise waited_in_vain(self.index, self._timeout.total_seconds()) from None
 
     def channel(self) -> ProcessGroupCommunicator:
         group = _new_group(self.backend, self._timeout)
@@ -92,6 +107,16 @@ class ProcessGroupCommunicator(Communicator):
 
     def close(self) -> None:
         self._group = None
+
+
+class _Started:
+    def __init__(self, communicator: ProcessGroupCommunicator, work: Any) -> None:
+        self._communicator = communicator
+        self._work = work
+
+    def wait(self) -> None:
+        with self._communicator.explained():
+            self._work.wait()
 
 
 _open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
@@ -184,6 +209,7 @@ def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[d
             "options": asdict(options),
             "machine": machine.host_identity(),
             "network": machine.network_identity(),
+            "address": machine.address_towards(*topology.address),
             "device": str(device),
             "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         },
@@ -219,10 +245,15 @@ def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
     other machines cannot reach, and on others an address that the outside can.
     """
     assert topology.address is not None
-    if len({(card["machine"], card["network"]) for card in cards}) == 1:
+    place = [(card["machine"], card["network"]) for card in cards]
+    own = place[topology.index]
+    elsewhere = [card["address"] for card, there in zip(cards, place, strict=True) if there != own]
+    if not elsewhere:
         interface: str | None = machine.loopback_interface()
     else:
-        address = machine.address_towards(*topology.address)
+        # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
+        target = topology.address[0] if own != place[0] else next(filter(None, elsewhere), topology.address[0])
+        address = machine.address_towards(target, topology.address[1])
         interface = machine.interface_of(address) if address else None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
