@@ -31,7 +31,8 @@ def _ours(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tens
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = mirrored.compute_average_loss(models.per_example_loss(model(x), y))
+        per_example = models.per_example_loss(model(x), y)
+        loss = mirrored.compute_average_loss(per_example, global_batch_size=models.CASES[case])
         loss.backward()
         optimizer.step()
         return loss.detach()
