@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """Programs that the tests start take Ctrl-C also where the tests themselves run in the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,6 +33,14 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "PYTEST_CURRENT_TEST" in os.environ
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Return when ``condition`` holds; fail when it does not within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"did not come true within {seconds} s"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import at_most
+from conftest import at_most, wait_until
 from jobs import ROOT, run_program
 
 import mirrored
@@ -206,15 +206,11 @@ def test_nothing_is_left_running(number: int, tmp_path: pathlib.Path) -> None:
         [sys.executable, str(script), str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    with at_most(30):
-        while not all(file.exists() and file.read_text() for file in files):
-            time.sleep(0.05)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
     towers = [int(file.read_text()) for file in files]
     process.send_signal(number)
     process.wait(timeout=15)
-    with at_most(10):
-        while any(os.path.exists(f"/proc/{pid}") for pid in towers):
-            time.sleep(0.05)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in towers), 10)
 
 
 NOTEBOOK = """

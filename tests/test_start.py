@@ -14,7 +14,7 @@ import sys
 import time
 
 import pytest
-from conftest import at_most
+from conftest import at_most, wait_until
 from jobs import ROOT, run_program
 
 import mirrored
@@ -85,14 +85,14 @@ def state_of(process: int) -> str:
 
 
 def test_suspending_and_continuing_reaches_the_towers() -> None:
-    process = subprocess.Popen([sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, text=True)
+    # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
+    command = [sys.executable, REPORT, "two", "wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
     assert process.stdout is not None
     tower = json.loads(process.stdout.readline())["pid"]
-    for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False), (signal.SIGTSTP, True)):
+    for number, wanted in ((signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"}), (signal.SIGTSTP, {"T"})):
         process.send_signal(number)
-        with at_most(10):
-            while not all((state_of(pid) == "T") is stopped for pid in (process.pid, tower)):
-                time.sleep(0.05)
+        wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted, 10)  # type: ignore[misc]
     process.send_signal(signal.SIGCONT)
     process.terminate()
     process.communicate(timeout=15)
@@ -105,9 +105,7 @@ def test_nothing_is_left_when_the_launcher_is_killed() -> None:
     tower = json.loads(process.stdout.readline())["pid"]
     process.kill()
     process.communicate()
-    with at_most(10):
-        while os.path.exists(f"/proc/{tower}"):
-            time.sleep(0.05)
+    wait_until(lambda: not os.path.exists(f"/proc/{tower}"), 10)
 
 
 def test_changing_the_directory_first_does_no_harm(tmp_path: pathlib.Path) -> None:

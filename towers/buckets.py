@@ -11,68 +11,35 @@ The tail makes unused parameters exact without a collective of their own: after 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from towers.mirror import Named
+from towers.slots import Slot
 from towers.sparse import to_dense
 
 _ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
 
 
-class Slot:
-    """One parameter's place in a bucket. It does not keep the parameter alive.
+class DenseSlot(Slot):
+    """One parameter's place in a bucket.
 
     Attributes:
-        arrived: its gradient of this backward is there.
-        unsynced: it holds gradients of its own tower alone (from ``no_sync``).
+        bucket, start: where it is, in elements of the bucket's dtype.
         view: where in the buffer its gradient lies, in the parameter's shape and strides. It is never handed
             out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
     """
 
-    __slots__ = (
-        "_parameter",
-        "arrived",
-        "bucket",
-        "dtype",
-        "name",
-        "shape",
-        "start",
-        "trainable",
-        "unsynced",
-        "view",
-    )
+    __slots__ = ("bucket", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
-        self.name = named.name
-        self.trainable = named.trainable
-        self._parameter = weakref.ref(named.tensor)
-        self.shape = named.tensor.shape
-        self.dtype = named.tensor.dtype
+        super().__init__(named)
         self.bucket = bucket
         self.start = start
         self.view: Tensor | None = None
-        self.arrived = False
-        self.unsynced = False
-
-    @property
-    def parameter(self) -> Tensor | None:
-        """The parameter; None when its model is gone."""
-        return self._parameter()
-
-    @property
-    def holds_unsynced(self) -> bool:
-        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have thrown it away."""
-        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
-
-    @property
-    def fresh(self) -> bool:
-        """Whether this tower has something of its own to contribute."""
-        return self.arrived or self.holds_unsynced
 
     def is_in_view(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
@@ -94,7 +61,7 @@ class Bucket:
         self.index = index
         self.dtype = dtype
         self.device = device
-        self.slots: list[Slot] = []
+        self.slots: list[DenseSlot] = []
         self.numel = 0
         self.missing = 0
         self.launched = False
@@ -103,12 +70,12 @@ class Bucket:
         self._tail: Tensor | None = None
         self._own_holders = 0
 
-    def add(self, named: Named) -> Slot:
+    def add(self, named: Named) -> DenseSlot:
         """Give a parameter the next aligned place."""
         real = 2 if named.tensor.is_complex() else 1
         step = _ALIGNMENT_BYTES // self.dtype.itemsize
         start = -(-self.numel // step) * step
-        slot = Slot(named, self, start)
+        slot = DenseSlot(named, self, start)
         self.slots.append(slot)
         self.numel = start + real * named.tensor.numel()
         return slot

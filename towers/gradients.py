@@ -27,10 +27,11 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from towers.buckets import Bucket, Slot, lay_out
+from towers.buckets import Bucket, DenseSlot, lay_out
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.mirror import Named
+from towers.slots import Slot
 from towers.sparse import SparseSlot
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
@@ -53,7 +54,7 @@ class GradientAverager:
         self._bucket_bytes = bucket_bytes
         self._paused = False
         self._hooks: list[Callable[[], None]] = []
-        self._slots: list[Slot | SparseSlot] = []
+        self._slots: list[Slot] = []
         self._any_unsynced = False
         self._lay_out([])
 
@@ -105,7 +106,7 @@ class GradientAverager:
         self._follows: dict[tuple[int, ...] | None, tuple[int, ...]] = {}
         self._hooks = [self._hook(slot) for slot in self._slots]
 
-    def _hook(self, slot: Slot | SparseSlot) -> Callable[[], None]:
+    def _hook(self, slot: Slot) -> Callable[[], None]:
         """Watch a parameter, also a frozen one: it may be thawed at any time. Returns what ends it."""
         parameter = slot.parameter
         if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
@@ -159,7 +160,7 @@ class GradientAverager:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
         return self._in_cycle or torch._C._current_graph_task_id() != -1
 
-    def _arrive(self, slot: Slot) -> None:
+    def _arrive(self, slot: DenseSlot) -> None:
         if self._hold_back(slot):
             return
         bucket = slot.bucket
@@ -176,7 +177,7 @@ class GradientAverager:
         if not self._hold_back(slot):
             slot.arrived = True
 
-    def _hold_back(self, slot: Slot | SparseSlot) -> bool:
+    def _hold_back(self, slot: Slot) -> bool:
         """Inside ``paused``, only note the gradient; else see that a cycle is open."""
         if self._paused:
             slot.unsynced = self._any_unsynced = True
@@ -184,7 +185,7 @@ class GradientAverager:
             self._begin()
         return self._paused
 
-    def _refuse_late(self, slot: Slot) -> None:
+    def _refuse_late(self, slot: DenseSlot) -> None:
         raise TowersError(
             f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
             "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "

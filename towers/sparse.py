@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor
 
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
-from towers.mirror import Named
+from towers.slots import Slot
 
 
-class SparseSlot:
-    """A parameter with sparse gradients. Its rows are gathered, not reduced: only those that exist travel.
+class SparseSlot(Slot):
+    """A parameter with sparse gradients. Its rows are gathered, not reduced: only those that exist travel."""
 
-    Attributes:
-        arrived, unsynced, holds_unsynced, fresh: as of :class:`towers.buckets.Slot`.
-    """
-
-    __slots__ = ("_parameter", "arrived", "dtype", "name", "shape", "trainable", "unsynced")
-
-    def __init__(self, named: Named) -> None:
-        self.name = named.name
-        self.trainable = named.trainable
-        self._parameter = weakref.ref(named.tensor)
-        self.shape = named.tensor.shape
-        self.dtype = named.tensor.dtype
-        self.arrived = False
-        self.unsynced = False
-
-    @property
-    def parameter(self) -> Tensor | None:
-        """The parameter; None when its model is gone."""
-        return self._parameter()
-
-    @property
-    def holds_unsynced(self) -> bool:
-        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
-
-    @property
-    def fresh(self) -> bool:
-        return self.arrived or self.holds_unsynced
+    __slots__ = ()
 
     def average(self, channel: Communicator) -> None:
         """Replace the gradient by the mean over towers; a tower without one contributes zero.
