@@ -8,7 +8,7 @@ import math
 from towers.collectives.process_group import Options
 from towers.gradients import DEFAULT_BUCKET_BYTES
 
-_IMPLEMENTATIONS = ("auto", "nccl", "gloo")
+_IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
 _ALGORITHMS = ("ring", "auto")
 
 
@@ -17,7 +17,8 @@ class CommunicationOptions:
     """Options of a strategy's communication; they must be the same on all towers.
 
     Attributes:
-        implementation: "auto" (NCCL between GPUs, Gloo between CPUs), "nccl" or "gloo".
+        implementation: "auto" (NCCL between GPUs, shared memory between CPU towers of one host, else Gloo), "nccl",
+            "gloo" or "shared_memory".
         algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
             ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
         bucket_bytes: gradients travel in buckets of about this many bytes.

@@ -16,6 +16,7 @@ from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
 from towers.collectives import process_group
 from towers.collectives.communicator import Alone, Communicator
+from towers.collectives.connect import connect
 from towers.devices import Device
 from towers.job import Job
 from towers.log import get_logger
@@ -130,7 +131,9 @@ def _find_towers(
         if _by_own_agent():
             lifeline.end_with_parent()
         device = devices.for_tower(topology.local_index, topology.local_size, chosen, gpus, topology.origin)
-        return topology, process_group.connect(topology, _use(device), options.for_towers())
+        if device.type == "cpu" and topology.size > 1:
+            machine.keep_freed_memory()
+        return topology, connect(topology, _use(device), options.for_towers())
     process_group.refuse_unknown_peers()
     if chosen is not None:
         devices.check_exist(chosen, gpus)

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from towers.collectives.communicator import Communicator
 from towers.mirror import Named
 from towers.slots import Slot
 from towers.sparse import to_dense
 
 _ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
+_LARGE_BYTES = 2**17
 
 
 class DenseSlot(Slot):
@@ -31,15 +33,19 @@ class DenseSlot(Slot):
         bucket, start: where it is, in elements of the bucket's dtype.
         view: where in the buffer its gradient lies, in the parameter's shape and strides. It is never handed
             out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
+        large: its gradient is brought into the buffer as soon as it is there.
+        filled: the gradient that was brought into the buffer in this backward, and its version then.
     """
 
-    __slots__ = ("bucket", "start", "view")
+    __slots__ = ("bucket", "filled", "large", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
         self.bucket = bucket
         self.start = start
+        self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view: Tensor | None = None
+        self.filled: tuple[Tensor, int] | None = None
 
     def is_in_view(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
@@ -47,6 +53,21 @@ class DenseSlot(Slot):
         if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
             return False
         return gradient.stride() == view.stride() and gradient.dtype == view.dtype
+
+    def fill(self, gradient: Tensor, scale: float) -> None:
+        """Bring ``gradient`` times ``scale`` into the buffer."""
+        assert self.view is not None
+        dense = to_dense(gradient) if gradient.is_sparse else gradient
+        if scale == 1.0:
+            self.view.copy_(dense)
+        else:
+            torch.mul(dense, scale, out=self.view)
+        self.filled = gradient, gradient._version
+
+    def is_filled_with(self, gradient: Tensor) -> bool:
+        """Whether that has been done, and nobody has changed ``gradient`` since."""
+        filled = self.filled
+        return filled is not None and filled[0] is gradient and filled[1] == gradient._version
 
     def hand_out(self, parameter: Tensor) -> None:
         """Make the parameter's gradient this slot's place in the buffer."""
@@ -59,12 +80,14 @@ class Bucket:
 
     def __init__(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self.index = index
+        self.key = index
         self.dtype = dtype
         self.device = device
         self.slots: list[DenseSlot] = []
         self.numel = 0
         self.missing = 0
         self.launched = False
+        self._ready = False
         self._all_fresh = False
         self._buffer: Tensor | None = None
         self._tail: Tensor | None = None
@@ -91,46 +114,84 @@ class Bucket:
 
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
-        self.launched = False
+        self.launched = self._ready = False
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
+            slot.filled = None
 
     def count_missing(self) -> None:
         """Before a backward: how many gradients it can bring."""
         parameters = (slot.parameter for slot in self.slots)
         self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
 
-    def pack(self, scale: float, touched: Sequence[bool] | None, buckets: int) -> Tensor:
-        """Bring the gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
+    def bring(self, slot: DenseSlot, channel: Communicator, scale: float, units: int) -> None:
+        """Bring a gradient that was just computed into the buffer, while the cache still holds it."""
+        self._make_ready(channel, units)
+        parameter = slot.parameter
+        gradient = None if parameter is None else parameter.grad
+        if gradient is not None and not slot.is_in_view(gradient):
+            slot.fill(gradient, scale)
+            if scale == 1.0:
+                # At once: the next gradient is then computed in the memory of this one, which the cache holds. With a
+                # scale it must wait, since a second gradient of this backward would be added to the scaled first.
+                slot.hand_out(parameter)  # type: ignore[arg-type]
+                slot.filled = None
+
+    def pack(self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int) -> Tensor:
+        """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
 
         From here on the gradients of fresh slots lie in the buffer. A slot without a fresh gradient contributes
         what it holds (equal on all towers, so its mean is itself), else zero.
+
+        Args:
+            touched: for the bucket that closes a backward, which of all units this tower touched.
+            units: how many there are.
         """
-        parameters = [slot.parameter for slot in self.slots]
-        gradients = [None if parameter is None else parameter.grad for parameter in parameters]
-        in_view = [slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True)]
-        if self._buffer is None or _holders(self._buffer) > self._own_holders + sum(in_view):
-            # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
-            self._allocate(buckets)
-            in_view = [False] * len(in_view)
+        self._make_ready(channel, units)
         assert self._buffer is not None
         assert self._tail is not None
-        for slot, parameter, gradient, inside in zip(self.slots, parameters, gradients, in_view, strict=True):
+        used = []
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for slot in self.slots:
+            parameter, fresh = slot.parameter, slot.fresh
+            gradient = None if parameter is None else parameter.grad
+            used.append(fresh)
             assert slot.view is not None
             if gradient is None:
                 slot.view.zero_()
-            elif inside:
-                slot.view.mul_(scale)
+            elif slot.is_filled_with(gradient):
+                slot.hand_out(parameter)  # type: ignore[arg-type]
+            elif slot.is_in_view(gradient):
+                if scale != 1.0:
+                    slot.view.mul_(scale)
             else:
-                torch.mul(to_dense(gradient) if gradient.is_sparse else gradient, scale, out=slot.view)
-                if slot.fresh:
+                if scale == 1.0 and not gradient.is_sparse:
+                    sources.append(gradient)
+                    targets.append(slot.view)
+                else:
+                    slot.fill(gradient, scale)
+                if fresh:
                     slot.hand_out(parameter)  # type: ignore[arg-type]
-        used = [slot.fresh for slot in self.slots]
+            slot.filled = None
+        if sources:
+            torch._foreach_copy_(targets, sources)
         self._all_fresh = all(used)
         _write(self._tail[: len(used)], used)
-        _write(self._tail[len(used) :], touched or [False] * buckets)
+        _write(self._tail[len(used) :], touched or [False] * units)
         self.launched = True
         return self._buffer
+
+    def _make_ready(self, channel: Communicator, units: int) -> None:
+        """Once in a backward, before anything is written into the buffer: see that it is nobody else's."""
+        if self._ready:
+            return
+        self._ready = True
+        gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
+        ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
+        if self._buffer is None or _holders(self._buffer) > self._own_holders + ours:
+            # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
+            self._allocate(channel, units)
 
     def settle(self) -> None:
         """After the sum: parameters that only other towers used get their gradient too."""
@@ -147,9 +208,9 @@ class Bucket:
         assert self._tail is not None
         return [count > 0 for count in self._tail[len(self.slots) :].tolist()]
 
-    def _allocate(self, buckets: int) -> None:
-        tail = len(self.slots) + buckets
-        self._buffer = torch.zeros(self.numel + tail, dtype=self.dtype, device=self.device)
+    def _allocate(self, channel: Communicator, units: int) -> None:
+        tail = len(self.slots) + units
+        self._buffer = channel.allocate(self.key, self.numel + tail, self.dtype, self.device)
         self._tail = self._buffer[self.numel :]
         for slot in self.slots:
             parameter = slot.parameter

@@ -30,6 +30,10 @@ class DisagreementError(TowersError, ValueError):
     """Towers called one collective with different operations, shapes, dtypes or structures."""
 
 
+class PeerLostError(TowersError):
+    """Another tower has ended while this one waited for it: a consequence of whatever ended that one."""
+
+
 class CollectiveTimeoutError(TowersError):
     """A tower waited for others in a collective until the deadline."""
 

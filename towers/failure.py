@@ -16,6 +16,8 @@ import time
 import traceback
 from types import TracebackType
 
+from towers.errors import PeerLostError
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
@@ -25,6 +27,8 @@ _LAUNCHER_SECONDS = 2.0
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
+    if isinstance(error, PeerLostError):
+        return True
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_LOST)
 
 

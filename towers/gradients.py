@@ -50,12 +50,14 @@ class GradientAverager:
 
     def __init__(self, channel: Communicator, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
         self._channel = channel
-        self._scale = 1.0 / channel.size
+        self._scale = channel.prescale
         self._bucket_bytes = bucket_bytes
         self._paused = False
         self._hooks: list[Callable[[], None]] = []
         self._slots: list[Slot] = []
         self._any_unsynced = False
+        self._next_key = 0
+        self._buckets: list[Bucket] = []
         self._lay_out([])
 
     def add(self, parameters: Sequence[Named]) -> None:
@@ -89,9 +91,15 @@ class GradientAverager:
         unsynced = self.unsynced()
         for remove in self._hooks:
             remove()
+        for bucket in self._buckets:
+            self._channel.release(bucket.key)
         self._names = [named.name for named in parameters]
         self._buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
+        for bucket in self._buckets:  # keys are not used again: towers may be at different lay-outs for a moment
+            bucket.key = self._next_key
+            self._next_key += 1
         self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
+        self._units = len(self._buckets) + len(self._sparse)
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._slots += self._sparse
         for slot in self._slots:
@@ -166,6 +174,8 @@ class GradientAverager:
         bucket = slot.bucket
         if bucket.launched:
             self._refuse_late(slot)
+        if slot.large:
+            self._bring(slot)
         if slot.arrived:
             return
         slot.arrived = True
@@ -212,10 +222,13 @@ class GradientAverager:
             self._next += 1
 
     @torch.no_grad()
+    def _bring(self, slot: DenseSlot) -> None:
+        slot.bucket.bring(slot, self._channel, self._scale, self._units)
+
+    @torch.no_grad()
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
-        units = len(self._buckets) + len(self._sparse)
-        buffer = bucket.pack(self._scale, touched, units)
-        self._started.append((bucket, self._channel.start_all_reduce(buffer)))
+        buffer = bucket.pack(self._channel, self._scale, touched, self._units)
+        self._started.append((bucket, self._channel.start_average(buffer)))
 
     @torch.no_grad()
     def _finish(self) -> None:

@@ -23,6 +23,8 @@ class Communicator(ABC):
         index, size: this tower and how many there are.
         device: where the tensors of this tower's model live.
         backend: name for messages and the log.
+        prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
+            the backend can only sum, else 1.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -32,14 +34,30 @@ class Communicator(ABC):
     size: int
     device: torch.device
     backend: str
+    prescale: float = 1.0
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce ``tensor`` over all towers, in place. ``op``: sum, min, max or prod."""
 
     @abstractmethod
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Start to sum ``tensor`` over all towers, in place; ``tensor`` is taken until the result is awaited."""
+    def start_average(self, tensor: Tensor) -> Pending:
+        """Start to average ``tensor`` over all towers, in place; ``tensor`` is taken until the result is awaited.
+
+        What is put into it has to be multiplied by :attr:`prescale` before.
+        """
+
+    def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros, flat, where :meth:`start_average` takes the least time.
+
+        Args:
+            key: tells such tensors apart; the same on all towers for what is reduced together. The one that was
+                allocated last counts.
+        """
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def release(self, key: int) -> None:  # noqa: B027  (nothing to do is a right default)
+        """What was allocated with ``key`` will not be reduced again; its memory lives as long as its tensors."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -92,7 +110,7 @@ class Alone(Communicator):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         pass
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
+    def start_average(self, tensor: Tensor) -> Pending:
         return _Done()
 
     def all_gather(self, tensor: Tensor) -> Tensor:

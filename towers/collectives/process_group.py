@@ -36,7 +36,8 @@ class Options:
     """How towers communicate.
 
     Attributes:
-        implementation: "auto" (NCCL between GPUs, Gloo between CPUs), "nccl" or "gloo".
+        implementation: "auto" (NCCL between GPUs, shared memory between CPU towers of one host, else Gloo), "nccl",
+            "gloo" or "shared_memory".
         algorithm: "ring" pins NCCL's ring; "auto" leaves the choice to NCCL's tuner. Gloo always uses its own.
         bucket_bytes: how large gradient buckets are; not this file's business, but the same on all towers.
         timeout_seconds: how long a collective may take.
@@ -50,7 +51,7 @@ class Options:
     startup_seconds: float = 300.0
 
     def backend(self, device: torch.device) -> str:
-        """The c10d backend for tensors on ``device``.
+        """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
 
         Raises:
             ValueError: the implementation does not work on this device.
@@ -59,7 +60,9 @@ class Options:
             return "nccl" if device.type == "cuda" else "gloo"
         if self.implementation == "nccl" and device.type != "cuda":
             raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
-        return self.implementation
+        if self.implementation == "shared_memory" and device.type != "cpu":
+            raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
+        return "gloo" if self.implementation == "shared_memory" else self.implementation
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -70,6 +73,7 @@ class ProcessGroupCommunicator(Communicator):
         self.size = dist.get_world_size(group)
         self.device = device
         self.backend = backend
+        self.prescale = 1.0 / self.size
         self._group: Any = group
         self._timeout = timeout
         _open.add(self)
@@ -78,7 +82,7 @@ class ProcessGroupCommunicator(Communicator):
         with self.explained():
             dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
+    def start_average(self, tensor: Tensor) -> Pending:
         return _Started(self, dist.all_reduce(tensor, group=self._group, async_op=True))
 
     def all_gather(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""The processes of the other towers of one host: are they still there?"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Mapping
+
+
+class Peers:
+    """Watches processes, by descriptors that cannot come to mean another process where the system has them.
+
+    Args:
+        processes: process id of every other tower, by its index.
+    """
+
+    def __init__(self, processes: Mapping[int, int]) -> None:
+        self._processes = dict(processes)
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        for tower, process in processes.items():
+            with contextlib.suppress(OSError, AttributeError):  # an old kernel, or a container that forbids it
+                descriptor = os.pidfd_open(process)
+                self._watched[descriptor] = tower
+                self._poll.register(descriptor, select.POLLIN)
+
+    def gone(self) -> list[int]:
+        """The towers whose processes have ended."""
+        ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        unwatched = set(self._processes) - set(self._watched.values())
+        return sorted(ended | {tower for tower in unwatched if not _exists(self._processes[tower])})
+
+    def close(self) -> None:
+        """Stop watching."""
+        for descriptor in self._watched:
+            os.close(descriptor)
+        self._watched = {}
+        self._poll = select.poll()
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
