@@ -60,7 +60,7 @@ def test_a_module_becomes_its_towers() -> None:
     assert found["name"] == "programs.report"
     assert found["arguments"] == ["two", "-m", "x"]
     assert found["optimize"] == 1
-    assert result.stderr == "mirrored: 2 towers on cpu, gloo, 1 thread each, started by python\n"
+    assert result.stderr == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by python\n"
 
 
 def test_the_process_itself_becomes_the_launcher() -> None:
@@ -131,7 +131,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
     assert json.loads(report_line)["towers"] == 3
     assert talk == "tower 0 talks"
     lines = result.stderr.splitlines()
-    assert "mirrored: 3 towers on cpu, gloo, 1 thread each, started by mirrored run" in lines
+    assert "mirrored: 3 towers on cpu, shared memory, 1 thread each, started by mirrored run" in lines
     assert "tower 0 warns" in lines
     for tower in (1, 2):
         assert f"[tower {tower}] tower {tower} warns\n" in result.stderr
@@ -284,7 +284,7 @@ def test_srun(tmp_path: pathlib.Path) -> None:
         )
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
-    assert outputs[0][1] == "mirrored: 2 towers on cpu, gloo, 1 thread each, started by srun\n"
+    assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
     assert outputs[1][1] == ""
 
 

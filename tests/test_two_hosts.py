@@ -63,7 +63,8 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool) -> 
         processes.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one"],
-                env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                # One kernel runs both: what it says of itself must not give that away.
+                env={**os.environ, "TF_CONFIG": json.dumps(config), "NCCL_HOSTID": name},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

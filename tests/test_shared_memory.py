@@ -1,0 +1,229 @@
+"""Collectives through shared memory: numbers, bits, loss of a tower, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import at_most, wait_until
+from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
+from torch import Tensor
+
+import mirrored
+from towers.collectives.shared_memory import SharedMemoryCommunicator
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
+
+
+def random_tensor(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 7, shape, generator=generator).to(dtype)
+
+
+def fixed_order(parts: list[Tensor], op: str) -> Tensor:
+    """The reduction from tower 0 to the last, in the widest precision."""
+    combine = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
+    wide = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts]
+    total = wide[0]
+    for part in wide[1:]:
+        total = combine(total, part)
+    return total
+
+
+def agrees(found: Tensor, expected: Tensor, terms: int) -> bool:
+    if not (found.is_floating_point() or found.is_complex()):
+        return bool(torch.equal(found, expected.to(torch.int64).to(found.dtype)))
+    wide = found.to(expected.dtype)
+    rounding = terms * torch.finfo(found.dtype).eps * (expected.abs() + terms)
+    return bool(((wide - expected).abs() <= rounding).all())
+
+
+def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
+    """All towers draw all towers' values, so each knows the reference; returns the digests of the results."""
+    comm = strategy.communicator
+    assert isinstance(comm, SharedMemoryCommunicator)
+    generator = torch.Generator().manual_seed(comm.size)
+    sizes = (0, 1, 3, 17, 1000, 8192, 8193, 100_000, 700_001)
+    digests = []
+    for _ in range(rounds):
+        pick = lambda among: among[int(torch.randint(len(among), (), generator=generator))]  # noqa: E731
+        dtype, size = pick(DTYPES), pick(sizes)
+        op = pick(("sum", "prod") if dtype.is_complex else ("sum", "prod", "min", "max"))
+        parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
+        mine = parts[comm.index].clone()
+        comm.all_reduce(mine, op)
+        assert agrees(mine, fixed_order(parts, op), comm.size), (dtype, size, op)
+        strided = torch.stack([parts[comm.index]] * 2, dim=1)[:, 0]
+        comm.all_reduce(strided, op)
+        assert torch.equal(strided, mine)
+        gathered = comm.all_gather(parts[comm.index])
+        assert all(torch.equal(row, part) for row, part in zip(gathered, parts, strict=True))
+        source = int(torch.randint(comm.size, (), generator=generator))
+        copy = parts[comm.index].clone()
+        comm.broadcast(copy, source)
+        assert torch.equal(copy, parts[source])
+        digests.append(str(hash(tuple(mine.view(torch.uint8).tolist()[:999]))))
+    return digests
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: int) -> None:
+    first, *others = towers(reduce_at_random, 60, count=count)
+    assert all(other == first for other in others)
+
+
+def test_more_towers_than_cores() -> None:
+    first, *others = towers(reduce_at_random, 4, count=8)
+    assert all(other == first for other in others)
+
+
+def average_windows(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
+    """Averages in place, with windows that one tower makes anew, or cannot make."""
+    comm = strategy.communicator
+    if comm.index == fails_on:
+        del os.memfd_create
+    generator = torch.Generator().manual_seed(0)
+    right = True
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for key, size in enumerate((5, 4096, 300_001), start=10 * dtype.itemsize):
+            window = comm.allocate(key, size, dtype, comm.device)
+            for turn in range(3):
+                parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
+                if turn == 1 and comm.index == 1:
+                    window = comm.allocate(key, size, dtype, comm.device)
+                window.copy_(parts[comm.index])
+                comm.start_average(window).wait()
+                right = right and agrees(window, fixed_order(parts, "sum") / comm.size, comm.size)
+            comm.release(key)
+    return right
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_windows_are_averaged_in_place(fails_on: int | None) -> None:
+    assert all(towers(average_windows, fails_on, count=3))
+
+
+def train(strategy: mirrored.Strategy) -> list[Tensor]:
+    with strategy.scope():
+        model = make_mlp(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, classes = make_data(dtype=torch.float32)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        mirrored.compute_average_loss(losses).backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(torch.utils.data.TensorDataset(inputs, classes), 16):
+        strategy.run(step, args=batch)
+    return [*parameters_of(model), torch.tensor(strategy.communicator.backend == "shared memory")]
+
+
+def train_by(implementation: str) -> list[Tensor]:
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    return train(mirrored.MirroredStrategy(seed=0, communication=options))
+
+
+def test_training_gives_the_numbers_of_gloo() -> None:
+    [*ours, shared], _ = mirrored.launch(train_by, ("shared_memory",), devices=["cpu:0", "cpu:1"])
+    [*gloo, not_shared], _ = mirrored.launch(train_by, ("gloo",), devices=["cpu:0", "cpu:1"])
+    assert shared
+    assert not not_shared
+    assert_close(ours, gloo, 1e-6)
+
+
+def die_while_others_wait(strategy: mirrored.Strategy) -> None:
+    if strategy.topology.index == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    strategy.reduce("sum", torch.ones(100_000))
+
+
+def test_a_tower_that_dies_in_a_collective_is_named() -> None:
+    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+        towers(die_while_others_wait, count=3)
+    assert caught.value.tower == 1
+    others = [failure for failure in caught.value.failures if failure.tower != 1]
+    assert len(others) == 2
+    for failure in others:
+        assert failure.consequence
+        assert "tower 1 (process" in failure.traceback
+        assert f"ended while tower {failure.tower} waited for it in a collective" in failure.traceback
+
+
+def reduce_for_long(folder: str) -> None:
+    strategy = mirrored.MirroredStrategy()
+    pathlib.Path(folder, str(strategy.topology.index)).write_text(str(os.getpid()))
+    window = strategy.communicator.allocate(0, 1_000_000, torch.float32, strategy.device)
+    while True:
+        strategy.communicator.start_average(window).wait()
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import mirrored, test_shared_memory
+if __name__ == "__main__":
+    mirrored.launch(test_shared_memory.reduce_for_long, (sys.argv[1],), devices=["cpu:0", "cpu:1"])
+"""
+
+
+def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, str(script), str(tmp_path), str(ROOT / "tests")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
+    time.sleep(0.5)
+    running = [int(file.read_text()) for file in files]
+    # What the towers share has no name anywhere, so there is nothing that could be left.
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait(15)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+
+
+def without_memfd(implementation: str) -> str:
+    if os.environ["RANK"] == "1":
+        del os.memfd_create
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    assert strategy.reduce("sum", 1) == 2
+    return strategy.communicator.backend
+
+
+def test_without_shared_memory_it_is_gloo_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert mirrored.launch(without_memfd, ("auto",), devices=["cpu:0", "cpu:1"]) == ["gloo", "gloo"]
+    said = (
+        "towers of this host cannot share memory (tower 1: [Errno 38] this system has no memfd_create); they use Gloo"
+    )
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_shared_memory_that_was_asked_for_must_be_there() -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(without_memfd, ("shared_memory",), devices=["cpu:0", "cpu:1"])
+    assert isinstance(caught.value.__cause__, mirrored.StartupError)
+    assert "implementation is 'shared_memory', but the towers cannot share memory: tower 1" in str(caught.value)
