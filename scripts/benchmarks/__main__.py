@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import allreduce
 import step
 
-BENCHMARKS = {"step": step.main}
+BENCHMARKS = {"allreduce": allreduce.main, "step": step.main}
 
 
 def main() -> int:

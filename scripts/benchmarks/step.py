@@ -89,8 +89,9 @@ def _alternate(steps: dict[str, Step], turns: int, seconds: float, together: boo
     return times
 
 
-def _two_towers(case: str, turns: int, seconds: float) -> Times:
-    strategy = mirrored.MirroredStrategy()
+def _two_towers(case: str, turns: int, seconds: float, implementation: str) -> Times:
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    strategy = mirrored.MirroredStrategy(communication=options)
     torch.manual_seed(0)
     towers = strategy.num_replicas_in_sync
     x, y = models.batch(case, models.CASES[case] // towers, seed=strategy.topology.index)
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
     parser.add_argument("--towers", type=int, default=2, help="1 leaves the first comparison out")
+    parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
     options = parser.parse_args(arguments)
@@ -133,7 +135,7 @@ def main(arguments: Sequence[str]) -> None:
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds)
         if options.towers > 1:
-            times = mirrored.launch(_two_towers, timing, devices=names)[0]
+            times = mirrored.launch(_two_towers, (*timing, options.implementation), devices=names)[0]
             print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
             print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
         times = mirrored.launch(_one_tower, timing, towers=1)[0]

@@ -1,0 +1,84 @@
+"""Time of an all-reduce between CPU towers: ours in shared memory against c10d's Gloo.
+
+"in place" sums a tensor that lies in shared memory, as gradient buckets do; "any tensor" one that does not. All take
+turns in the same processes; medians over the turns are printed. The plain copy is one of the same size on one core,
+with the other towers idle. Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+import mirrored
+
+SIZES = {"4KB": 2**10, "1MB": 2**18, "40MB": 10_000_000}
+"""Names of sizes, and how many float32 they are."""
+
+
+def _measure(numel: int, turns: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of each variant, one number a turn."""
+    strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(implementation="shared_memory"))
+    comm = strategy.communicator
+    window = comm.allocate(0, numel, torch.float32, comm.device)
+    plain, other, source = torch.zeros(numel), torch.zeros(numel), torch.ones(numel)
+    variants: dict[str, Callable[[], object]] = {
+        "ours, in place": lambda: comm.start_average(window).wait(),
+        "ours, any tensor": lambda: comm.all_reduce(plain),
+        "Gloo": lambda: dist.all_reduce(other),
+    }
+    times: dict[str, list[float]] = {name: [] for name in [*variants, "copy"]}
+    blocks = {}
+    for name, run in variants.items():
+        for _ in range(3):
+            run()
+        comm.barrier()
+        started = time.perf_counter()
+        run()
+        comm.barrier()
+        guess = torch.tensor(max(1.0, seconds / (time.perf_counter() - started)))
+        comm.all_reduce(guess, "min")
+        blocks[name] = int(guess)
+    for _ in range(turns):
+        for name, run in variants.items():
+            comm.barrier()
+            started = time.perf_counter()
+            for _ in range(blocks[name]):
+                run()
+            times[name].append((time.perf_counter() - started) / blocks[name])
+        comm.barrier()
+        if strategy.is_chief:
+            started = time.perf_counter()
+            for _ in range(blocks["ours, in place"]):
+                plain.copy_(source)
+            times["copy"].append((time.perf_counter() - started) / blocks["ours, in place"])
+        comm.barrier()
+    return times
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench allreduce", description=__doc__)
+    parser.add_argument("--sizes", default=",".join(SIZES), help="comma-separated: " + ", ".join(SIZES))
+    parser.add_argument("--towers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=9, help="alternations")
+    parser.add_argument("--seconds", type=float, default=0.3, help="length of one variant's turn")
+    options = parser.parse_args(arguments)
+    print(f"torch {torch.__version__}; {options.towers} towers; medians of {options.turns} alternations")
+    print(f"{'':<24}{'ms':>9}{'÷ Gloo':>9}{'25 %':>9}{'75 %':>8}{'÷ copy':>9}")
+    for size in options.sizes.split(","):
+        devices = [f"cpu:{i}" for i in range(options.towers)]
+        times = mirrored.launch(_measure, (SIZES[size], options.turns, options.seconds), devices=devices)[0]
+        copy = statistics.median(times.pop("copy"))
+        for name, own in times.items():
+            ratios = [a / b for a, b in zip(own, times["Gloo"], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            value = statistics.median(own)
+            print(
+                f"{size + ': ' + name:<24}{value * 1e3:>9.3f}{middle:>9.3f}{low:>9.3f}{high:>8.3f}{value / copy:>9.2f}",
+                flush=True,
+            )
