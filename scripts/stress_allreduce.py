@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import random
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -32,21 +33,22 @@ def reduce_at_random(count: int, largest: int, seed: int) -> str:
         op, in_place = draw.choice(ops), draw.random() < 0.3 and dtype in FLOATS and not dtype.is_complex
         size = draw.choice((0, int(largest ** draw.random()), int(largest ** draw.random())))
         starts = [draw.randrange(1000) for _ in range(comm.size)]
-        parts = [_part(pool, start, size, dtype) for start in starts]
+        own = _part(pool, starts[comm.index], size, dtype)
         if in_place:
             op, key = "sum", 0
-            result = comm.allocate(key, size, dtype, comm.device).copy_(parts[comm.index])
+            result = comm.allocate(key, size, dtype, comm.device).copy_(own)
             comm.start_average(result).wait()
             comm.release(key)
         else:
-            result = parts[comm.index].clone()
+            result = own
             comm.all_reduce(result, op)
         if number % comm.size == comm.index:  # towers take turns, to be done sooner
-            _check(result, parts, op, comm.size if in_place else 1)
-        own = hashlib.blake2b(result.view(torch.uint8).numpy().tobytes()).digest()
-        if any(other != own for other in comm.all_gather_bytes(own)):
+            parts = (_part(pool, start, size, dtype) for start in starts)
+            _check(result, parts, op, comm.size, comm.size if in_place else 1)
+        mine = hashlib.blake2b(result.view(torch.uint8).numpy().tobytes()).digest()
+        if any(other != mine for other in comm.all_gather_bytes(mine)):
             raise AssertionError(f"results differ between towers: number {number}, {dtype}, {op}, {size} elements")
-        digest.update(own)
+        digest.update(mine)
     return digest.hexdigest()[:16]
 
 
@@ -55,22 +57,22 @@ def _part(pool: Tensor, start: int, size: int, dtype: torch.dtype) -> Tensor:
     return (values if dtype in FLOATS else (values * 3).round()).to(dtype)
 
 
-def _check(result: Tensor, parts: list[Tensor], op: str, divisor: int) -> None:
+def _check(result: Tensor, parts: Iterator[Tensor], op: str, towers: int, divisor: int) -> None:
     combine = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
     integral = not (result.is_floating_point() or result.is_complex())
     wide = torch.int64 if integral else torch.complex128 if result.is_complex() else torch.float64
-    expected = parts[0].to(wide)
+    expected = next(parts).to(wide)
     bound = expected.abs()
-    for part in parts[1:]:
+    for part in parts:
         expected = combine(expected, part.to(wide))
         bound = torch.maximum(bound + part.to(wide).abs(), expected.abs()) if op == "sum" else expected.abs()
     if integral:
         assert torch.equal(result, expected.to(result.dtype)), (op, result.dtype)
         return
-    rounding = len(parts) * torch.finfo(result.dtype).eps * (bound + torch.finfo(result.dtype).tiny * 8) * 2
+    rounding = towers * torch.finfo(result.dtype).eps * (bound + torch.finfo(result.dtype).tiny * 8) * 2
     error = (result.to(wide) * divisor - expected).abs()
     tiny = torch.finfo(result.dtype).smallest_normal
-    assert bool((error <= rounding + tiny * len(parts)).all()), (op, result.dtype, float(error.max()))
+    assert bool((error <= rounding + tiny * towers).all()), (op, result.dtype, float(error.max()))
 
 
 def main() -> None:

@@ -75,6 +75,7 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool) -> 
     # One tower on the first host, two on the second; each host's first tower shows.
     assert [json.loads(out)["towers"] for out, _ in outputs] == [3, 3]
     assert (
-        "mirrored: 3 towers of 2 workers on cpu, gloo, 1 thread each, started by python with TF_CONFIG" in outputs[0][1]
+        "mirrored: 3 towers of 2 workers on cpu, shared memory in and gloo across 2 hosts, 1 thread each"
+        in outputs[0][1]
     )
     assert "mirrored:" not in outputs[1][1]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
+from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
 
 _CHUNK_BYTES = 32 * 2**20
@@ -110,7 +110,7 @@ def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
 
 def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor]) -> None:
     # As bytes: every dtype travels, also those that a backend knows no arithmetic for.
-    flat = torch.cat([tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in chunk])
+    flat = torch.cat([as_bytes(tensor) for tensor in chunk])
     comm.broadcast(flat)
     pieces = flat.split([tensor.nbytes for tensor in chunk])
     for tensor, piece in zip(chunk, pieces, strict=True):

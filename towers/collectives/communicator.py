@@ -101,6 +101,14 @@ def _as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor (a copy's of any other) as a flat tensor of bytes."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.numel() <= 1:  # counts as contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 class Alone(Communicator):
     """One tower: every collective is the value itself."""
 

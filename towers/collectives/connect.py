@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from towers import machine
 from towers.collectives import process_group, shared_memory
-from towers.collectives.communicator import Communicator
-from towers.collectives.process_group import Options
+from towers.collectives.communicator import Alone, Communicator
+from towers.collectives.hierarchical import HierarchicalCommunicator
+from towers.collectives.process_group import Options, ProcessGroupCommunicator
 from towers.errors import StartupError
 from towers.log import get_logger
 from towers.topology import Topology
@@ -15,7 +17,7 @@ log = get_logger("towers")
 
 
 def connect(topology: Topology, device: torch.device, options: Options) -> Communicator:
-    """Meet the other towers: :func:`towers.collectives.process_group.connect`, and share memory where that is meant.
+    """Meet the other towers: :func:`towers.collectives.process_group.connect`, and share memory where that can be.
 
     Raises:
         StartupError: ``options`` ask for shared memory, and the towers cannot have it.
@@ -30,6 +32,34 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Commu
         return found
     if wanted:
         raise StartupError(f"implementation is 'shared_memory', but the towers cannot share memory: {found}")
-    if topology.is_chief and found != shared_memory.SEVERAL_HOSTS:
-        log.info("towers of this host cannot share memory (%s); they use Gloo, which is slower", found)
+    if found == shared_memory.SEVERAL_HOSTS:
+        return _by_hosts(group, options)
+    _say_why_not(topology.index, found)
     return group
+
+
+def _by_hosts(group: ProcessGroupCommunicator, options: Options) -> Communicator:
+    """Shared memory inside each host, the group across hosts; the group alone where that is of no use."""
+    by_host: dict[bytes, list[int]] = {}
+    for tower, host in enumerate(group.all_gather_bytes(machine.host_identity().encode())):
+        by_host.setdefault(host, []).append(tower)
+    hosts = list(by_host.values())
+    if len(hosts) == group.size:
+        return group
+    local: Communicator = Alone(group.device)
+    reason = ""
+    for towers in hosts:
+        inside = group.among(towers)
+        if inside is not None and inside.size > 1:
+            found = shared_memory.join(inside, options.timeout_seconds)
+            local, reason = (inside, found) if isinstance(found, str) else (found, "")
+    reasons = [text.decode() for text in group.all_gather_bytes(reason.encode())]
+    if any(reasons):
+        _say_why_not(group.index, next(filter(None, reasons)))
+        return group
+    return HierarchicalCommunicator(group, hosts, local)
+
+
+def _say_why_not(index: int, reason: str) -> None:
+    if index == 0:
+        log.info("towers of this host cannot share memory (%s); they use Gloo, which is slower", reason)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -93,7 +93,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self.explained():
-            dist.broadcast(tensor, src=source, group=self._group)
+            dist.broadcast(tensor, group=self._group, group_src=source)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -107,6 +107,13 @@ class ProcessGroupCommunicator(Communicator):
 
     def channel(self) -> ProcessGroupCommunicator:
         group = _new_group(self.backend, self._timeout)
+        return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
+
+    def among(self, towers: Sequence[int]) -> ProcessGroupCommunicator | None:
+        """A communicator of some of the towers, in ascending order; all towers call this. None for those not in it."""
+        group = _new_group(self.backend, self._timeout, list(towers))
+        if self.index not in towers:
+            return None
         return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout)
 
     def close(self) -> None:
@@ -190,9 +197,9 @@ def _backends(backend: str) -> str:
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def _new_group(backend: str, timeout: timedelta) -> Any:
+def _new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) -> Any:
     with _without_greeting():
-        return dist.new_group(timeout=timeout, backend=_backends(backend))
+        return dist.new_group(ranks, timeout=timeout, backend=_backends(backend))
 
 
 def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[handshake.Card]]:

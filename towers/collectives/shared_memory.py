@@ -30,7 +30,7 @@ from torch import Tensor
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.arithmetic import reduce_into
-from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.communicator import Communicator, Pending, as_bytes
 from towers.collectives.peers import Peers
 from towers.collectives.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError, waited_in_vain
@@ -250,7 +250,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        mine = as_bytes(tensor)
         rows = gathered.view(self.size, -1).view(torch.uint8) if tensor.numel() else gathered.view(self.size, 0)
         for start in range(0, mine.numel(), _HALF):
             piece = mine[start : start + _HALF]
@@ -263,7 +263,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         dense = tensor.detach().contiguous()
-        data = dense.view(-1).view(torch.uint8)
+        data = as_bytes(dense)
         for piece in data.split(_HALF) if data.numel() else ():
             slot = self._slots(torch.uint8, piece.numel())[source]
             if self.index == source:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from towers import tree as trees
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
+from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import DisagreementError
 
 Axis = int | tuple[int, ...] | None
@@ -137,7 +137,7 @@ def join(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], ax
     if not any(sizes):
         return torch.cat([tensor.new_empty(list(shape)) for shape in shapes], dim=axis)
     packed = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
-    packed[: sizes[comm.index]] = tensor.contiguous().flatten().view(torch.uint8)
+    packed[: sizes[comm.index]] = as_bytes(tensor)
     gathered = comm.all_gather(packed)
     parts = [
         row[:size].view(tensor.dtype).view(list(shape))

@@ -1,0 +1,110 @@
+"""Towers on several hosts: reduce inside each host, then across hosts, then spread inside each host again.
+
+So a bucket crosses the network once for each host, however many towers that has, and the rest of the way is shared
+memory. The first tower of each host, its *leader*, speaks for it. Hosts may have different numbers of towers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.process_group import ProcessGroupCommunicator
+
+
+class HierarchicalCommunicator(Communicator):
+    """Composes two ways of communicating.
+
+    Args:
+        group: all towers; the leaders' group is made from it.
+        hosts: the towers of each host, in ascending order; the first is its leader.
+        local: among the towers of this host.
+    """
+
+    def __init__(self, group: ProcessGroupCommunicator, hosts: Sequence[Sequence[int]], local: Communicator) -> None:
+        index = group.index
+        self.index, self.size, self.device = index, group.size, group.device
+        self._group = group
+        inside = local.backend if local.size > 1 else "shared memory"
+        self.backend = f"{inside} in and gloo across {len(hosts)} hosts"
+        self.prescale = local.prescale
+        self._hosts = [list(towers) for towers in hosts]
+        self._host = next(number for number, towers in enumerate(hosts) if index in towers)
+        self._local = local
+        self._across = group.among([towers[0] for towers in hosts])
+        self._queue: list[tuple[Tensor, Pending]] = []
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        dense = tensor.contiguous()
+        self._local.all_reduce(dense, op)
+        if self._across is not None:
+            self._across.all_reduce(dense, op)
+        self._local.broadcast(dense)
+        if dense is not tensor:
+            tensor.copy_(dense)
+
+    def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._local.allocate(key, numel, dtype, device)
+
+    def release(self, key: int) -> None:
+        self._local.release(key)
+
+    def start_average(self, tensor: Tensor) -> Pending:
+        self._queue.append((tensor, self._local.start_average(tensor)))
+        return _Queued(self)
+
+    def finish_started(self) -> None:
+        """Do all that was started. A host's mean counts as often as the host has towers."""
+        queue, self._queue = self._queue, []
+        crossing: list[Pending] = []
+        for tensor, pending in queue:
+            pending.wait()
+            if self._across is not None:
+                tensor.mul_(len(self._hosts[self._host]) / self.size)
+                crossing.append(self._across.start_average(tensor))
+        for number, (tensor, _) in enumerate(queue):
+            if crossing:
+                crossing[number].wait()
+            self._local.broadcast(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        rows = self._local.all_gather(tensor)
+        largest = max(len(towers) for towers in self._hosts)
+        everywhere = tensor.new_empty((len(self._hosts), largest, *tensor.shape))
+        if self._across is not None:
+            padded = tensor.new_zeros((largest, *tensor.shape))
+            padded[: len(rows)] = rows
+            everywhere = self._across.all_gather(padded)
+        self._local.broadcast(everywhere)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        for host, towers in enumerate(self._hosts):
+            gathered[towers] = everywhere[host, : len(towers)]
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        host = next(number for number, towers in enumerate(self._hosts) if source in towers)
+        if host == self._host:
+            self._local.broadcast(tensor, self._hosts[host].index(source))
+        if self._across is not None:
+            self._across.broadcast(tensor, host)
+        if host != self._host:
+            self._local.broadcast(tensor)
+
+    def channel(self) -> Communicator:
+        return HierarchicalCommunicator(self._group, self._hosts, self._local.channel())
+
+    def close(self) -> None:
+        self._local.close()
+        if self._across is not None:
+            self._across.close()
+
+
+class _Queued:
+    def __init__(self, communicator: HierarchicalCommunicator) -> None:
+        self._communicator = communicator
+
+    def wait(self) -> None:
+        self._communicator.finish_started()
