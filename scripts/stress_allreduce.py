@@ -40,7 +40,7 @@ def reduce_at_random(count: int, largest: int, seed: int) -> str:
             comm.start_average(result).wait()
             comm.release(key)
         else:
-            result = own
+            result = own.clone()
             comm.all_reduce(result, op)
         if number % comm.size == comm.index:  # towers take turns, to be done sooner
             parts = (_part(pool, start, size, dtype) for start in starts)
