@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import allreduce
+import memory
 import step
 
-BENCHMARKS = {"allreduce": allreduce.main, "step": step.main}
+BENCHMARKS = {"allreduce": allreduce.main, "memory": memory.main, "step": step.main}
 
 
 def main() -> int:
