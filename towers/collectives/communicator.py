@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +15,13 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when the result is there (on a GPU: when later work of the current stream will see it)."""
+
+
+class Deferred:
+    """A collective that is done when it is awaited, by calling ``finish``."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.wait = finish
 
 
 class Communicator(ABC):
@@ -119,7 +127,7 @@ class Alone(Communicator):
         pass
 
     def start_average(self, tensor: Tensor) -> Pending:
-        return _Done()
+        return Deferred(lambda: None)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
@@ -129,8 +137,3 @@ class Alone(Communicator):
 
     def channel(self) -> Communicator:
         return self
-
-
-class _Done:
-    def wait(self) -> None:
-        pass

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.communicator import Communicator, Deferred, Pending
 from towers.collectives.process_group import ProcessGroupCommunicator
 
 
@@ -54,7 +54,7 @@ class HierarchicalCommunicator(Communicator):
 
     def start_average(self, tensor: Tensor) -> Pending:
         self._queue.append((tensor, self._local.start_average(tensor)))
-        return _Queued(self)
+        return Deferred(self.finish_started)
 
     def finish_started(self) -> None:
         """Do all that was started. A host's mean counts as often as the host has towers."""
@@ -100,11 +100,3 @@ class HierarchicalCommunicator(Communicator):
         self._local.close()
         if self._across is not None:
             self._across.close()
-
-
-class _Queued:
-    def __init__(self, communicator: HierarchicalCommunicator) -> None:
-        self._communicator = communicator
-
-    def wait(self) -> None:
-        self._communicator.finish_started()

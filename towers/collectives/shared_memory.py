@@ -30,7 +30,7 @@ from torch import Tensor
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.arithmetic import reduce_into
-from towers.collectives.communicator import Communicator, Pending, as_bytes
+from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
 from towers.collectives.peers import Peers
 from towers.collectives.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError, waited_in_vain
@@ -155,7 +155,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def start_average(self, tensor: Tensor) -> Pending:
         self._queue.append(tensor)
-        return _Queued(self)
+        return Deferred(self.finish_started)
 
     def finish_started(self) -> None:
         """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
@@ -288,14 +288,6 @@ class SharedMemoryCommunicator(Communicator):
         for window in self._windows.values():
             if window.segment is not None:
                 window.segment.withdraw()
-
-
-class _Queued:
-    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        self._communicator = communicator
-
-    def wait(self) -> None:
-        self._communicator.finish_started()
 
 
 def _part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
