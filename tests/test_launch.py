@@ -105,6 +105,10 @@ def test_a_job_that_takes_too_long_is_ended() -> None:
         launch(sleep_long, timeout=1)
 
 
+def test_a_job_may_have_no_time_limit() -> None:
+    assert launch(tower, timeout=float("inf")) == [0, 1]
+
+
 class Stubborn(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__("cannot be copied")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import time
 import pytest
 from conftest import at_most, wait_until
 from jobs import ROOT, run_program
+from torch.distributed.launcher.api import LaunchConfig
 
 import mirrored
 from towers import CannotStartError, become
@@ -74,7 +76,7 @@ def test_the_process_itself_becomes_the_launcher() -> None:
     assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
     process.send_signal(signal.SIGINT)
     with at_most(15):
-        process.communicate()
+        process.communicate(timeout=20)
     assert process.returncode == -signal.SIGINT
     assert not os.path.exists(f"/proc/{tower}")
 
@@ -104,7 +106,7 @@ def test_nothing_is_left_when_the_launcher_is_killed() -> None:
     assert process.stdout is not None
     tower = json.loads(process.stdout.readline())["pid"]
     process.kill()
-    process.communicate()
+    process.communicate(timeout=20)
     wait_until(lambda: not os.path.exists(f"/proc/{tower}"), 10)
 
 
@@ -305,14 +307,14 @@ def test_row_15_a_second_process_with_the_same_rank_is_refused() -> None:
             assert json.loads(process.stdout.readline())["towers"] == 2
         refused = start(1)
         with at_most(20):
-            _, text = refused.communicate()
+            _, text = refused.communicate(timeout=20)
         assert refused.returncode == 1
         assert "HandshakeError: tower 1 is already taken by a process on" in text
         assert first.poll() is second.poll() is None, "the others go on"
     finally:
         for process in (first, second):
             process.kill()
-            process.communicate()
+            process.communicate(timeout=20)
 
 
 def test_mirrored_strategy_does_not_read_tf_config() -> None:
@@ -356,6 +358,10 @@ strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__
     assert result.stdout == f"2 {kind}\n", result.stderr
 
 
+@pytest.mark.skipif(
+    "signals_to_handle" not in {field.name for field in dataclasses.fields(LaunchConfig)},
+    reason="the agent of this version of torch handles SIGHUP whatever it was told",
+)
 def test_nohup_is_kept() -> None:
     """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
     command = ["nohup", sys.executable, REPORT, "two", "wait"]

@@ -23,7 +23,7 @@ from towers.sparse import to_dense
 
 _ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
-_LARGE_BYTES = 2**17
+_LARGE_BYTES = 2**17  # from here on bringing a gradient at once saves more than one call for many does
 
 
 class DenseSlot(Slot):
@@ -34,7 +34,7 @@ class DenseSlot(Slot):
         view: where in the buffer its gradient lies, in the parameter's shape and strides. It is never handed
             out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
         large: its gradient is brought into the buffer as soon as it is there.
-        filled: the gradient that was brought into the buffer in this backward, and its version then.
+        filled: the gradient that was brought into the buffer before its time, and its version then.
     """
 
     __slots__ = ("bucket", "filled", "large", "start", "view")
@@ -62,7 +62,6 @@ class DenseSlot(Slot):
             self.view.copy_(dense)
         else:
             torch.mul(dense, scale, out=self.view)
-        self.filled = gradient, gradient._version
 
     def is_filled_with(self, gradient: Tensor) -> bool:
         """Whether that has been done, and nobody has changed ``gradient`` since."""
@@ -132,10 +131,11 @@ class Bucket:
         if gradient is not None and not slot.is_in_view(gradient):
             slot.fill(gradient, scale)
             if scale == 1.0:
-                # At once: the next gradient is then computed in the memory of this one, which the cache holds. With a
-                # scale it must wait, since a second gradient of this backward would be added to the scaled first.
+                # At once: the next gradient is then computed in the memory of this one, which the cache holds.
                 slot.hand_out(parameter)  # type: ignore[arg-type]
-                slot.filled = None
+            else:
+                # A second gradient of this backward would be added to the scaled first.
+                slot.filled = gradient, gradient._version
 
     def pack(self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int) -> Tensor:
         """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
@@ -175,7 +175,7 @@ class Bucket:
                     slot.hand_out(parameter)  # type: ignore[arg-type]
             slot.filled = None
         if sources:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)  # many small ones in one call
         self._all_fresh = all(used)
         _write(self._tail[: len(used)], used)
         _write(self._tail[len(used) :], touched or [False] * units)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import pickle
@@ -293,4 +294,4 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
 def _join(processes: Sequence[ForkServerProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
     for process in processes:
-        process.join(max(0.0, end - time.monotonic()))
+        process.join(None if math.isinf(end) else max(0.0, end - time.monotonic()))

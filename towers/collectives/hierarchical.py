@@ -21,18 +21,16 @@ class HierarchicalCommunicator(Communicator):
     Args:
         group: all towers; the leaders' group is made from it.
         hosts: the towers of each host, in ascending order; the first is its leader.
-        local: among the towers of this host.
+        local: through shared memory, among the towers of this host; or one tower alone.
     """
 
     def __init__(self, group: ProcessGroupCommunicator, hosts: Sequence[Sequence[int]], local: Communicator) -> None:
-        index = group.index
-        self.index, self.size, self.device = index, group.size, group.device
+        self.index, self.size, self.device = group.index, group.size, group.device
         self._group = group
-        inside = local.backend if local.size > 1 else "shared memory"
-        self.backend = f"{inside} in and gloo across {len(hosts)} hosts"
+        self.backend = f"shared memory in and gloo across {len(hosts)} hosts"
         self.prescale = local.prescale
         self._hosts = [list(towers) for towers in hosts]
-        self._host = next(number for number, towers in enumerate(hosts) if index in towers)
+        self._host = next(number for number, towers in enumerate(hosts) if group.index in towers)
         self._local = local
         self._across = group.among([towers[0] for towers in hosts])
         self._queue: list[tuple[Tensor, Pending]] = []

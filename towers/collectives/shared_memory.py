@@ -207,17 +207,17 @@ class SharedMemoryCommunicator(Communicator):
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """Every tower's half of the staging area whose turn it is, as tensors."""
-        slots = self._staging.get((dtype, numel))
-        if slots is None:
+        halves = self._staging.get((dtype, numel))
+        if halves is None:
             if len(self._staging) > 64:
                 self._staging.clear()
             at = self._layout.staging
-            slots = tuple(  # type: ignore[assignment]
+            first, second = (
                 [segment.tensor(dtype, numel, at + half * _HALF) for segment in self._segments] for half in (0, 1)
             )
-            self._staging[dtype, numel] = slots  # type: ignore[assignment]
+            halves = self._staging[dtype, numel] = first, second
         self._half ^= 1
-        return slots[self._half]  # type: ignore[index]
+        return halves[self._half]
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel() == 0:
