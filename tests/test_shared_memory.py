@@ -82,12 +82,24 @@ def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
         )
         gathered = comm.all_gather(parts[comm.index])
         assert all(torch.equal(row, part) for row, part in zip(gathered, parts, strict=True))
+        if isinstance(comm, SharedMemoryCommunicator):
+            exchange_rows(comm, generator, dtype, size % 100_000, op)
         source = int(torch.randint(comm.size, (), generator=generator))
         copy = parts[comm.index].clone()
         comm.broadcast(copy, source)
         assert torch.equal(copy, parts[source])
         digests.append(str(hash(tuple(mine.view(torch.uint8).tolist()[:999]))))
     return digests
+
+
+def exchange_rows(
+    comm: SharedMemoryCommunicator, generator: torch.Generator, dtype: torch.dtype, size: int, op: str
+) -> None:
+    rows = [random_tensor(generator, (comm.size, size, 1), dtype) for _ in range(comm.size)]
+    mine = comm.reduce_scatter(rows[comm.index], op)
+    assert agrees(mine, fixed_order([row[comm.index] for row in rows], op), comm.size), (dtype, size, op)
+    given = comm.all_to_all(rows[comm.index])
+    assert torch.equal(given, torch.stack([row[comm.index] for row in rows]))
 
 
 @pytest.mark.parametrize("count", [2, 3])

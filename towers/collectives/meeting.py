@@ -1,0 +1,78 @@
+"""Where the towers of one host meet: each returns when all have come, and none waits for one that is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from towers import machine
+from towers.collectives import semaphores
+from towers.collectives.peers import Peers
+from towers.errors import PeerLostError, waited_in_vain
+
+_SPINS = 200
+_NAP = 0.1  # seconds between two looks whether the others live
+
+
+class Meeting:
+    """One tower's way to the others.
+
+    What a tower wrote into shared memory before a meeting the others see after it:
+    :mod:`towers.collectives.semaphores` says why.
+
+    Args:
+        index: this tower.
+        inboxes: of every tower, the address of as many semaphores as there are towers, one for each that may come.
+        processes: every tower's process id.
+        timeout: seconds to wait for the others.
+    """
+
+    def __init__(self, index: int, inboxes: Sequence[int], processes: Sequence[int], timeout: float) -> None:
+        others = [tower for tower in range(len(processes)) if tower != index]
+        self._index = index
+        self._timeout = timeout
+        self._processes = list(processes)
+        self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
+        self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
+        self._peers = Peers({tower: processes[tower] for tower in others})
+        # With more towers than cores, whoever spins keeps from the core the one it waits for.
+        self._spins = _SPINS if len(processes) <= machine.cores() else 0
+
+    def meet(self) -> None:
+        """Return when all towers have called it.
+
+        Raises:
+            PeerLostError: a tower has ended that had not come.
+            CollectiveTimeoutError: a tower did not come before the deadline.
+        """
+        for address in self._outbox:
+            semaphores.post(address)
+        for tower, address in self._inbox:
+            for _ in range(self._spins):
+                if semaphores.take(address):
+                    break
+            else:
+                self._await(tower, address)
+
+    def _await(self, tower: int, address: int) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not semaphores.sleep_until_taken(address, _NAP):
+            lost = self.lost_peer()
+            if lost is not None:
+                if semaphores.take(address):  # it came before it went
+                    return
+                raise lost
+            if time.monotonic() > deadline:
+                raise waited_in_vain(self._index, self._timeout, f"tower {tower}")
+
+    def lost_peer(self) -> PeerLostError | None:
+        """The error that says which towers have ended, if any have."""
+        gone = self._peers.gone()
+        if not gone:
+            return None
+        names = ", ".join(f"tower {index} (process {self._processes[index]})" for index in gone)
+        return PeerLostError(f"{names} ended while tower {self._index} waited for it in a collective")
+
+    def close(self) -> None:
+        """Stop watching the others."""
+        self._peers.close()

@@ -1,0 +1,142 @@
+"""Windows: pieces of memory that a tower computes in and the others of its host can reach, such as gradient buckets.
+
+Averaging windows takes two meetings and no copy::
+
+    meet                           all have filled their windows
+    average the own part of all    tower i reduces the i-th part over all windows, always from tower 0 to the last,
+                                   and writes it into all of them, in pieces that fit the cache
+    meet                           all parts are done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from towers.collectives.arithmetic import reduce_into
+from towers.collectives.meeting import Meeting
+from towers.collectives.segment import ALIGNMENT, Segment
+
+KEYS = 4096
+"""Windows have keys from 0 to this."""
+
+_ENTRY = 3  # integers of a window's entry: how often it was made anew, its file, its size in bytes
+TABLE_BYTES = 8 * _ENTRY * KEYS
+"""Size of the table in which a tower says where its windows are."""
+
+_PIECE = 2**18  # bytes of a window that are reduced at a time: as many as two towers' fit into a core's cache
+
+
+class _Window:
+    """What all towers have under one key.
+
+    Attributes:
+        segment: this tower's own memory for it.
+        tensors: every tower's memory for it, as far as it is known here, and which ``versions`` of it that is.
+        pieces: of the part that this tower reduces, every tower's, piece by piece.
+    """
+
+    def __init__(self, key: int, numel: int, dtype: torch.dtype, towers: int) -> None:
+        self.key, self.numel, self.dtype = key, numel, dtype
+        self.segment: Segment | None = None
+        self.tensors: list[Tensor] = [torch.empty(0)] * towers
+        self.versions = [0] * towers
+        self.pieces: list[list[Tensor]] = []
+
+
+class Windows:
+    """One tower's windows, and its view of the others'.
+
+    Args:
+        index: this tower.
+        meeting: with the others.
+        tables: every tower's table, :data:`TABLE_BYTES` long.
+        processes: every tower's process id.
+    """
+
+    def __init__(self, index: int, meeting: Meeting, tables: Sequence[memoryview], processes: Sequence[int]) -> None:
+        self._index, self._size = index, len(processes)
+        self._meeting = meeting
+        self._tables = list(tables)
+        self._processes = list(processes)
+        self._windows: dict[int, _Window] = {}
+
+    def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """This tower's memory under ``key``, zeros; None when it cannot be had, which the others will see.
+
+        The others reach what was allocated last. It lives as long as a tensor of it does on any tower.
+        """
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = _Window(key, numel, dtype, self._size)
+        entry = self._tables[self._index][_ENTRY * key : _ENTRY * (key + 1)]
+        try:
+            segment = Segment.create(numel * dtype.itemsize, reserve=True)
+        except OSError:
+            entry[2] = 0
+            return None
+        entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
+        window.segment, window.tensors[self._index] = segment, segment.tensor(dtype, numel)
+        return segment.tensor(dtype, numel)  # not the same tensor: who counts its views is not to count ours
+
+    def release(self, key: int) -> None:
+        """Forget what was allocated under ``key``."""
+        if self._windows.pop(key, None) is not None:
+            self._tables[self._index][_ENTRY * key + 2] = 0
+
+    def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Average over all towers what lies in windows, in place; returns the tensors that do not, on some tower."""
+        at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
+        windows = [at.get(tensor.data_ptr()) for tensor in tensors]
+        self._meeting.meet()
+        within = [window if window is not None and self._reach(window) else None for window in windows]
+        for window in within:
+            if window is not None:
+                for first, *others in window.pieces:
+                    reduce_into(first, [first, *others], "sum", scale=1.0 / self._size)
+                    for other in others:
+                        other.copy_(first)
+        self._meeting.meet()
+        for window in within:
+            if window is not None and window.segment is not None:
+                window.segment.withdraw()  # all have mapped it
+        return [tensor for tensor, window in zip(tensors, within, strict=True) if window is None]
+
+    def _reach(self, window: _Window) -> bool:
+        """Map the other towers' windows where they are new. False, on all towers, when some tower has none."""
+        changed = False
+        for tower, table in enumerate(self._tables):
+            version, file, nbytes = table[_ENTRY * window.key : _ENTRY * (window.key + 1)]
+            if nbytes < window.numel * window.dtype.itemsize:
+                return False
+            if version == window.versions[tower]:
+                continue
+            if tower != self._index:
+                try:
+                    segment = Segment.open(self._processes[tower], file)
+                except OSError as error:
+                    raise (self._meeting.lost_peer() or error) from None
+                window.tensors[tower] = segment.tensor(window.dtype, window.numel)
+            window.versions[tower] = version
+            changed = True
+        if changed:
+            start, end = part(window.numel, window.dtype.itemsize, self._size, self._index)
+            step = _PIECE // window.dtype.itemsize
+            columns = [tensor[start:end].split(step) for tensor in window.tensors] if start < end else []
+            window.pieces = [list(piece) for piece in zip(*columns, strict=True)]
+        return True
+
+    def close(self) -> None:
+        """Nobody will map them any more."""
+        for window in self._windows.values():
+            if window.segment is not None:
+                window.segment.withdraw()
+
+
+def part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
+    """Where tower ``index``'s part of ``numel`` elements begins and ends; no two parts share a cache line."""
+    step = max(1, ALIGNMENT // itemsize)
+    size = -(-numel // (towers * step)) * step
+    return min(numel, size * index), min(numel, size * (index + 1))
