@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-_IN_PLACE = {
-    "sum": torch.Tensor.add_,
-    "prod": torch.Tensor.mul_,
-    "min": lambda total, part: torch.minimum(total, part, out=total),
-    "max": lambda total, part: torch.maximum(total, part, out=total),
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 
 
@@ -21,19 +21,21 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float
     Half-precision numbers are added and multiplied in float32 and rounded once, at the end.
 
     Args:
-        total: may be the first of the parts.
+        total: may be one of the parts (the same object).
         op: sum, min, max or prod.
     """
-    combine = _IN_PLACE[op]
+    combine = _COMBINE[op]
     first, *others = parts
     if total.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "prod"):
         running = first.float()
-    elif total is first:
-        running = total
+    elif not others:
+        running = total if total is first else total.copy_(first)
     else:
-        running = total.copy_(first)
+        second, *others = others
+        running = torch.empty_like(total) if any(part is total for part in others) else total
+        combine(first, second, out=running)
     for part in others:
-        combine(running, part)
+        combine(running, part, out=running)
     if scale != 1.0:
         running.mul_(scale)
     if running is not total:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from towers.collectives.windows import Windows
 
 
 class Pending(Protocol):
@@ -33,6 +36,7 @@ class Communicator(ABC):
         backend: name for messages and the log.
         prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
             the backend can only sum, else 1.
+        windows: memory that the towers reach of each other, where all of them are on one host, else None.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -43,6 +47,7 @@ class Communicator(ABC):
     device: torch.device
     backend: str
     prescale: float = 1.0
+    windows: Windows | None = None
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import PeerLostError, waited_in_vain
+from towers.errors import DisagreementError, PeerLostError, waited_in_vain
 
+BOARD_BYTES = 256
+"""Size of a tower's board, on which it writes what it has come for."""
+
+_HALF = BOARD_BYTES // 2  # two texts take turns: who writes one again has met everybody since, who so has read it
 _SPINS = 200
 _NAP = 0.1  # seconds between two looks whether the others live
 
@@ -23,15 +27,25 @@ class Meeting:
     Args:
         index: this tower.
         inboxes: of every tower, the address of as many semaphores as there are towers, one for each that may come.
+        boards: every tower's board, :data:`BOARD_BYTES` long.
         processes: every tower's process id.
         timeout: seconds to wait for the others.
     """
 
-    def __init__(self, index: int, inboxes: Sequence[int], processes: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        inboxes: Sequence[int],
+        boards: Sequence[memoryview],
+        processes: Sequence[int],
+        timeout: float,
+    ) -> None:
         others = [tower for tower in range(len(processes)) if tower != index]
         self._index = index
         self._timeout = timeout
         self._processes = list(processes)
+        self._boards = [[board[:_HALF], board[_HALF:BOARD_BYTES]] for board in boards]
+        self._turn = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
@@ -53,6 +67,29 @@ class Meeting:
                     break
             else:
                 self._await(tower, address)
+
+    def meet_for(self, purpose: str) -> None:
+        """As :meth:`meet`, and see that all towers have come for the same.
+
+        Args:
+            purpose: what this tower is about to do, as a person would say it ("steps its optimizer").
+
+        Raises:
+            DisagreementError: on all towers, when they have not.
+            PeerLostError, CollectiveTimeoutError: as of :meth:`meet`.
+        """
+        self._turn ^= 1
+        mine = purpose.encode()[:_HALF].ljust(_HALF, b"\0")
+        self._boards[self._index][self._turn][:] = mine
+        self.meet()
+        said = [bytes(board[self._turn]) for board in self._boards]
+        for tower, text in enumerate(said):
+            if text != said[0]:
+                first, other = (t.rstrip(b"\0").decode(errors="replace") for t in (said[0], text))
+                raise DisagreementError(
+                    f"the towers do different things: tower 0 {first}, tower {tower} {other}; every tower must make "
+                    "the same calls in the same order"
+                )
 
     def _await(self, tower: int, address: int) -> None:
         deadline = time.monotonic() + self._timeout

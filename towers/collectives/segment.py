@@ -82,9 +82,9 @@ class Segment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
-    def integers(self, count: int, offset: int) -> memoryview:
-        """``count`` 64-bit integers that lie in the segment, from byte ``offset`` on."""
-        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+    def memory(self, nbytes: int, offset: int) -> memoryview:
+        """``nbytes`` of the segment, from byte ``offset`` on."""
+        return memoryview(self._map)[offset : offset + nbytes]
 
     def withdraw(self) -> None:
         """Nobody needs to map it any more; who has it keeps it."""

@@ -21,7 +21,7 @@ from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.arithmetic import reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
-from towers.collectives.meeting import Meeting
+from towers.collectives.meeting import BOARD_BYTES, Meeting
 from towers.collectives.segment import Segment, aligned
 from towers.collectives.windows import KEYS, TABLE_BYTES, Windows, part
 
@@ -38,13 +38,16 @@ class _Layout:
     def __init__(self, towers: int) -> None:
         self.inbox = 0
         self.token = semaphores.BYTES * towers
-        self.table = self.token + aligned(_TOKEN)
+        self.board = self.token + aligned(_TOKEN)
+        self.table = self.board + aligned(BOARD_BYTES)
         self.staging = aligned(self.table + TABLE_BYTES)
         self.total = self.staging + 2 * _HALF
 
 
 class SharedMemoryCommunicator(Communicator):
     """Collectives of towers that are processes of one host; made by :func:`join`."""
+
+    windows: Windows
 
     def __init__(
         self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
@@ -55,9 +58,10 @@ class SharedMemoryCommunicator(Communicator):
         self._segments = list(segments)
         self._layout = layout = _Layout(self.size)
         inboxes = [segment.address + layout.inbox for segment in segments]
-        self._meeting = Meeting(self.index, inboxes, processes, timeout)
-        tables = [segment.integers(TABLE_BYTES // 8, layout.table) for segment in segments]
-        self._windows = Windows(self.index, self._meeting, tables, processes)
+        boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
+        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout)
+        tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
+        self.windows = Windows(self.index, self._meeting, tables, processes)
         self._half = 0
         self._staging: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._queue: list[Tensor] = []
@@ -66,13 +70,13 @@ class SharedMemoryCommunicator(Communicator):
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if key < KEYS and numel and device.type == "cpu":
-            window = self._windows.allocate(key, numel, dtype)
+            window = self.windows.allocate(key, numel, dtype)
             if window is not None:
                 return window
         return super().allocate(key, numel, dtype, device)
 
     def release(self, key: int) -> None:
-        self._windows.release(key)
+        self.windows.release(key)
 
     def start_average(self, tensor: Tensor) -> Pending:
         self._queue.append(tensor)
@@ -82,7 +86,7 @@ class SharedMemoryCommunicator(Communicator):
         """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
         queue, self._queue = self._queue, []
         if queue:
-            for tensor in self._windows.average(queue):
+            for tensor in self.windows.average(queue):
                 self.all_reduce(tensor.mul_(1.0 / self.size))
 
     # -- staging -----------------------------------------------------------------------------------------
@@ -202,7 +206,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def close(self) -> None:
         self._meeting.close()
-        self._windows.close()
+        self.windows.close()
 
 
 def join(base: Communicator, timeout: float) -> SharedMemoryCommunicator | str:

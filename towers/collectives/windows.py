@@ -10,7 +10,7 @@ Averaging windows takes two meetings and no copy::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,16 +52,17 @@ class Windows:
     Args:
         index: this tower.
         meeting: with the others.
-        tables: every tower's table, :data:`TABLE_BYTES` long.
+        tables: every tower's table, :data:`TABLE_BYTES` long, as 64-bit integers.
         processes: every tower's process id.
     """
 
     def __init__(self, index: int, meeting: Meeting, tables: Sequence[memoryview], processes: Sequence[int]) -> None:
+        self.meeting = meeting
         self._index, self._size = index, len(processes)
-        self._meeting = meeting
         self._tables = list(tables)
         self._processes = list(processes)
         self._windows: dict[int, _Window] = {}
+        self._reached: list[_Window] = []
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
         """This tower's memory under ``key``, zeros; None when it cannot be had, which the others will see.
@@ -90,19 +91,51 @@ class Windows:
         """Average over all towers what lies in windows, in place; returns the tensors that do not, on some tower."""
         at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
         windows = [at.get(tensor.data_ptr()) for tensor in tensors]
-        self._meeting.meet()
-        within = [window if window is not None and self._reach(window) else None for window in windows]
+        self.meeting.meet()
+        within = [window if window is not None and self._reach_together(window) else None for window in windows]
         for window in within:
             if window is not None:
                 for first, *others in window.pieces:
                     reduce_into(first, [first, *others], "sum", scale=1.0 / self._size)
                     for other in others:
                         other.copy_(first)
-        self._meeting.meet()
-        for window in within:
-            if window is not None and window.segment is not None:
-                window.segment.withdraw()  # all have mapped it
+        self.meeting.meet()
+        self.withdraw()
         return [tensor for tensor, window in zip(tensors, within, strict=True) if window is None]
+
+    def reach(self, key: int) -> list[Tensor] | None:
+        """Every tower's memory under ``key``; None, on all towers, when some tower has none.
+
+        To be called by all towers after a meeting; :meth:`withdraw` after the next one.
+        """
+        window = self._windows.get(key)
+        return window.tensors if window is not None and self._reach_together(window) else None
+
+    def look(self, key: int) -> list[Tensor] | None:
+        """As :meth:`reach`, by one tower alone."""
+        window = self._windows.get(key)
+        return window.tensors if window is not None and self._reach(window) else None
+
+    def average_ranges(self, tensors: Sequence[Tensor], ranges: Iterable[tuple[int, int]]) -> None:
+        """Average these ranges of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
+        step = _PIECE // tensors[0].element_size()
+        for start, end in ranges:
+            for at in range(start, end, step):
+                parts = [tensor[at : min(at + step, end)] for tensor in tensors]
+                reduce_into(parts[self._index], parts, "sum", scale=1.0 / self._size)
+
+    def withdraw(self) -> None:
+        """After a meeting: what all have reached before it, nobody needs to open any more."""
+        for window in self._reached:
+            if window.segment is not None:
+                window.segment.withdraw()
+        self._reached = []
+
+    def _reach_together(self, window: _Window) -> bool:
+        reached = self._reach(window)
+        if reached and window.segment is not None and window.segment.file >= 0:
+            self._reached.append(window)
+        return reached
 
     def _reach(self, window: _Window) -> bool:
         """Map the other towers' windows where they are new. False, on all towers, when some tower has none."""
@@ -117,7 +150,7 @@ class Windows:
                 try:
                     segment = Segment.open(self._processes[tower], file)
                 except OSError as error:
-                    raise (self._meeting.lost_peer() or error) from None
+                    raise (self.meeting.lost_peer() or error) from None
                 window.tensors[tower] = segment.tensor(window.dtype, window.numel)
             window.versions[tower] = version
             changed = True
