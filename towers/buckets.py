@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
+from towers.layout import holders, view_like
 from towers.mirror import Named
 from towers.slots import Slot
 from towers.sparse import to_dense
@@ -189,7 +190,7 @@ class Bucket:
         self._ready = True
         gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
         ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
-        if self._buffer is None or _holders(self._buffer) > self._own_holders + ours:
+        if self._buffer is None or holders(self._buffer) > self._own_holders + ours:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(channel, units)
 
@@ -215,15 +216,10 @@ class Bucket:
         for slot in self.slots:
             parameter = slot.parameter
             if parameter is not None:
-                slot.view = _view_like(parameter, self._buffer[slot.start :])
+                slot.view = view_like(parameter, self._buffer[slot.start :])
             else:
                 slot.view = self._buffer[:0]
-        self._own_holders = _holders(self._buffer)
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many tensors lie in the memory of ``tensor``: it and all views of it that are still alive."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+        self._own_holders = holders(self._buffer)
 
 
 def _write(target: Tensor, flags: Sequence[bool]) -> None:
@@ -234,28 +230,6 @@ def _write(target: Tensor, flags: Sequence[bool]) -> None:
         target.zero_()
     else:
         target.copy_(torch.tensor(flags, dtype=target.dtype))
-
-
-def _view_like(parameter: Tensor, buffer: Tensor) -> Tensor:
-    """The start of ``buffer`` in the shape of ``parameter``, with its strides where they are dense."""
-    if parameter.is_complex():
-        pairs = buffer[: 2 * parameter.numel()].view(*parameter.shape, 2)
-        return torch.view_as_complex(pairs)
-    flat = buffer[: parameter.numel()]
-    if parameter.is_contiguous() or not _is_dense(parameter):
-        return flat.view(parameter.shape)
-    return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:

@@ -1,0 +1,42 @@
+"""How tensors lie in memory, and how to lay them out in a flat buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
+    """The start of ``buffer`` in the shape of ``tensor``, with its strides where they are dense.
+
+    Args:
+        buffer: flat, of the tensor's dtype; for complex numbers pairs of real ones.
+    """
+    if tensor.is_complex():
+        flat = torch.view_as_complex(buffer[: 2 * tensor.numel()].view(-1, 2))
+    else:
+        flat = buffer[: tensor.numel()]
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return flat.view(tensor.shape)
+    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements, flat, in the order in which they lie in memory; no copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors lie in the memory of ``tensor``: it and all views of it that are still alive."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
