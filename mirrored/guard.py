@@ -29,12 +29,12 @@ class OptimizerGuard:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = weakref.ref(strategy)
         self._said_nothing_to_train: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        # It stays when the strategy is gone: torch iterates over these hooks, and none may be removed meanwhile.
+        register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strategy = self._strategy()
         if strategy is None:
-            self._hook.remove()
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         foreign = [p for p in parameters if not strategy.is_mirrored(p)]
@@ -71,6 +71,8 @@ class OptimizerGuard:
                 "under no_sync, and no backward() outside it has averaged them"
             )
         self._say_if_nothing_to_train(optimizer, parameters)
+        if len(foreign) < len(parameters):
+            strategy.prepare_step(optimizer)
 
     def _say_if_nothing_to_train(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         if optimizer in self._said_nothing_to_train or any(p.requires_grad for p in parameters):

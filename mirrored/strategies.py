@@ -50,6 +50,10 @@ class MirroredStrategy(Strategy):
         devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
             visible GPU, else one CPU tower.
         communication: see :class:`CommunicationOptions`.
+        shard_optimizer: every tower updates its part of the parameters only, so that the optimizer's time and memory
+            divide by the number of towers; the numbers stay the same. For optimizers that update each element for
+            itself (SGD, Adam, AdamW, RMSprop, …); others are an error at their first step. ``state_dict()`` is the
+            ordinary one.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it the generators are equal on all towers (without it, as tower 0's happen to be)
             while data and model are made, and different from the first ``run`` on.
@@ -67,6 +71,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[Device] | None = None,
         *,
         communication: CommunicationOptions | None = None,
+        shard_optimizer: bool = False,
         seed: int | None = None,
     ) -> None:
         launcher = cluster.from_launcher(os.environ)
@@ -76,7 +81,7 @@ class MirroredStrategy(Strategy):
         resolver = launcher or LocalClusterResolver()
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed)
+        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer)
         _announce(self)
 
 
@@ -89,7 +94,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
-        devices, communication, seed: as of :class:`MirroredStrategy`; ``devices`` are this worker's.
+        devices, communication, shard_optimizer, seed: as of :class:`MirroredStrategy`; ``devices`` are this worker's.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
@@ -102,12 +107,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         devices: Sequence[Device] | None = None,
         communication: CommunicationOptions | None = None,
+        shard_optimizer: bool = False,
         seed: int | None = None,
     ) -> None:
         resolver = cluster.resolve(os.environ, cluster_resolver)
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed)
+        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer)
         _announce(self)
 
 

@@ -28,6 +28,7 @@ from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.gradients import GradientAverager
 from towers.log import get_logger
+from towers.sharding import OptimizerSharder
 
 log = get_logger("mirrored")
 
@@ -54,6 +55,7 @@ class Strategy:
         resolver: ClusterResolver | None,
         options: CommunicationOptions,
         seed: int | None,
+        shard_optimizer: bool = False,
     ) -> None:
         self.topology = topology
         self.communicator = communicator
@@ -74,7 +76,9 @@ class Strategy:
         elif self._several:
             seeds.share(communicator)
         if self._several:
-            self._averager = GradientAverager(communicator.channel(), options.bucket_bytes)
+            channel = communicator.channel()
+            self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer)
+            self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
             announce(self)
 
@@ -134,6 +138,11 @@ class Strategy:
     def in_backward(self) -> bool:
         """Whether a backward has begun whose gradients are not averaged yet."""
         return self._averager.in_backward
+
+    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of this strategy's parameters is about to step."""
+        if self._sharder is not None:
+            self._sharder.prepare(optimizer)
 
     # -- running -----------------------------------------------------------------------------------------
 

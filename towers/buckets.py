@@ -11,18 +11,20 @@ The tail makes unused parameters exact without a collective of their own: after 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
+from towers.collectives.windows import ALIGNMENT
 from towers.layout import holders, view_like
 from towers.mirror import Named
+from towers.pending import make_pending, make_plain
 from towers.slots import Slot
 from towers.sparse import to_dense
 
-_ALIGNMENT_BYTES = 64
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from here on bringing a gradient at once saves more than one call for many does
 
@@ -36,9 +38,10 @@ class DenseSlot(Slot):
             out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
         large: its gradient is brought into the buffer as soon as it is there.
         filled: the gradient that was brought into the buffer before its time, and its version then.
+        complete: where it is set, gradients are handed out as pending ones that call it.
     """
 
-    __slots__ = ("bucket", "filled", "large", "start", "view")
+    __slots__ = ("_pending", "bucket", "complete", "filled", "large", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -47,6 +50,18 @@ class DenseSlot(Slot):
         self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view: Tensor | None = None
         self.filled: tuple[Tensor, int] | None = None
+        self.complete: Callable[[], None] | None = None
+        self._pending: weakref.ref[Tensor] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket's dtype."""
+        return self.shape.numel() * (2 if self.dtype.is_complex else 1)
+
+    @property
+    def pending(self) -> Tensor | None:
+        """The gradient that was handed out last, if it is pending and somebody still holds it."""
+        return self._pending() if self._pending is not None else None
 
     def is_in_view(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
@@ -72,7 +87,20 @@ class DenseSlot(Slot):
     def hand_out(self, parameter: Tensor) -> None:
         """Make the parameter's gradient this slot's place in the buffer."""
         assert self.view is not None
-        parameter.grad = self.view.detach()
+        parameter.grad = gradient = self.view.detach()
+        self.make_pending(gradient)
+
+    def make_pending(self, gradient: Tensor) -> None:
+        """``gradient`` lies in the buffer; where it will not be averaged whole, have it completed before it is used."""
+        if self.complete is not None:
+            make_pending(gradient, self.complete)
+            self._pending = weakref.ref(gradient)
+
+    def make_plain(self) -> None:
+        """Its gradient is averaged whole: nobody has to complete it any more."""
+        pending, self._pending = self.pending, None
+        if pending is not None:
+            make_plain(pending)
 
 
 class Bucket:
@@ -89,19 +117,23 @@ class Bucket:
         self.launched = False
         self._ready = False
         self._all_fresh = False
-        self._buffer: Tensor | None = None
-        self._tail: Tensor | None = None
+        self.buffer: Tensor | None = None
+        self.tail: Tensor | None = None
         self._own_holders = 0
 
     def add(self, named: Named) -> DenseSlot:
         """Give a parameter the next aligned place."""
         real = 2 if named.tensor.is_complex() else 1
-        step = _ALIGNMENT_BYTES // self.dtype.itemsize
-        start = -(-self.numel // step) * step
+        start = -(-self.numel // self.alignment) * self.alignment
         slot = DenseSlot(named, self, start)
         self.slots.append(slot)
         self.numel = start + real * named.tensor.numel()
         return slot
+
+    @property
+    def alignment(self) -> int:
+        """Slots begin at multiples of so many elements."""
+        return ALIGNMENT // self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +181,8 @@ class Bucket:
             units: how many there are.
         """
         self._make_ready(channel, units)
-        assert self._buffer is not None
-        assert self._tail is not None
+        assert self.buffer is not None
+        assert self.tail is not None
         used = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
@@ -166,6 +198,7 @@ class Bucket:
             elif slot.is_in_view(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
+                slot.make_pending(gradient)
             else:
                 if scale == 1.0 and not gradient.is_sparse:
                     sources.append(gradient)
@@ -178,10 +211,10 @@ class Bucket:
         if sources:
             torch._foreach_copy_(targets, sources)  # many small ones in one call
         self._all_fresh = all(used)
-        _write(self._tail[: len(used)], used)
-        _write(self._tail[len(used) :], touched or [False] * units)
+        _write(self.tail[: len(used)], used)
+        _write(self.tail[len(used) :], touched or [False] * units)
         self.launched = True
-        return self._buffer
+        return self.buffer
 
     def _make_ready(self, channel: Communicator, units: int) -> None:
         """Once in a backward, before anything is written into the buffer: see that it is nobody else's."""
@@ -190,36 +223,38 @@ class Bucket:
         self._ready = True
         gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
         ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
-        if self._buffer is None or holders(self._buffer) > self._own_holders + ours:
+        if self.buffer is None or holders(self.buffer) > self._own_holders + ours:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(channel, units)
 
-    def settle(self) -> None:
-        """After the sum: parameters that only other towers used get their gradient too."""
+    def settle(self, tail: Tensor) -> None:
+        """After the sum: parameters that only other towers used get their gradient too.
+
+        Args:
+            tail: the sum of all towers' tails.
+        """
         if self._all_fresh:  # reading the counts would make the host wait for a GPU
             return
-        assert self._tail is not None
-        counts = self._tail[: len(self.slots)].tolist()
+        counts = tail[: len(self.slots)].tolist()
         for slot, count in zip(self.slots, counts, strict=True):
             if count > 0 and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):
                 slot.hand_out(parameter)
 
-    def touched(self) -> list[bool]:
+    def touched(self, tail: Tensor) -> list[bool]:
         """After the sum of a bucket that closed a backward: which buckets any tower had gradients for."""
-        assert self._tail is not None
-        return [count > 0 for count in self._tail[len(self.slots) :].tolist()]
+        return [count > 0 for count in tail[len(self.slots) :].tolist()]
 
     def _allocate(self, channel: Communicator, units: int) -> None:
         tail = len(self.slots) + units
-        self._buffer = channel.allocate(self.key, self.numel + tail, self.dtype, self.device)
-        self._tail = self._buffer[self.numel :]
+        self.buffer = channel.allocate(self.key, self.numel + tail, self.dtype, self.device)
+        self.tail = self.buffer[self.numel :]
         for slot in self.slots:
             parameter = slot.parameter
             if parameter is not None:
-                slot.view = view_like(parameter, self._buffer[slot.start :])
+                slot.view = view_like(parameter, self.buffer[slot.start :])
             else:
-                slot.view = self._buffer[:0]
-        self._own_holders = holders(self._buffer)
+                slot.view = self.buffer[:0]
+        self._own_holders = holders(self.buffer)
 
 
 def _write(target: Tensor, flags: Sequence[bool]) -> None:

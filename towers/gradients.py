@@ -16,27 +16,48 @@ happened after the same backward last time; the closing bucket's tail then tells
 touched, and what was not predicted follows. So a model that takes no part in a backward (the generator,
 while the discriminator learns) costs nothing after the first time, and a parameter that a single tower used
 is exact.
+
+Where the optimizer's step is shared out and towers share memory, ``_finish`` averages each tower's own part only, and a
+gradient is completed when it is used (:mod:`towers.scatter`): ``complete``, also called before another backward adds to
+gradients that are still there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
 from towers.buckets import Bucket, DenseSlot, lay_out
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.mirror import Named
+from towers.scatter import Scatter
 from towers.slots import Slot
 from towers.sparse import SparseSlot
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _MAX_PATTERNS = 64
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _among_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """For what handles gradients itself: nothing is recorded, and pending ones are plain memory to it."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return method(*args, **kwargs)
+
+    return wrapper
 
 
 class GradientAverager:
@@ -46,9 +67,16 @@ class GradientAverager:
         channel: a communicator that nothing else uses, so that a collective of the user's in mid-backward
             cannot come between.
         bucket_bytes: size of a bucket.
+        scatter: leave every tower the average of its own part where that can be, until gradients are used.
+
+    Attributes:
+        generation: counts the layouts of buckets.
+        buckets: of the present layout.
     """
 
-    def __init__(self, channel: Communicator, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(
+        self, channel: Communicator, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, scatter: bool = False
+    ) -> None:
         self._channel = channel
         self._scale = channel.prescale
         self._bucket_bytes = bucket_bytes
@@ -57,7 +85,9 @@ class GradientAverager:
         self._slots: list[Slot] = []
         self._any_unsynced = False
         self._next_key = 0
-        self._buckets: list[Bucket] = []
+        self.generation = 0
+        self.buckets: list[Bucket] = []
+        self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
 
     def add(self, parameters: Sequence[Named]) -> None:
@@ -67,6 +97,7 @@ class GradientAverager:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
         self._check_whole()
+        self.complete_if_held()
         self._lay_out(self._kept() + list(parameters))
 
     def _kept(self) -> list[Named]:
@@ -91,23 +122,28 @@ class GradientAverager:
         unsynced = self.unsynced()
         for remove in self._hooks:
             remove()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             self._channel.release(bucket.key)
+        self.generation += 1
         self._names = [named.name for named in parameters]
-        self._buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
-        for bucket in self._buckets:  # keys are not used again: towers may be at different lay-outs for a moment
-            bucket.key = self._next_key
-            self._next_key += 1
+        self.buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
+        for bucket in self.buckets:
+            bucket.key = self.new_key()
         self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
-        self._units = len(self._buckets) + len(self._sparse)
-        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._slots += self._sparse
+        self._units = len(self.buckets) + len(self._sparse)
+        dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._dense = {id(slot.parameter): slot for slot in dense}
+        self.scatters = self._scatter is not None and not self._sparse
+        if self.scatters:
+            for dense_slot in dense:
+                dense_slot.complete = self.complete
+        self._slots = [*dense, *self._sparse]
         for slot in self._slots:
             slot.unsynced = id(slot.parameter) in unsynced
         self._seen = self._kinds()
         self._in_cycle = False
-        self._started: list[tuple[Bucket, Pending]] = []
-        self._everything = tuple(b.index for b in self._buckets if any(slot.trainable for slot in b.slots)) or (0,)
+        self._started: list[tuple[Bucket, Pending | None]] = []
+        self._everything = tuple(b.index for b in self.buckets if any(slot.trainable for slot in b.slots)) or (0,)
         self._expected = self._everything
         self._next = 0
         self._last: tuple[int, ...] | None = None
@@ -122,8 +158,15 @@ class GradientAverager:
         arrive: Any = self._arrive_sparse if isinstance(slot, SparseSlot) else self._arrive
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks no others
-        remove: Callable[[], None] = parameter.register_post_accumulate_grad_hook(lambda _: arrive(slot)).remove
+        hooks = [parameter.register_post_accumulate_grad_hook(lambda _: arrive(slot))]
+        if self.scatters:
+            hooks.append(parameter.register_hook(lambda _: self._before_adding()))
         parameter.requires_grad_(trainable)
+
+        def remove() -> None:
+            for hook in hooks:
+                hook.remove()
+
         return remove
 
     def _kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
@@ -139,7 +182,54 @@ class GradientAverager:
         self._check_whole()
         kinds = self._kinds()
         if any(now != before for now, before in zip(kinds, self._seen, strict=True) if now is not None):
+            self.complete_if_held()
             self._lay_out(self._kept())
+
+    def new_key(self) -> int:
+        """A key of the channel's memory. None is used again: towers may be at different layouts for a moment."""
+        self._next_key += 1
+        return self._next_key - 1
+
+    def slot_of(self, parameter: Tensor) -> DenseSlot | None:
+        """A parameter's place in the buckets, if it has one."""
+        slot = self._dense.get(id(parameter))
+        return slot if slot is not None and slot.parameter is parameter else None
+
+    # -- own parts only ----------------------------------------------------------------------------------
+
+    @_among_gradients
+    def complete(self) -> None:
+        """Get the others' parts of gradients of which this tower has its own only; all towers call it, or none.
+
+        Raises:
+            DisagreementError: on all towers, when only some use a gradient.
+        """
+        if self._scatter is not None and self._scatter.incomplete:
+            self._scatter.complete()
+            for slot in self._dense.values():
+                slot.make_plain()
+
+    def complete_if_held(self) -> None:
+        """Before gradients change: complete them if anybody still holds one."""
+        if self._scatter is not None and self._scatter.incomplete:
+            if any(slot.pending is not None for slot in self._dense.values()):
+                self.complete()
+            self._scatter.drop()
+
+    def meet_for(self, purpose: str) -> None:
+        """Meet the others after this tower's part of the gradients was averaged (:meth:`Meeting.meet_for`)."""
+        assert self._channel.windows is not None
+        self._channel.windows.meeting.meet_for(purpose)
+        if self._scatter is not None:
+            self._scatter.settle_debts(by_meeting=True)
+
+    def _before_adding(self) -> None:
+        """Autograd is about to add to a gradient, or to make one."""
+        if self._scatter is not None and not self._in_cycle:
+            self.complete_if_held()
+            self._scatter.settle_debts()
+
+    # -- one backward ------------------------------------------------------------------------------------
 
     def _check_whole(self) -> None:
         if self._in_cycle:
@@ -205,7 +295,7 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._in_cycle = True
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.count_missing()
         self._expected = self._follows.get(self._last, self._everything)
         self._next = 0
@@ -215,46 +305,56 @@ class GradientAverager:
     def _launch_full(self) -> None:
         """Start all buckets that are full and whose turn it is, but the closing one."""
         while self._next < len(self._expected) - 1:
-            bucket = self._buckets[self._expected[self._next]]
+            bucket = self.buckets[self._expected[self._next]]
             if bucket.missing:
                 return
             self._launch(bucket)
             self._next += 1
 
-    @torch.no_grad()
+    @_among_gradients
     def _bring(self, slot: DenseSlot) -> None:
         slot.bucket.bring(slot, self._channel, self._scale, self._units)
 
-    @torch.no_grad()
+    @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
         buffer = bucket.pack(self._channel, self._scale, touched, self._units)
-        self._started.append((bucket, self._channel.start_average(buffer)))
+        self._started.append((bucket, None if self.scatters else self._channel.start_average(buffer)))
 
-    @torch.no_grad()
+    @_among_gradients
     def _finish(self) -> None:
-        touched = [bucket.has_fresh for bucket in self._buckets] + [slot.fresh for slot in self._sparse]
+        touched = [bucket.has_fresh for bucket in self.buckets] + [slot.fresh for slot in self._sparse]
         *others, closing = self._expected[self._next :]
         for index in others:
-            self._launch(self._buckets[index])
-        self._launch(self._buckets[closing], touched)
-        self._await()
+            self._launch(self.buckets[index])
+        self._launch(self.buckets[closing], touched)
+        tail = self._await()
         if not all(touched):  # else nobody can have touched more than this tower
-            touched = self._buckets[closing].touched()
-        for bucket in self._buckets:
-            if touched[bucket.index] and bucket.index not in self._expected:
-                self._launch(bucket)
-        self._await()
-        for slot, anyone in zip(self._sparse, touched[len(self._buckets) :], strict=True):
+            touched = self.buckets[closing].touched(tail)
+        missed = [b for b in self.buckets if touched[b.index] and b.index not in self._expected]
+        for bucket in missed:
+            self._launch(bucket)
+        if missed:
+            self._await()
+        for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 slot.average(self._channel)
-        self._learn(tuple(bucket.index for bucket in self._buckets if touched[bucket.index]) or (0,))
+        self._learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
         self._in_cycle = False
 
-    def _await(self) -> None:
-        for bucket, pending in self._started:
-            pending.wait()
-            bucket.settle()
-        self._started = []
+    def _await(self) -> Tensor:
+        """Finish what was started; returns the sum of the last bucket's tails."""
+        started, self._started = self._started, []
+        if self.scatters:
+            assert self._scatter is not None
+            tails = self._scatter.reduce([bucket for bucket, _ in started])
+        else:
+            for _, pending in started:
+                assert pending is not None
+                pending.wait()
+            tails = [bucket.tail for bucket, _ in started if bucket.tail is not None]
+        for (bucket, _), tail in zip(started, tails, strict=True):
+            bucket.settle(tail)
+        return tails[-1]
 
     def _learn(self, pattern: tuple[int, ...]) -> None:
         """Remember what followed the backward before; equal on all towers, for all have seen the same."""
@@ -262,6 +362,6 @@ class GradientAverager:
             self._follows.clear()
         self._follows[self._last] = pattern
         self._last = pattern
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
         self._any_unsynced = False

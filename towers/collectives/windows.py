@@ -17,7 +17,14 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import reduce_into
 from towers.collectives.meeting import Meeting
-from towers.collectives.segment import ALIGNMENT, Segment
+from towers.collectives.segment import Segment
+
+ALIGNMENT = 256
+"""Bytes; towers' parts of a window begin at multiples of it, and so should what lies in one.
+
+More than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, go over a tensor's part as
+they go over all of the tensor: then an optimizer that updates the part computes the same bits.
+"""
 
 KEYS = 4096
 """Windows have keys from 0 to this."""
@@ -111,10 +118,19 @@ class Windows:
         window = self._windows.get(key)
         return window.tensors if window is not None and self._reach_together(window) else None
 
-    def look(self, key: int) -> list[Tensor] | None:
-        """As :meth:`reach`, by one tower alone."""
-        window = self._windows.get(key)
-        return window.tensors if window is not None and self._reach(window) else None
+    def read(self, key: int, tower: int) -> Tensor | None:
+        """What another tower has allocated under ``key``, as bytes; None when that is nothing.
+
+        One tower alone may call it, at a time when the other is known not to allocate. Only for keys that are never
+        averaged or reached.
+        """
+        _, file, nbytes = self._tables[tower][_ENTRY * key : _ENTRY * (key + 1)]
+        if not nbytes:
+            return None
+        try:
+            return Segment.open(self._processes[tower], file).tensor(torch.uint8, nbytes)
+        except OSError as error:
+            raise (self.meeting.lost_peer() or error) from None
 
     def average_ranges(self, tensors: Sequence[Tensor], ranges: Iterable[tuple[int, int]]) -> None:
         """Average these ranges of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
@@ -169,7 +185,7 @@ class Windows:
 
 
 def part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
-    """Where tower ``index``'s part of ``numel`` elements begins and ends; no two parts share a cache line."""
+    """Where tower ``index``'s part of ``numel`` elements begins and ends."""
     step = max(1, ALIGNMENT // itemsize)
     size = -(-numel // (towers * step)) * step
     return min(numel, size * index), min(numel, size * (index + 1))

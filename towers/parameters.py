@@ -1,0 +1,148 @@
+"""How updated shards of parameters reach the other towers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from towers.buckets import DenseSlot
+from towers.collectives.communicator import Communicator, as_bytes
+from towers.gradients import GradientAverager
+from towers.layout import holders, view_like
+from towers.shards import Shard, ranges
+
+_ALONE = holders(torch.zeros(1))
+
+
+class Exchange(ABC):
+    """A way for shards to reach the other towers."""
+
+    def begin(self, purpose: str) -> None:  # noqa: B027  (nothing to do is a right default)
+        """All towers are about to step an optimizer."""
+
+    def can_place(self, parameter: Tensor) -> bool:
+        """Whether :meth:`place` may be asked for it."""
+        return True
+
+    def place(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
+        """Prepare for these parameters; all towers, after :meth:`begin`."""
+
+    def bring_back(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
+        """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
+
+    @abstractmethod
+    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+        """What brings every tower's shards to all towers, to be called by all when each has updated its own.
+
+        Args:
+            shards: of every tower, cut ones only.
+        """
+
+
+class GatheredParameters(Exchange):
+    """Shards are gathered in one collective."""
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+
+    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+        sizes = [[shard.nbytes for shard in own] for own in shards]
+        longest = max(map(sum, sizes))
+        index = self._channel.index
+
+        def spread() -> None:
+            mine = torch.zeros(longest, dtype=torch.uint8, device=self._channel.device)
+            for piece, shard in zip(mine.split(_with_rest(sizes[index], longest)), shards[index], strict=False):
+                piece.copy_(as_bytes(shard.of(shard.parameter)))
+            for tower, row in enumerate(self._channel.all_gather(mine)):
+                pieces = row.split(_with_rest(sizes[tower], longest))
+                for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
+                    here = shard.of(shard.parameter)
+                    here.copy_(piece.clone().view(here.dtype).view(here.shape))
+
+        return spread if longest else lambda: None
+
+
+def _with_rest(sizes: list[int], total: int) -> list[int]:
+    return [*sizes, total - sum(sizes)]
+
+
+class SharedParameters(Exchange):
+    """Parameters in windows: towers of one host write their shards into each other's.
+
+    A bucket's window holds its parameters as its buffer holds their gradients.
+    """
+
+    def __init__(self, averager: GradientAverager, channel: Communicator) -> None:
+        assert channel.windows is not None
+        self._averager = averager
+        self._channel = channel
+        self._windows = channel.windows
+        self._generation = -1
+        self._keys: dict[int, int] = {}  # by the index of a bucket
+        self._memory: dict[int, Tensor] = {}
+        self._homes = WeakIdKeyDictionary()  # by parameter, what it was given
+
+    def begin(self, purpose: str) -> None:
+        self._averager.meet_for(purpose)
+
+    def can_place(self, parameter: Tensor) -> bool:
+        home = self._homes.get(parameter)
+        # Two parameters that share memory would not share it any more.
+        return holders(parameter) == _ALONE or (home is not None and home.data_ptr() == parameter.data_ptr())
+
+    def place(self, slots: Sequence[DenseSlot]) -> None:
+        if self._generation != self._averager.generation:
+            self._generation = self._averager.generation
+            for key in self._keys.values():
+                self._windows.release(key)
+            self._keys, self._memory = {}, {}
+        for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
+            if bucket.index not in self._keys:
+                self._keys[bucket.index] = key = self._averager.new_key()
+                window = self._windows.allocate(key, bucket.numel, bucket.dtype)
+                if window is None:
+                    window = torch.zeros(bucket.numel, dtype=bucket.dtype)
+                self._memory[bucket.index] = window
+        for slot in slots:
+            parameter = slot.parameter
+            assert parameter is not None
+            self._homes[parameter] = view_like(parameter, self._memory[slot.bucket.index][slot.start :])
+        self.bring_back(slots)
+        self._windows.meeting.meet()  # now all can be reached
+
+    def bring_back(self, slots: Sequence[DenseSlot]) -> None:
+        for slot in slots:
+            parameter = slot.parameter
+            assert parameter is not None
+            home = self._homes[parameter]
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.data)
+                parameter.data = home.detach()
+
+    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+        keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for own in shards for shard in own}
+        index = self._channel.index
+        mine = ranges(shards[index])
+
+        def spread() -> None:
+            without = set()
+            for bucket, key in keys.items():
+                tensors = self._windows.reach(key)
+                if tensors is None:  # no room for a window on some tower
+                    without.add(bucket)
+                    continue
+                for start, end in mine.get(bucket, ()):
+                    for other in (*tensors[:index], *tensors[index + 1 :]):
+                        other[start:end].copy_(tensors[index][start:end])
+            self._windows.meeting.meet()
+            self._windows.withdraw()
+            if without:
+                rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]
+                GatheredParameters(self._channel).plan(rest)()
+
+        return spread

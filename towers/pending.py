@@ -1,0 +1,78 @@
+"""Gradients whose average is completed when somebody uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from towers import tree as trees
+
+_DESCRIBING = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                "device",
+                "dtype",
+                "grad_fn",
+                "is_leaf",
+                "is_sparse",
+                "layout",
+                "ndim",
+                "requires_grad",
+                "shape",
+            )
+        ),
+        *(
+            getattr(Tensor, name)
+            for name in (
+                "detach_",
+                "dim",
+                "is_complex",
+                "is_contiguous",
+                "is_floating_point",
+                "numel",
+                "requires_grad_",
+            )
+        ),
+        Tensor.size,
+        Tensor.stride,
+        Tensor.__len__,
+    ]
+)
+"""What can be asked of a gradient without looking at its values; among it all that ``zero_grad`` asks."""
+
+
+class PendingGradient(Tensor):
+    """A gradient of which this tower holds the average of its own part only.
+
+    It is an ordinary tensor in all else; whatever is done with its values completes them first, by a collective. Then
+    it becomes a plain tensor itself, wherever it is held.
+    """
+
+    _complete: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DESCRIBING:
+            for value in trees.leaves((args, kwargs)):
+                if isinstance(value, PendingGradient):
+                    value._complete()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def make_pending(gradient: Tensor, complete: Callable[[], None]) -> None:
+    """Make a gradient, in place, one that calls ``complete`` before its values are used."""
+    gradient.__class__ = PendingGradient
+    gradient._complete = complete  # type: ignore[attr-defined]
+
+
+def make_plain(gradient: Tensor) -> None:
+    """Make a pending gradient, in place, the plain tensor that it is from now on."""
+    if isinstance(gradient, PendingGradient):
+        del gradient._complete
+        gradient.__class__ = Tensor  # type: ignore[assignment]

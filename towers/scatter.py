@@ -1,0 +1,86 @@
+"""Averaging of which every tower keeps its part: half of an all-reduce, the other half when it is asked for.
+
+With the optimizer's step shared out, a tower needs the average of its own part of each bucket only. So the all-reduce
+stops half-way (a reduce-scatter): tower i averages the i-th part of every bucket into its own memory. The rest of a
+gradient is completed (an all-gather) when somebody uses it: to clip, to log, to step an optimizer of another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from towers.buckets import Bucket
+from towers.collectives.communicator import Communicator
+from towers.collectives.windows import Windows, part
+
+
+class Scatter:
+    """The buckets of the last backward, of which every tower has averaged its part.
+
+    What a tower has reduced from, its owner may change only when that tower has come to the next meeting. That one is
+    *owed*; most often the optimizer's step brings it anyway.
+    """
+
+    def __init__(self, channel: Communicator, windows: Windows) -> None:
+        self._channel = channel
+        self._windows = windows
+        self._owed = False
+        self._scattered: list[tuple[Bucket, list[Tensor]]] = []
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether there are buckets of which this tower has its own part only."""
+        return bool(self._scattered)
+
+    def reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        """Average this tower's part of packed buckets; returns the sum of all towers' tails of each."""
+        self._windows.meeting.meet_for("averages gradients")
+        self._owed = True
+        tails = []
+        for bucket in buckets:
+            assert bucket.buffer is not None
+            assert bucket.tail is not None
+            tensors = self._windows.reach(bucket.key)
+            if tensors is None:  # no room for a window: all of it, another way
+                self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
+                tails.append(bucket.tail)
+                continue
+            tail = tensors[0][bucket.numel :].clone()
+            for other in tensors[1:]:
+                tail += other[bucket.numel :]
+            tails.append(tail)
+            self._windows.average_ranges(tensors, [self._part(bucket, self._channel.index)])
+            self._scattered.append((bucket, tensors))
+        return tails
+
+    def complete(self) -> None:
+        """Get the others' parts of what was reduced. All towers call it, or none."""
+        self._windows.meeting.meet_for(
+            "uses the averaged gradients (with shard_optimizer=True they are completed then)"
+        )
+        scattered, self._scattered = self._scattered, []
+        for bucket, tensors in scattered:
+            mine = tensors[self._channel.index]
+            for tower, tensor in enumerate(tensors):
+                if tower != self._channel.index:
+                    start, end = self._part(bucket, tower)
+                    mine[start:end].copy_(tensor[start:end])
+        self._owed = True
+        self.settle_debts()
+
+    def drop(self) -> None:
+        """Nobody needs what was reduced."""
+        self._scattered = []
+
+    def settle_debts(self, *, by_meeting: bool = False) -> None:
+        """See that no tower still reads this one's buckets, or note that another meeting has seen to it."""
+        if self._owed:
+            if not by_meeting:
+                self._windows.meeting.meet()
+            self._windows.withdraw()
+            self._owed = False
+
+    def _part(self, bucket: Bucket, tower: int) -> tuple[int, int]:
+        return part(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)

@@ -1,0 +1,296 @@
+"""Sharing out the optimizer's step: every tower updates its part of the parameters, and all get all parts.
+
+An optimizer stays what it is; when it steps, a twin of it does its work: of the same class and with the same settings,
+but over this tower's shards of the parameters, so that time and state divide by the number of towers. An optimizer that
+updates each element for itself computes the same bits that way. One step goes like this::
+
+    backward                every tower has averaged its part of each bucket        towers/scatter.py
+    meet                    all have come to the step
+    twin.step()             updates the shards, with their part of the gradients
+    spread                  each writes its shards into the others' parameters
+    meet                    all parameters are whole
+
+Parameters stay each tower's own memory (on one host a window, into which the others write in ``spread`` only), so what
+a script does to ``p.data`` on every tower is done once on each. Towers that do not share memory average whole gradients
+and gather the updated shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from towers import sharded_state
+from towers.buckets import DenseSlot
+from towers.collectives.communicator import Communicator
+from towers.errors import MirrorError
+from towers.gradients import GradientAverager
+from towers.layout import is_dense
+from towers.parameters import Exchange, GatheredParameters, SharedParameters
+from towers.shards import share_out
+
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
+
+
+class OptimizerSharder:
+    """Shares out the steps of optimizers over a strategy's parameters.
+
+    Args:
+        averager: of these parameters' gradients.
+        channel: the averager's.
+    """
+
+    def __init__(self, averager: GradientAverager, channel: Communicator) -> None:
+        self._averager = averager
+        self._channel = channel
+        self._exchange: Exchange = GatheredParameters(channel)
+        if channel.windows is not None:
+            self._exchange = SharedParameters(averager, channel)
+        self._known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Before a step of an optimizer: see that its twin does it. All towers call it.
+
+        Raises:
+            MirrorError: the optimizer cannot be shared out.
+        """
+        sharded = self._known.get(optimizer)
+        if sharded is None:
+            name = f"{type(optimizer).__name__} number {len(self._known)}"
+            sharded = ShardedOptimizer(optimizer, self._averager, self._channel, self._exchange, name)
+            self._known[optimizer] = sharded
+        sharded.attach(optimizer)
+
+
+class ShardedOptimizer:
+    """One optimizer and this tower's twin of it."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        averager: GradientAverager,
+        channel: Communicator,
+        exchange: Exchange,
+        name: str,
+    ) -> None:
+        self._averager = averager
+        self._channel = channel
+        self._exchange = exchange
+        self._name = name
+        self._check(optimizer)
+        self._twin: Optimizer = _twin_of(optimizer)
+        self._signature: object = None
+        self._groups: list[list[nn.Parameter]] = []
+        self._blocks_key = averager.new_key()
+        self._block: Tensor | None = None
+        before = optimizer.register_step_pre_hook(self._before)
+        after = optimizer.register_step_post_hook(self._after)
+        optimizer.register_state_dict_post_hook(self._fill_state_dict)
+        self._hooks = before.id, after.id
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """See that the twin steps after all other hooks of the optimizer, and that they find its parameters again."""
+        before, after = self._hooks
+        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        pre_hooks.move_to_end(before)
+        post_hooks.move_to_end(after, last=False)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer)
+        if kind not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
+            known = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
+            raise MirrorError(
+                f"shard_optimizer=True cannot share out {kind.__name__}.step(): that is known to be right for "
+                f"optimizers that update each element for itself ({known}). If {kind.__name__} does, set "
+                f"{kind.__name__}.elementwise = True; else leave shard_optimizer out"
+            )
+        if optimizer.defaults.get("differentiable"):
+            raise MirrorError("shard_optimizer=True cannot share out an optimizer with differentiable=True")
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Let the twin step, and leave the optimizer's own step nothing to do."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            args, kwargs = (args[0], lambda: result), {k: v for k, v in kwargs.items() if k != "closure"}
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self._step(optimizer)
+        self._groups = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+
+    def _step(self, optimizer: Optimizer) -> None:
+        self._exchange.begin(f"steps {self._name}")
+        signature = (self._averager.generation, [[id(p) for p in group["params"]] for group in optimizer.param_groups])
+        if signature != self._signature:
+            self._share_out(optimizer)
+            self._signature = signature
+        if not isinstance(optimizer.state, SharedOut):
+            self._take_state(optimizer)
+        if any(shard.whole for shard in self._shards):
+            self._averager.complete()
+        self._exchange.bring_back(self._cut)
+        for shard, parameter in zip(self._shards, self._parameters, strict=True):
+            whole = shard.parameter
+            here = shard.of(whole)
+            if here.data_ptr() != parameter.data_ptr():
+                parameter.data = here
+            gradient = whole.grad
+            if gradient is not None and gradient.stride() != whole.stride():
+                gradient = torch.empty_like(whole).copy_(gradient)
+            parameter.grad = None if gradient is None else shard.of(gradient)
+        _copy_settings(optimizer, self._twin)
+        step = type(self._twin).step
+        getattr(step, "__wrapped__", step)(self._twin)  # without the hooks, which are for the optimizer
+        for parameter in self._parameters:
+            parameter.grad = None  # who holds a gradient keeps its memory from being used again
+        self._keep_state_readable()
+        self._spread()
+
+    # -- sharing out -------------------------------------------------------------------------------------
+
+    def _share_out(self, optimizer: Optimizer) -> None:
+        """Cut the parameters as the buckets are cut now; state goes along."""
+        if self._signature is not None and isinstance(optimizer.state, SharedOut):
+            optimizer.state = self._whole_state(optimizer)
+        slots = [[self._slot_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        flat = [slot for group in slots for slot in group]
+        mine = bytes(self._can_be_cut(slot) for slot in flat)
+        everybody = self._channel.all_gather_bytes(mine)
+        whole = {slot for slot, *can in zip(flat, *everybody, strict=True) if not all(can)}
+        size = self._channel.size
+        self._all_shards = [share_out(slots, whole, size, tower) for tower in range(size)]
+        self._shards = self._all_shards[self._channel.index]
+        self._cut = [slot for slot in flat if slot not in whole]
+        self._exchange.place(self._cut)
+        self._spread = self._exchange.plan([[s for s in own if not s.whole] for own in self._all_shards])
+        self._parameters = [nn.Parameter(shard.of(shard.parameter), requires_grad=False) for shard in self._shards]
+        self._twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+        for shard, parameter in zip(self._shards, self._parameters, strict=True):
+            self._twin.param_groups[shard.group]["params"].append(parameter)
+        if isinstance(optimizer.state, SharedOut):
+            optimizer.state = defaultdict(dict)
+
+    def _slot_of(self, parameter: Tensor) -> DenseSlot:
+        slot = self._averager.slot_of(parameter)
+        if slot is None:
+            raise MirrorError(
+                f"shard_optimizer=True cannot share out {self._name}: it holds a parameter of shape "
+                f"{tuple(parameter.shape)} that is not mirrored, or whose gradients are sparse"
+            )
+        return slot
+
+    def _can_be_cut(self, slot: DenseSlot) -> bool:
+        parameter = slot.parameter
+        return parameter is not None and is_dense(parameter) and self._exchange.can_place(parameter)
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def _take_state(self, optimizer: Optimizer) -> None:
+        """Cut the optimizer's own state, which it has had from its creation or was just given (``load_state_dict``)."""
+        own: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for shard, parameter in zip(self._shards, self._parameters, strict=True):
+            if state := optimizer.state.get(shard.parameter):
+                own[parameter] = sharded_state.cut(state, shard)
+        self._twin.state = own
+        optimizer.state = SharedOut(self._name)  # type: ignore[assignment]
+        self._block = None
+
+    def _keep_state_readable(self) -> None:
+        """Where towers share memory: keep the state where the others can read it, and all of it."""
+        windows = self._channel.windows
+        if windows is None:
+            return
+        block = self._block
+        inside = range(block.data_ptr(), block.data_ptr() + block.nbytes) if block is not None else range(0)
+        values = (value for state in self._twin.state.values() for value in state.values())
+        if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
+            self._block = self._encode(move=True)
+
+    def _encode(self, *, move: bool = False) -> Tensor:
+        def allocate(nbytes: int) -> Tensor:
+            if move and (window := self._channel.windows):
+                found = window.allocate(self._blocks_key, nbytes, torch.uint8)
+                if found is not None:
+                    return found
+            return torch.zeros(nbytes, dtype=torch.uint8)
+
+        return sharded_state.encode(self._twin.state, self._parameters, allocate, move=move)
+
+    def _whole_state(self, optimizer: Optimizer) -> Any:
+        """The ordinary state of the optimizer; on one host a tower can ask alone."""
+        windows, index = self._channel.windows, self._channel.index
+        if windows is None:
+            blocks: list[Tensor | None] = [
+                torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                for data in self._channel.all_gather_bytes(self._encode().numpy().tobytes())
+            ]
+        else:
+            blocks = [
+                self._block if tower == index else windows.read(self._blocks_key, tower)
+                for tower in range(self._channel.size)
+            ]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = sharded_state.join(self._all_shards, blocks)
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        state.update({parameters[number]: values for number, values in sorted(whole.items())})
+        return state
+
+    def _fill_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        if isinstance(optimizer.state, SharedOut):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+            state = self._whole_state(optimizer)
+            state_dict["state"] = {numbers[id(parameter)]: values for parameter, values in state.items()}
+
+
+class SharedOut(dict[Any, Any]):
+    """What stands for the state of an optimizer whose twins have it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise MirrorError(
+            f"the state of {self._name} is shared out over the towers (shard_optimizer=True): take it from "
+            "optimizer.state_dict(), which has all of it, and give it back by load_state_dict()"
+        )
+
+    __missing__ = __setitem__ = __deepcopy__ = __reduce_ex__ = setdefault = _refuse
+
+
+def _twin_of(optimizer: Optimizer) -> Optimizer:
+    """Another of the same class with the same settings, without parameters, state or hooks."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}  # type: ignore[var-annotated]
+    twin.__dict__.update(vars(optimizer), **hooks, state=defaultdict(dict), param_groups=[])
+    twin.__dict__.pop("step", None)  # schedulers wrap it
+    return twin
+
+
+def _copy_settings(optimizer: Optimizer, twin: Optimizer) -> None:
+    """What schedulers, scalers and scripts may have changed since the last step."""
+    for group, twins in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        settings: Mapping[str, Any] = {name: value for name, value in group.items() if name != "params"}
+        twins.update(settings)
+    for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
+        if hasattr(optimizer, name):
+            setattr(twin, name, getattr(optimizer, name))
+        elif hasattr(twin, name):
+            delattr(twin, name)
