@@ -195,6 +195,10 @@ class GradientAverager:
         slot = self._dense.get(id(parameter))
         return slot if slot is not None and slot.parameter is parameter else None
 
+    def name_of(self, parameter: Tensor) -> str | None:
+        """How messages call a parameter whose gradients are averaged."""
+        return next((slot.name for slot in self._slots if slot.parameter is parameter), None)
+
     # -- own parts only ----------------------------------------------------------------------------------
 
     @_among_gradients

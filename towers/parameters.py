@@ -120,7 +120,8 @@ class SharedParameters(Exchange):
             parameter = slot.parameter
             assert parameter is not None
             home = self._homes[parameter]
-            if parameter.data_ptr() != home.data_ptr():
+            moved = parameter.data_ptr() != home.data_ptr()
+            if moved and parameter.dtype == home.dtype:  # else the buckets are laid out anew
                 home.copy_(parameter.data)
                 parameter.data = home.detach()
 

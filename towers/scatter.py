@@ -53,6 +53,8 @@ class Scatter:
             tails.append(tail)
             self._windows.average_ranges(tensors, [self._part(bucket, self._channel.index)])
             self._scattered.append((bucket, tensors))
+        if self._windows.newly_reached:
+            self.settle_debts()
         return tails
 
     def complete(self) -> None:

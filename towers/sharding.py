@@ -29,6 +29,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from towers import sharded_state
 from towers.buckets import DenseSlot
 from towers.collectives.communicator import Communicator
+from towers.collectives.windows import Windows
 from towers.errors import MirrorError
 from towers.gradients import GradientAverager
 from towers.layout import is_dense
@@ -86,13 +87,16 @@ class ShardedOptimizer:
         self._check(optimizer)
         self._twin: Optimizer = _twin_of(optimizer)
         self._signature: object = None
+        self._cut: list[DenseSlot] = []
         self._groups: list[list[nn.Parameter]] = []
-        self._blocks_key = averager.new_key()
+        self._key = averager.new_key()
         self._block: Tensor | None = None
+        self._blocks: list[Tensor | None] = []
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_post_hook(self._fill_state_dict)
         self._hooks = before.id, after.id
+        weakref.finalize(optimizer, channel.release, self._key)
 
     def attach(self, optimizer: Optimizer) -> None:
         """See that the twin steps after all other hooks of the optimizer, and that they find its parameters again."""
@@ -135,6 +139,7 @@ class ShardedOptimizer:
             group["params"] = parameters
 
     def _step(self, optimizer: Optimizer) -> None:
+        self._exchange.bring_back(self._cut)  # before others write there
         self._exchange.begin(f"steps {self._name}")
         signature = (self._averager.generation, [[id(p) for p in group["params"]] for group in optimizer.param_groups])
         if signature != self._signature:
@@ -144,7 +149,6 @@ class ShardedOptimizer:
             self._take_state(optimizer)
         if any(shard.whole for shard in self._shards):
             self._averager.complete()
-        self._exchange.bring_back(self._cut)
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
             whole = shard.parameter
             here = shard.of(whole)
@@ -159,8 +163,15 @@ class ShardedOptimizer:
         getattr(step, "__wrapped__", step)(self._twin)  # without the hooks, which are for the optimizer
         for parameter in self._parameters:
             parameter.grad = None  # who holds a gradient keeps its memory from being used again
-        self._keep_state_readable()
+        windows = self._channel.windows
+        if windows is not None:
+            self._keep_state_readable(windows)
         self._spread()
+        if windows is not None:
+            self._blocks = windows.blocks(self._key)
+            if windows.newly_reached:
+                windows.meeting.meet()
+                windows.withdraw()
 
     # -- sharing out -------------------------------------------------------------------------------------
 
@@ -189,10 +200,9 @@ class ShardedOptimizer:
     def _slot_of(self, parameter: Tensor) -> DenseSlot:
         slot = self._averager.slot_of(parameter)
         if slot is None:
-            raise MirrorError(
-                f"shard_optimizer=True cannot share out {self._name}: it holds a parameter of shape "
-                f"{tuple(parameter.shape)} that is not mirrored, or whose gradients are sparse"
-            )
+            sparse = self._averager.name_of(parameter)
+            what = f"parameter {sparse}, whose gradients are sparse" if sparse else "parameters that no scope mirrored"
+            raise MirrorError(f"shard_optimizer=True cannot share out {self._name}: it holds {what}")
         return slot
 
     def _can_be_cut(self, slot: DenseSlot) -> bool:
@@ -211,40 +221,31 @@ class ShardedOptimizer:
         optimizer.state = SharedOut(self._name)  # type: ignore[assignment]
         self._block = None
 
-    def _keep_state_readable(self) -> None:
-        """Where towers share memory: keep the state where the others can read it, and all of it."""
-        windows = self._channel.windows
-        if windows is None:
-            return
-        block = self._block
-        inside = range(block.data_ptr(), block.data_ptr() + block.nbytes) if block is not None else range(0)
+    def _keep_state_readable(self, windows: Windows) -> None:
+        """Keep the state where other towers can read it, and all of it there, also when this one has ended."""
+
+        def allocate(nbytes: int) -> Tensor:
+            block = windows.allocate(self._key, nbytes, torch.uint8)
+            return _zeros(nbytes) if block is None else block
+
+        inside = range(0)
+        if self._block is not None:
+            inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
         values = (value for state in self._twin.state.values() for value in state.values())
         if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
-            self._block = self._encode(move=True)
-
-    def _encode(self, *, move: bool = False) -> Tensor:
-        def allocate(nbytes: int) -> Tensor:
-            if move and (window := self._channel.windows):
-                found = window.allocate(self._blocks_key, nbytes, torch.uint8)
-                if found is not None:
-                    return found
-            return torch.zeros(nbytes, dtype=torch.uint8)
-
-        return sharded_state.encode(self._twin.state, self._parameters, allocate, move=move)
+            self._block = sharded_state.encode(self._twin.state, self._parameters, allocate, move=True)
 
     def _whole_state(self, optimizer: Optimizer) -> Any:
-        """The ordinary state of the optimizer; on one host a tower can ask alone."""
-        windows, index = self._channel.windows, self._channel.index
-        if windows is None:
-            blocks: list[Tensor | None] = [
-                torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                for data in self._channel.all_gather_bytes(self._encode().numpy().tobytes())
-            ]
+        """The ordinary state of the optimizer; where towers share memory one can ask alone."""
+        if self._channel.windows is not None:
+            blocks = self._blocks
         else:
-            blocks = [
-                self._block if tower == index else windows.read(self._blocks_key, tower)
-                for tower in range(self._channel.size)
-            ]
+            mine = sharded_state.encode(self._twin.state, self._parameters, _zeros)
+            everybody = self._channel.all_gather_bytes(mine.numpy().tobytes())
+            blocks = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in everybody]
+        for tower, block in enumerate(blocks):
+            if block is not None and block.numel() == 0:
+                raise MirrorError(f"tower {tower} had no memory to share its state of {self._name}")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         whole = sharded_state.join(self._all_shards, blocks)
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
@@ -273,6 +274,10 @@ class SharedOut(dict[Any, Any]):
         )
 
     __missing__ = __setitem__ = __deepcopy__ = __reduce_ex__ = setdefault = _refuse
+
+
+def _zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:

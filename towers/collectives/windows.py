@@ -56,9 +56,13 @@ class _Window:
 class Windows:
     """One tower's windows, and its view of the others'.
 
+    Attributes:
+        meeting: with the others.
+        newly_reached: some tower's memory was mapped anew since :meth:`withdraw`; the same on all towers. Its owner
+            must not go before all have mapped it.
+
     Args:
         index: this tower.
-        meeting: with the others.
         tables: every tower's table, :data:`TABLE_BYTES` long, as 64-bit integers.
         processes: every tower's process id.
     """
@@ -70,6 +74,8 @@ class Windows:
         self._processes = list(processes)
         self._windows: dict[int, _Window] = {}
         self._reached: list[_Window] = []
+        self._blocks: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
+        self.newly_reached = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
         """This tower's memory under ``key``, zeros; None when it cannot be had, which the others will see.
@@ -83,7 +89,7 @@ class Windows:
         try:
             segment = Segment.create(numel * dtype.itemsize, reserve=True)
         except OSError:
-            entry[2] = 0
+            entry[0], entry[2] = entry[0] + 1, 0
             return None
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
         window.segment, window.tensors[self._index] = segment, segment.tensor(dtype, numel)
@@ -91,6 +97,8 @@ class Windows:
 
     def release(self, key: int) -> None:
         """Forget what was allocated under ``key``."""
+        for tower in range(self._size):
+            self._blocks.pop((key, tower), None)
         if self._windows.pop(key, None) is not None:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
@@ -118,19 +126,28 @@ class Windows:
         window = self._windows.get(key)
         return window.tensors if window is not None and self._reach_together(window) else None
 
-    def read(self, key: int, tower: int) -> Tensor | None:
-        """What another tower has allocated under ``key``, as bytes; None when that is nothing.
+    def blocks(self, key: int) -> list[Tensor | None]:
+        """What every tower has allocated under ``key``, as bytes, of any size; None where that is nothing.
 
-        One tower alone may call it, at a time when the other is known not to allocate. Only for keys that are never
-        averaged or reached.
+        As :meth:`reach`, for keys that are not used with it. Empty where the memory could not be had.
         """
-        _, file, nbytes = self._tables[tower][_ENTRY * key : _ENTRY * (key + 1)]
-        if not nbytes:
-            return None
-        try:
-            return Segment.open(self._processes[tower], file).tensor(torch.uint8, nbytes)
-        except OSError as error:
-            raise (self.meeting.lost_peer() or error) from None
+        found = []
+        for tower, table in enumerate(self._tables):
+            version, file, nbytes = table[_ENTRY * key : _ENTRY * (key + 1)]
+            known, block = self._blocks.get((key, tower), (0, None))
+            if version != known:
+                self.newly_reached = True
+                if not nbytes:
+                    block = torch.empty(0, dtype=torch.uint8)
+                elif tower == self._index:
+                    window = self._windows[key]
+                    block = window.tensors[tower]
+                    self._reached.append(window)
+                else:
+                    block = self._open(tower, file).tensor(torch.uint8, nbytes)
+                self._blocks[key, tower] = version, block
+            found.append(block)
+        return found
 
     def average_ranges(self, tensors: Sequence[Tensor], ranges: Iterable[tuple[int, int]]) -> None:
         """Average these ranges of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
@@ -146,6 +163,7 @@ class Windows:
             if window.segment is not None:
                 window.segment.withdraw()
         self._reached = []
+        self.newly_reached = False
 
     def _reach_together(self, window: _Window) -> bool:
         reached = self._reach(window)
@@ -163,19 +181,22 @@ class Windows:
             if version == window.versions[tower]:
                 continue
             if tower != self._index:
-                try:
-                    segment = Segment.open(self._processes[tower], file)
-                except OSError as error:
-                    raise (self.meeting.lost_peer() or error) from None
-                window.tensors[tower] = segment.tensor(window.dtype, window.numel)
+                window.tensors[tower] = self._open(tower, file).tensor(window.dtype, window.numel)
             window.versions[tower] = version
             changed = True
         if changed:
+            self.newly_reached = True
             start, end = part(window.numel, window.dtype.itemsize, self._size, self._index)
             step = _PIECE // window.dtype.itemsize
             columns = [tensor[start:end].split(step) for tensor in window.tensors] if start < end else []
             window.pieces = [list(piece) for piece in zip(*columns, strict=True)]
         return True
+
+    def _open(self, tower: int, file: int) -> Segment:
+        try:
+            return Segment.open(self._processes[tower], file)
+        except OSError as error:
+            raise (self.meeting.lost_peer() or error) from None
 
     def close(self) -> None:
         """Nobody will map them any more."""
