@@ -10,6 +10,7 @@ from towers.gradients import DEFAULT_BUCKET_BYTES
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
 _ALGORITHMS = ("ring", "auto")
+_WIRE_DTYPES = ("same", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,8 @@ class CommunicationOptions:
             "gloo" or "shared_memory".
         algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
             ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
+        wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits
+            of precision. What CPU towers average in shared memory is not sent and keeps its precision.
         bucket_bytes: gradients travel in buckets of about this many bytes.
         timeout_seconds: how long a collective may take before it is an error.
         startup_timeout_seconds: how long towers and workers wait for each other at the start.
@@ -31,6 +34,7 @@ class CommunicationOptions:
 
     implementation: str = "auto"
     algorithm: str = "ring"
+    wire_dtype: str = "same"
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_seconds: float = 600.0
     startup_timeout_seconds: float = 300.0
@@ -39,6 +43,7 @@ class CommunicationOptions:
         for field, value, choices in (
             ("implementation", self.implementation, _IMPLEMENTATIONS),
             ("algorithm", self.algorithm, _ALGORITHMS),
+            ("wire_dtype", self.wire_dtype, _WIRE_DTYPES),
         ):
             if value not in choices:
                 raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
@@ -55,6 +60,7 @@ class CommunicationOptions:
         return Options(
             implementation=self.implementation,
             algorithm=self.algorithm,
+            wire_dtype=self.wire_dtype,
             bucket_bytes=self.bucket_bytes,
             timeout_seconds=self.timeout_seconds,
             startup_seconds=self.startup_timeout_seconds,

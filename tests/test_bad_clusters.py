@@ -366,6 +366,8 @@ def test_options_are_checked() -> None:
     for field, value in (("bucket_bytes", 1.5), ("bucket_bytes", True), ("timeout_seconds", float("inf"))):
         with pytest.raises(ValueError, match=f"{field} is .* but must be a positive"):
             mirrored.CommunicationOptions(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="wire_dtype is 'float8', but must be one of same, bfloat16"):
+        mirrored.CommunicationOptions(wire_dtype="float8")
 
 
 def test_a_chief_address_that_cannot_be_resolved() -> None:

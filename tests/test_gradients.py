@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
+
+
+def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return mirrored.launch(_over_gloo, (fn, args), towers=2, timeout=60)
+
+
+def _over_gloo(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    options = mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64, wire_dtype=args[0])
+    return fn(mirrored.MirroredStrategy(communication=options), *args[1:])
 
 
 class Branches(nn.Module):
@@ -590,3 +602,62 @@ def test_building_more_after_a_broken_backward_is_refused() -> None:
     for error in failures(build_more_after_a_broken_backward):
         with pytest.raises(mirrored.TowersError, match="start again from the last checkpoint"):
             raise error
+
+
+def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], list[float], list[float]]:
+    """The first layer is made last; tower 1 goes through the two branches the other way round."""
+    with strategy.scope():
+        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("idle", "b", "a", "out", "first")})
+    averager = strategy._averager
+    layouts, losses = [], []
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(8, 8, generator=generator) for _ in model.parameters()]
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), start, strict=True):
+            p.copy_(value)
+
+    def step() -> None:
+        model.zero_grad()
+        x = model["first"](torch.eye(8)[strategy.topology.index : strategy.topology.index + 1])
+        names = ("a", "b") if strategy.is_chief else ("b", "a")
+        model["out"](sum(model[name](x) for name in names)).square().mean().backward()
+
+    for _ in range(3):
+        strategy.run(step)
+        layouts.append([slot.name.split(".")[1] for bucket in averager.buckets for slot in bucket.slots])
+        losses.append(float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)))
+    model.zero_grad()
+    x = model["first"](torch.eye(8)[:2])
+    model["out"](model["a"](x) + model["b"](x)).square().mean().backward()
+    alone = float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None))
+    return layouts, losses, [alone] * 3
+
+
+def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
+    (layouts, *_), (others, *_) = results = over_gloo(use_in_another_order, "same")
+    assert layouts == others
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert layouts[0][0] == "out"
+    assert set(layouts[0][1:3]) == {"a", "b"}
+    assert layouts[0][3:] == ["first", "idle"]
+    for _, ours, alone in results:
+        assert ours == pytest.approx(alone, rel=1e-5)
+
+
+def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)])
+    factors = torch.randn(2, 1000, generator=torch.Generator().manual_seed(strategy.topology.index)).double()
+    strategy.run(lambda: sum((p * f).sum() for p, f in zip(model, factors, strict=True)).backward())
+    return model[0].grad, model[1].grad
+
+
+def test_bfloat16_on_the_wire() -> None:
+    factors = [torch.randn(2, 1000, generator=torch.Generator().manual_seed(i)).double() for i in range(2)]
+    narrow, wide = (factors[0] + factors[1]) / 2
+    for single, double in over_gloo(gradient_on_the_wire, "bfloat16"):
+        assert torch.equal(single, single.bfloat16().float())
+        assert torch.allclose(single.double(), narrow, rtol=0, atol=2**-7 * float(narrow.abs().max()))
+        assert torch.allclose(double, wide, rtol=1e-14)
+    for single, _ in over_gloo(gradient_on_the_wire, "same"):
+        assert torch.allclose(single.double(), narrow, rtol=1e-6, atol=1e-7)

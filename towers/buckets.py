@@ -270,7 +270,7 @@ def _write(target: Tensor, flags: Sequence[bool]) -> None:
 def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     """Distribute parameters over buckets of about ``bucket_bytes``, one dtype and device each.
 
-    Last created comes first, since backward usually reaches it first; the first bucket is small, so that the
+    The last parameter comes first, since backward usually reaches it first; the first bucket is small, so that the
     first collective starts early. Parameters that were frozen from the start lie in buckets of their own, which
     cost nothing until one is thawed. There is always at least one bucket.
     """

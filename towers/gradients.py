@@ -17,6 +17,9 @@ touched, and what was not predicted follows. So a model that takes no part in a 
 while the discriminator learns) costs nothing after the first time, and a parameter that a single tower used
 is exact.
 
+The first backward shows in which order gradients come; where collectives run beside the backward, buckets are then laid
+out anew in tower 0's order, so that they fill one after the other.
+
 Where the optimizer's step is shared out and towers share memory, ``_finish`` averages each tower's own part only, and a
 gradient is completed when it is used (:mod:`towers.scatter`): ``complete``, also called before another backward adds to
 gradients that are still there.
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -83,6 +87,7 @@ class GradientAverager:
         self._paused = False
         self._hooks: list[Callable[[], None]] = []
         self._slots: list[Slot] = []
+        self._arrivals: list[str] | None = None  # of the first backward, until their order is known
         self._any_unsynced = False
         self._next_key = 0
         self.generation = 0
@@ -99,6 +104,7 @@ class GradientAverager:
         self._check_whole()
         self.complete_if_held()
         self._lay_out(self._kept() + list(parameters))
+        self._arrivals = [] if self._channel.windows is None else None
 
     def _kept(self) -> list[Named]:
         """The parameters that still live on any tower, in the order they were added.
@@ -273,6 +279,8 @@ class GradientAverager:
         if slot.arrived:
             return
         slot.arrived = True
+        if self._arrivals is not None:
+            self._arrivals.append(slot.name)
         bucket.missing -= 1
         if bucket.missing == 0:
             self._launch_full()
@@ -344,6 +352,18 @@ class GradientAverager:
                 slot.average(self._channel)
         self._learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
         self._in_cycle = False
+        if self._arrivals is not None:
+            self._adopt_order(self._arrivals)
+
+    def _adopt_order(self, arrivals: list[str]) -> None:
+        """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
+        self._arrivals = None
+        said = self._channel.all_gather_bytes(json.dumps(arrivals).encode() if self._channel.index == 0 else b"")
+        places = {name: place for place, name in enumerate(json.loads(said[0]))}
+        names = sorted(self._names, key=lambda name: -places.get(name, len(places)))  # the last come first in a layout
+        if names != self._names:
+            kept = {named.name: named for named in self._kept()}
+            self._lay_out([kept[name] for name in names if name in kept])
 
     def _await(self) -> Tensor:
         """Finish what was started; returns the sum of the last bucket's tails."""
