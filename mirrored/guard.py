@@ -32,6 +32,7 @@ class OptimizerGuard:
         # It stays when the strategy is gone: torch iterates over these hooks, and none may be removed meanwhile.
         register_optimizer_step_pre_hook(self._before_step)
 
+    @torch._disable_dynamo
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strategy = self._strategy()
         if strategy is None:

@@ -120,6 +120,7 @@ class ShardedOptimizer:
 
     # -- one step ----------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the twin step, and leave the optimizer's own step nothing to do."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -134,6 +135,7 @@ class ShardedOptimizer:
             group["params"] = []
         return args, kwargs
 
+    @torch._disable_dynamo
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
