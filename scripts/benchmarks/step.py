@@ -12,6 +12,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
+import figure
 import models
 import steps
 import torch
@@ -64,7 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
+    figure.add_option(parser)
     options = parser.parse_args(arguments)
+    bars = []
     print(f"torch {torch.__version__}; SGD with momentum; medians of {options.turns} alternations")
     print(f"{'':<34}{'ours ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
     names = [f"cpu:{i}" for i in range(options.towers)]
@@ -74,6 +77,12 @@ def main(arguments: Sequence[str]) -> None:
             times = mirrored.launch(_two_towers, (*timing, options.implementation), devices=names)[0]
             print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
             print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
+            bars += [
+                figure.bar(case, "ours ÷ DDP on Gloo", _ratios(times, "DDP")),
+                figure.bar(case, "ours ÷ no communication", _ratios(times, "bound")),
+            ]
         times = mirrored.launch(_one_tower, timing, towers=1)[0]
         print(_row(f"{case}: one tower ÷ bare loop", times, "bare"))
         print(_row(f"{case}: bare loop ÷ its twin", times, "twin", "bare"), flush=True)
+        bars.append(figure.bar(case, "one tower ÷ bare loop", _ratios(times, "bare")))
+    figure.draw(options.png, f"A training step, {options.towers} towers", bars)
