@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--measure", action="store_true", help="fit the model to this machine and compare; takes three minutes")
     add("--turns", type=int, default=5, help="of --measure")
     add("--seconds", type=float, default=0.1, help="of --measure: length of one turn")
-    add("--cases", default="mlp-64,transformer-16", help="of --measure: models of scripts/bench step")
+    add("--cases", default="mlp-64,resnet-64", help="of --measure: models of scripts/bench step")
     return parser
 
 

@@ -22,6 +22,10 @@ REQUEST = 50e-6
 """Seconds that the store needs for one request; ``scripts/plan --measure`` prints what it is here."""
 
 
+READING = 15e-6
+"""Seconds of Python that a tower spends on what each other tower announces; --measure prints this one too."""
+
+
 def card_requests(towers: int) -> float:
     """Requests that the store answers until all towers have read all cards, without those made while waiting."""
     return 2.0 * towers * towers
@@ -43,6 +47,11 @@ def announcement(cluster: Cluster) -> float:
         return 0.0
     links = [cluster.inside] * (cluster.devices > 1) + [cluster.across] * (cluster.hosts > 1)
     return (cluster.size - 1) * max(link.time(PACKET) for link in links)
+
+
+def reading(towers: int) -> float:
+    """Seconds that every tower spends on reading an announcement of all."""
+    return towers * READING
 
 
 def announcement_by_hosts(cluster: Cluster) -> float:

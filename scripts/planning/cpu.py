@@ -1,9 +1,10 @@
 """CPU towers of one host: seconds of an all-reduce as a few unknowns times what is known, and fitting the unknowns.
 
 Shared memory (``towers/collectives/windows.py``): two meetings, in each of which a tower posts and takes a semaphore
-for each other tower; between them it reads and writes its N-th part of all N windows, n bytes each way, at one speed
-where the windows fit into the last cache and at another where they do not. Gloo: a ring, whose messages wait for other
-threads to wake, and are copied into and out of the kernel.
+for each other tower, spinning where each has a core and sleeping where not (``meeting.py``); between them it reads and
+writes its N-th part of all N windows, n bytes each way, at one speed where the windows fit into the last cache and at
+another where they do not. Gloo: a ring, whose messages wait for other threads to wake, and are copied into and out of
+the kernel.
 
 With N towers on C < N cores, what needs a core takes turns and lasts N/C times as long. In shared memory that is all
 there is. Of Gloo's time a part waits, which more towers do not make longer; how large it is, is fitted too.
@@ -42,15 +43,16 @@ class Point:
 Terms = Callable[[int, float, Machine], list[float]]
 """(towers, bytes, machine) → by what each of the unknowns is multiplied."""
 
-SHARED_MEMORY = ("a semaphore", "a byte in the cache", "a byte in memory")
+SHARED_MEMORY = ("a semaphore, spinning", "a semaphore, sleeping", "a byte in the cache", "a byte in memory")
 GLOO = ("a message's wait", "a message's work", "a byte's wait", "a byte's work")
 
 
 def shared_memory(towers: int, nbytes: float, machine: Machine) -> list[float]:
     """Of our all-reduce in place, in the order of :data:`SHARED_MEMORY`."""
     turns = machine.turns(towers) if towers > 1 else 0.0
-    fits = towers * nbytes <= machine.cache
-    return [2 * (towers - 1) * turns, nbytes * turns * fits, nbytes * turns * (not fits)]
+    fits, sleeps = towers * nbytes <= machine.cache, towers > machine.cores
+    met = 2 * (towers - 1) * turns
+    return [met * (not sleeps), met * sleeps, nbytes * turns * fits, nbytes * turns * (not fits)]
 
 
 def gloo(towers: int, nbytes: float, machine: Machine) -> list[float]:

@@ -21,7 +21,8 @@ from units import as_duration, in_ms
 
 import mirrored
 from towers import machine
-from towers.collectives.communicator import Communicator
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Alone, Communicator
 
 SIZES = {"4KB": 2**12, "64KB": 2**16, "1MB": 2**20, "4MB": 2**22, "16MB": 2**24}
 TOWERS = (2, 3, 4, 6, 8)
@@ -129,6 +130,7 @@ def check(turns: int, seconds: float, cases: Sequence[str]) -> None:
     fits = {kind: _check_kind(kind, points, here) for kind, points in measured.items()}
     print(f"\ncopying with all cores at work: {1 / copy / 1e9:.1f} GB/s each")
     print(f"a request to the store of the start-up, on loopback: {as_duration(_store_request())}")
+    print(f"reading one tower's announcement: {as_duration(_reading())}")
     _check_steps(turns, seconds, cases, fits, copy, here)
 
 
@@ -205,3 +207,23 @@ def _store_request() -> float:
         store.check(["card"])
         store.get("card")
     return (time.perf_counter() - started) / 1000
+
+
+class _Many(Alone):
+    """Hears itself from as many towers as it is told, at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.size = size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand(self.size, *tensor.shape).contiguous()
+
+
+def _reading() -> float:
+    """Seconds that a tower spends on what each other one announces, without the way there."""
+    many = _Many(1000)
+    started = time.perf_counter()
+    for _ in range(5):
+        announce(many, "reduce('sum', axis=None)", ["tensor", [["torch.float32", [], 1]]], bytes(4))
+    return (time.perf_counter() - started) / 5 / many.size
