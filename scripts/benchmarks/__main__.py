@@ -6,9 +6,10 @@ import sys
 
 import allreduce
 import memory
+import scaling
 import step
 
-BENCHMARKS = {"allreduce": allreduce.main, "memory": memory.main, "step": step.main}
+BENCHMARKS = {"allreduce": allreduce.main, "memory": memory.main, "scaling": scaling.main, "step": step.main}
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import figure
 import torch
 import torch.distributed as dist
 
@@ -67,7 +68,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--towers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.3, help="length of one variant's turn")
+    figure.add_option(parser)
     options = parser.parse_args(arguments)
+    bars = []
     print(f"torch {torch.__version__}; {options.towers} towers; medians of {options.turns} alternations")
     print(f"{'':<24}{'ms':>9}{'÷ Gloo':>9}{'25 %':>9}{'75 %':>8}{'÷ copy':>9}")
     for size in options.sizes.split(","):
@@ -82,3 +85,6 @@ def main(arguments: Sequence[str]) -> None:
                 f"{size + ': ' + name:<24}{value * 1e3:>9.3f}{middle:>9.3f}{low:>9.3f}{high:>8.3f}{value / copy:>9.2f}",
                 flush=True,
             )
+            if name != "Gloo":
+                bars.append(figure.bar(size, name, ratios))
+    figure.draw(options.png, f"An all-reduce ÷ Gloo's, {options.towers} towers", bars)

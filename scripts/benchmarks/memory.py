@@ -14,6 +14,7 @@ import re
 import statistics
 from collections.abc import Sequence
 
+import figure
 import models
 import torch
 import torch.distributed as dist
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cases", default="mlp-64,resnet-64,transformer-16", help="comma-separated")
     parser.add_argument("--towers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
+    figure.add_option(parser)
     options = parser.parse_args(arguments)
+    bars = []
     devices = [f"cpu:{i}" for i in range(options.towers)]
     print(f"torch {torch.__version__}; {options.towers} towers; MB per tower, medians of {options.turns} runs")
     print(f"{'':<16}{'gradients':>10}{'bare':>9}{'ours':>9}{'DDP':>9}{'ours ÷ gradients':>19}{'DDP ÷ gradients':>17}")
@@ -79,3 +82,8 @@ def main(arguments: Sequence[str]) -> None:
             f"{(ours - bare) / gradients:>19.2f}{(ddp - bare) / gradients:>17.2f}",
             flush=True,
         )
+        for kind in ("ours", "DDP"):
+            extra = [(size - alone) / gradients for size, alone in zip(found[kind], found["bare"], strict=True)]
+            bars.append(figure.bar(case, kind, extra))
+    title = f"Memory on top of a bare loop ÷ gradients, {options.towers} towers"
+    figure.draw(options.png, title, bars, axis="extra ÷ gradients")

@@ -1,0 +1,111 @@
+"""Time and throughput of a training step at several numbers of towers, ours against DDP on Gloo and no communication.
+
+"weak" keeps the share of each tower (half of a case's batch), so that the global batch grows; "strong" keeps the global
+batch, so that shares shrink. Every tower computes with one thread. With more towers than cores the towers take turns
+on them, so no step can become faster: what is left to see there is what communication costs. "ex/s" are examples a
+second, "÷ ideal" is that over what one tower makes, times the cores that the towers have. "÷ bound" compares with no
+communication at all, "÷ DDP" with DDP on Gloo, which needs two towers; both took turns with ours in the same processes.
+Times are in milliseconds, ratios come with their quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+
+import figure
+import models
+import steps
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import mirrored
+from towers import machine
+
+
+def _measure(case: str, share: int, turns: int, seconds: float, implementation: str) -> steps.Times:
+    """Seconds of each variant with ``share`` examples on this tower."""
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    towers = strategy.num_replicas_in_sync
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x, y = models.batch(case, share, seed=strategy.topology.index)
+    variants = {
+        "ours": steps.ours(strategy, case, x, y, share * towers),
+        "bound": steps.plain(models.make(case), x, y),
+    }
+    if towers > 1:
+        wrapped = DistributedDataParallel(models.make(case), gradient_as_bucket_view=True)
+        variants["DDP"] = steps.plain(wrapped, x, y)
+    return steps.alternate(variants, turns, seconds, together=towers > 1)
+
+
+def _share(case: str, towers: int, weak: bool) -> int | None:
+    """Examples of one tower; None where the batch cannot be cut evenly."""
+    if weak:
+        return max(1, models.CASES[case] // 2)
+    return models.CASES[case] // towers if models.CASES[case] % towers == 0 else None
+
+
+def _compared(times: steps.Times, base: str) -> list[float]:
+    if base not in times:
+        return []
+    return [a / b for a, b in zip(times["ours"], times[base], strict=True)]
+
+
+def _cells(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return f"{'–':>9}{'':>15}"
+    found = figure.bar("", "", ratios)
+    return f"{found.value:>9.3f}{f'{found.low:.3f}–{found.high:.3f}':>15}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench scaling", description=__doc__)
+    parser.add_argument("--cases", default="mlp-64,resnet-64", help="comma-separated: " + ", ".join(models.CASES))
+    parser.add_argument("--towers", default="1,2,4,8", help="comma-separated; the first is what the others are held to")
+    parser.add_argument("--kinds", default="weak,strong", help="weak, strong or both")
+    parser.add_argument("--implementation", default="auto", help="of our towers: auto, gloo, …")
+    parser.add_argument("--turns", type=int, default=7, help="alternations")
+    parser.add_argument("--seconds", type=float, default=0.4, help="length of one variant's turn")
+    figure.add_option(parser)
+    options = parser.parse_args(arguments)
+    unknown = [kind for kind in options.kinds.split(",") if kind not in ("weak", "strong")]
+    if unknown:
+        parser.error(f"--kinds knows weak and strong, not {', '.join(unknown)}")
+    cores = machine.cores()
+    print(
+        f"torch {torch.__version__}; {cores} cores, one thread a tower; SGD with momentum; "
+        f"medians of {options.turns} alternations"
+    )
+    head = f"{'':<18}{'towers':>7}{'batch':>7}{'ours ms':>9}{'ex/s':>9}{'÷ ideal':>9}"
+    print(f"{head}{'÷ bound':>9}{'quartiles':>15}{'÷ DDP':>9}{'quartiles':>15}")
+    bars = []
+    for case in options.cases.split(","):
+        for kind in options.kinds.split(","):
+            base = 0.0  # examples per second that one core makes
+            for towers in map(int, options.towers.split(",")):
+                share = _share(case, towers, kind == "weak")
+                if share is None:
+                    print(f"{f'{case}: {kind}':<18}{towers:>7}  its batch cannot be cut evenly")
+                    continue
+                timing = (case, share, options.turns, options.seconds, options.implementation)
+                times = mirrored.launch(_measure, timing, devices=[f"cpu:{i}" for i in range(towers)])[0]
+                seconds = statistics.median(times["ours"])
+                rate = share * towers / seconds
+                base = base or rate / min(towers, cores)
+                bound, ddp = (_compared(times, which) for which in ("bound", "DDP"))
+                print(
+                    f"{f'{case}: {kind}':<18}{towers:>7}{share * towers:>7}{seconds * 1e3:>9.2f}{rate:>9.0f}"
+                    f"{rate / base / min(towers, cores):>9.3f}{_cells(bound)}{_cells(ddp)}",
+                    flush=True,
+                )
+                group = f"{case}\n{kind}, {towers}"
+                bars += [figure.bar(group, f"ours ÷ {name}", r) for name, r in _named(bound, ddp) if r]
+    figure.draw(options.png, f"A training step at several numbers of towers, {cores} cores", bars)
+
+
+def _named(bound: list[float], ddp: list[float]) -> list[tuple[str, list[float]]]:
+    return [("DDP on Gloo", ddp), ("no communication", bound)]

@@ -1,0 +1,87 @@
+"""Training steps to be timed, and timing them in turns, so that each ratio compares neighbours in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import models
+import torch
+import torch.distributed as dist
+
+import mirrored
+
+Step = Callable[[], None]
+Times = dict[str, list[float]]
+"""Name of a variant, and its seconds per step, one number a turn."""
+
+
+def ours(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor, global_batch: int) -> Step:
+    """A step as the README shows it, on this tower's share of ``global_batch`` examples."""
+    with strategy.scope():
+        model = models.make(case)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        per_example = models.per_example_loss(model(x), y)
+        loss = mirrored.compute_average_loss(per_example, global_batch_size=global_batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return lambda: strategy.run(train_step, args=(x, y))
+
+
+def plain(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+    """An ordinary loop; with ``model`` wrapped in DDP it is DDP's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        models.per_example_loss(model(x), y).mean().backward()
+        optimizer.step()
+
+    return train_step
+
+
+def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool) -> Times:
+    """Seconds per step of every variant, one number a turn.
+
+    Args:
+        seconds: length of one variant's turn, about.
+        together: whether several towers do this; they begin and end their turns together.
+    """
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    _finish(together)
+    started = time.perf_counter()
+    for step in steps.values():
+        step()
+    _finish(together)
+    block = max(1, round(seconds * len(steps) / (time.perf_counter() - started)))
+    if together:
+        agreed = torch.tensor(block)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        block = int(agreed)
+    times: Times = {name: [] for name in steps}
+    order = list(steps.items())
+    for _ in range(turns):
+        order.reverse()  # neither variant is always the first
+        for name, step in order:
+            _finish(together)
+            started = time.perf_counter()
+            for _ in range(block):
+                step()
+            _finish(together)
+            times[name].append((time.perf_counter() - started) / block)
+    return times
+
+
+def _finish(together: bool) -> None:
+    """Let everything end that was started: the other towers' steps, and a GPU's work."""
+    if together:
+        dist.barrier()
+    elif torch.cuda.is_available():
+        torch.cuda.synchronize()
