@@ -1,6 +1,8 @@
 """Time of a training step: ours against DDP on Gloo, and one tower against a bare loop.
 
-The towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one.
+``--variants`` names what is compared with DDP on Gloo and with no communication at all: "ours"; "sharded", ours with
+``shard_optimizer=True``; "ddp-shm", DDP on our own backend for torch.distributed; "zero", DDP on Gloo with its
+ZeroRedundancyOptimizer. The towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one.
 All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
 neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal loops: what it
 differs from 1 is the noise of the machine. Times are in milliseconds.
@@ -10,30 +12,61 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import figure
 import models
 import steps
 import torch
+import torch.distributed as dist
 from steps import Times
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import mirrored
 
 
-def _two_towers(case: str, turns: int, seconds: float, implementation: str) -> Times:
+LABELS = {"ours": "ours", "sharded": "sharded", "ddp-shm": "DDP on our backend", "zero": "ZeRO on Gloo"}
+"""What can be compared with DDP on Gloo."""
+
+
+def _two_towers(
+    case: str, turns: int, seconds: float, implementation: str, optimizer: str, variants: Sequence[str]
+) -> Times:
     options = mirrored.CommunicationOptions(implementation=implementation)
     strategy = mirrored.MirroredStrategy(communication=options)
     torch.manual_seed(0)
-    towers = strategy.num_replicas_in_sync
-    x, y = models.batch(case, models.CASES[case] // towers, seed=strategy.topology.index)
-    variants = {
-        "ours": steps.ours(strategy, case, x, y, models.CASES[case]),
-        "DDP": steps.plain(DistributedDataParallel(models.make(case), gradient_as_bucket_view=True), x, y),
-        "bound": steps.plain(models.make(case), x, y),
-    }
-    return steps.alternate(variants, turns, seconds, together=True)
+    make, batch = steps.OPTIMIZERS[optimizer], models.CASES[case]
+    x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
+
+    def ddp(**kwargs: Any) -> nn.Module:
+        return DistributedDataParallel(models.make(case), gradient_as_bucket_view=True, **kwargs)
+
+    found = {}
+    if "ours" in variants:
+        found["ours"] = steps.ours(strategy, case, x, y, batch, make)
+    if "sharded" in variants:
+        sharding = mirrored.MirroredStrategy(communication=options, shard_optimizer=True)
+        found["sharded"] = steps.ours(sharding, case, x, y, batch, make)
+    if "ddp-shm" in variants:
+        import towers.backend
+
+        found["ddp-shm"] = steps.plain(ddp(process_group=dist.new_group(backend=towers.backend.NAME)), x, y, make)
+    if "zero" in variants:
+        found["zero"] = steps.plain(ddp(), x, y, lambda p: _zero(make, p))
+    found["DDP"] = steps.plain(ddp(), x, y, make)
+    found["bound"] = steps.plain(models.make(case), x, y, make)
+    return steps.alternate(found, turns, seconds, together=True)
+
+
+def _zero(make: steps.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
+    every = list(parameters)
+    like = make([torch.zeros(1, requires_grad=True)])
+    settings = {name: value for name, value in like.defaults.items() if name != "decoupled_weight_decay"}
+    return ZeroRedundancyOptimizer(every, type(like), **settings)
 
 
 def _one_tower(case: str, turns: int, seconds: float) -> Times:
@@ -54,7 +87,7 @@ def _row(label: str, times: Times, base: str, name: str = "ours") -> str:
     ours, other = (statistics.median(times[which]) * 1e3 for which in (name, base))
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return (
-        f"{label:<34}{ours:>9.2f}{other:>9.2f}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
+        f"{label:<44}{ours:>9.2f}{other:>9.2f}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
     )
 
 
@@ -63,26 +96,32 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
     parser.add_argument("--towers", type=int, default=2, help="1 leaves the first comparison out")
     parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
+    parser.add_argument("--optimizer", default="sgd", choices=steps.OPTIMIZERS, help="of all variants")
+    parser.add_argument("--variants", default="ours", help="comma-separated: " + ", ".join(LABELS))
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
     figure.add_option(parser)
     options = parser.parse_args(arguments)
+    variants = options.variants.split(",")
+    if unknown := set(variants) - set(LABELS):
+        parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
     bars = []
-    print(f"torch {torch.__version__}; SGD with momentum; medians of {options.turns} alternations")
-    print(f"{'':<34}{'ours ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
+    print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
+    print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
     names = [f"cpu:{i}" for i in range(options.towers)]
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds)
         if options.towers > 1:
-            times = mirrored.launch(_two_towers, (*timing, options.implementation), devices=names)[0]
-            print(_row(f"{case}: {options.towers} towers ÷ DDP on Gloo", times, "DDP"))
-            print(_row(f"{case}: ÷ no communication", times, "bound"), flush=True)
-            bars += [
-                figure.bar(case, "ours ÷ DDP on Gloo", _ratios(times, "DDP")),
-                figure.bar(case, "ours ÷ no communication", _ratios(times, "bound")),
-            ]
-        times = mirrored.launch(_one_tower, timing, towers=1)[0]
-        print(_row(f"{case}: one tower ÷ bare loop", times, "bare"))
-        print(_row(f"{case}: bare loop ÷ its twin", times, "twin", "bare"), flush=True)
-        bars.append(figure.bar(case, "one tower ÷ bare loop", _ratios(times, "bare")))
-    figure.draw(options.png, f"A training step, {options.towers} towers", bars)
+            arguments_ = (*timing, options.implementation, options.optimizer, variants)
+            times = mirrored.launch(_two_towers, arguments_, devices=names)[0]
+            for variant in variants:
+                for base, what in (("DDP", "DDP on Gloo"), ("bound", "no communication")):
+                    label = f"{LABELS[variant]} ÷ {what}"
+                    print(_row(f"{case}: {label}", times, base, variant), flush=True)
+                    bars.append(figure.bar(case, label, _ratios(times, base, variant)))
+        if options.optimizer == "sgd" and variants == ["ours"]:
+            times = mirrored.launch(_one_tower, timing, towers=1)[0]
+            print(_row(f"{case}: one tower ÷ bare loop", times, "bare"))
+            print(_row(f"{case}: bare loop ÷ its twin", times, "twin", "bare"), flush=True)
+            bars.append(figure.bar(case, "one tower ÷ bare loop", _ratios(times, "bare")))
+    figure.draw(options.png, f"A training step, {options.towers} towers, {options.optimizer}", bars)

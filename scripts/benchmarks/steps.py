@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import models
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 import mirrored
 
 Step = Callable[[], None]
+MakeOptimizer = Callable[[Any], Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
+    "adam-fused": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, fused=True),
+}
+"""Name and optimizer; SGD has momentum, Adam comes as torch builds it by default and with its fused kernel."""
+
 Times = dict[str, list[float]]
 """Name of a variant, and its seconds per step, one number a turn."""
 
 
-def ours(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor, global_batch: int) -> Step:
+def ours(
+    strategy: mirrored.Strategy,
+    case: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    global_batch: int,
+    make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"],
+) -> Step:
     """A step as the README shows it, on this tower's share of ``global_batch`` examples."""
     with strategy.scope():
         model = models.make(case)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = make_optimizer(model.parameters())
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -33,9 +51,11 @@ def ours(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tenso
     return lambda: strategy.run(train_step, args=(x, y))
 
 
-def plain(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Step:
+def plain(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"]
+) -> Step:
     """An ordinary loop; with ``model`` wrapped in DDP it is DDP's."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = make_optimizer(model.parameters())
 
     def train_step() -> None:
         optimizer.zero_grad()
