@@ -19,7 +19,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.collectives.windows import ALIGNMENT
-from towers.layout import holders, view_like
+from towers.layout import flatten_real, holders, view_like
 from towers.mirror import Named
 from towers.pending import make_pending, make_plain
 from towers.slots import Slot
@@ -27,6 +27,7 @@ from towers.sparse import to_dense
 
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from here on bringing a gradient at once saves more than one call for many does
+_APART = 0.4  # how much of a gradient must be this tower's own part to leave it where it is
 
 
 class DenseSlot(Slot):
@@ -39,9 +40,10 @@ class DenseSlot(Slot):
         large: its gradient is brought into the buffer as soon as it is there.
         filled: the gradient that was brought into the buffer before its time, and its version then.
         complete: where it is set, gradients are handed out as pending ones that call it.
+        apart: the gradient stays where autograd put it, and its part that this tower averages is not in the buffer.
     """
 
-    __slots__ = ("_pending", "bucket", "complete", "filled", "large", "start", "view")
+    __slots__ = ("_pending", "apart", "bucket", "complete", "filled", "large", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -51,12 +53,19 @@ class DenseSlot(Slot):
         self.view: Tensor | None = None
         self.filled: tuple[Tensor, int] | None = None
         self.complete: Callable[[], None] | None = None
+        self.apart = False
         self._pending: weakref.ref[Tensor] | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the bucket's dtype."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Where the part that this tower averages begins and ends, in elements of the bucket's dtype from its start."""
+        start, end = (max(0, min(bound - self.start, self.numel)) for bound in self.bucket.own)
+        return start, end
 
     @property
     def pending(self) -> Tensor | None:
@@ -78,6 +87,19 @@ class DenseSlot(Slot):
             self.view.copy_(dense)
         else:
             torch.mul(dense, scale, out=self.view)
+
+    def leave_apart(self, gradient: Tensor) -> bool:
+        """Bring only what other towers average of ``gradient``, if that is worth it; whether it was done."""
+        view, (start, end) = self.view, self.own
+        assert view is not None
+        if end - start < _APART * self.numel or gradient.is_sparse or gradient.stride() != view.stride():
+            return False
+        source, target = flatten_real(gradient), flatten_real(view)
+        target[:start].copy_(source[:start])
+        target[end:].copy_(source[end:])
+        self.make_pending(gradient)
+        self.apart = True
+        return True
 
     def is_filled_with(self, gradient: Tensor) -> bool:
         """Whether that has been done, and nobody has changed ``gradient`` since."""
@@ -104,7 +126,11 @@ class DenseSlot(Slot):
 
 
 class Bucket:
-    """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones."""
+    """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones.
+
+    Attributes:
+        own: where the part that this tower averages begins and ends, if it averages only that.
+    """
 
     def __init__(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
         self.index = index
@@ -113,6 +139,7 @@ class Bucket:
         self.device = device
         self.slots: list[DenseSlot] = []
         self.numel = 0
+        self.own = 0, 0
         self.missing = 0
         self.launched = False
         self._ready = False
@@ -161,7 +188,11 @@ class Bucket:
         self._make_ready(channel, units)
         parameter = slot.parameter
         gradient = None if parameter is None else parameter.grad
+        slot.apart = False
         if gradient is not None and not slot.is_in_view(gradient):
+            if slot.complete is not None and slot.leave_apart(gradient):
+                slot.filled = gradient, gradient._version
+                return
             slot.fill(gradient, scale)
             if scale == 1.0:
                 # At once: the next gradient is then computed in the memory of this one, which the cache holds.
@@ -173,8 +204,8 @@ class Bucket:
     def pack(self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int) -> Tensor:
         """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
 
-        From here on the gradients of fresh slots lie in the buffer. A slot without a fresh gradient contributes
-        what it holds (equal on all towers, so its mean is itself), else zero.
+        From here on the gradients of fresh slots lie in the buffer, unless they are apart. A slot without a fresh
+        gradient contributes what it holds (equal on all towers, so its mean is itself), else zero.
 
         Args:
             touched: for the bucket that closes a backward, which of all units this tower touched.
@@ -191,6 +222,9 @@ class Bucket:
             gradient = None if parameter is None else parameter.grad
             used.append(fresh)
             assert slot.view is not None
+            slot.apart = slot.apart and gradient is not None and slot.is_filled_with(gradient)
+            if slot.apart:
+                continue
             if gradient is None:
                 slot.view.zero_()
             elif slot.is_filled_with(gradient):
@@ -237,7 +271,8 @@ class Bucket:
             return
         counts = tail[: len(self.slots)].tolist()
         for slot, count in zip(self.slots, counts, strict=True):
-            if count > 0 and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):
+            used_elsewhere = count > 0 and not slot.apart
+            if used_elsewhere and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):
                 slot.hand_out(parameter)
 
     def touched(self, tail: Tensor) -> list[bool]:

@@ -140,7 +140,8 @@ class GradientAverager:
         dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
         self._dense = {id(slot.parameter): slot for slot in dense}
         self.scatters = self._scatter is not None and not self._sparse
-        if self.scatters:
+        if self.scatters and self._scatter is not None:
+            self._scatter.divide(self.buckets)
             for dense_slot in dense:
                 dense_slot.complete = self.complete
         self._slots = [*dense, *self._sparse]

@@ -26,6 +26,11 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def flatten_real(tensor: Tensor) -> Tensor:
+    """As :func:`flatten`; complex numbers as pairs of real ones."""
+    return torch.view_as_real(flatten(tensor)).view(-1) if tensor.is_complex() else flatten(tensor)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
     expected = 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from towers.buckets import Bucket
 from towers.collectives.communicator import Communicator
 from towers.collectives.windows import Windows, part
+from towers.layout import flatten_real
 
 
 class Scatter:
@@ -34,6 +35,11 @@ class Scatter:
         """Whether there are buckets of which this tower has its own part only."""
         return bool(self._scattered)
 
+    def divide(self, buckets: Sequence[Bucket]) -> None:
+        """Tell new buckets which part of them this tower averages."""
+        for bucket in buckets:
+            bucket.own = self._part(bucket, self._channel.index)
+
     def reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Average this tower's part of packed buckets; returns the sum of all towers' tails of each."""
         self._windows.meeting.meet_for("averages gradients")
@@ -51,14 +57,33 @@ class Scatter:
             for other in tensors[1:]:
                 tail += other[bucket.numel :]
             tails.append(tail)
-            self._windows.average_ranges(tensors, [self._part(bucket, self._channel.index)])
+            self._average_own(bucket, tensors)
             self._scattered.append((bucket, tensors))
         if self._windows.newly_reached:
             self.settle_debts()
         return tails
 
+    def _average_own(self, bucket: Bucket, tensors: list[Tensor]) -> None:
+        done, end = bucket.own
+        for slot in bucket.slots:
+            if slot.apart and slot.filled is not None:
+                low, high = slot.own
+                self._windows.average_range(tensors, done, max(done, slot.start + low))
+                mine = flatten_real(slot.filled[0])[low:high]
+                self._windows.average_range(tensors, slot.start + low, slot.start + high, mine)
+                done = slot.start + high
+        self._windows.average_range(tensors, done, max(done, end))
+
     def complete(self) -> None:
         """Get the others' parts of what was reduced. All towers call it, or none."""
+        apart = [
+            (flatten_real(gradient), flatten_real(slot.view), *slot.own)
+            for bucket, _ in self._scattered
+            for slot in bucket.slots
+            if slot.apart and slot.view is not None and (gradient := slot.pending) is not None
+        ]
+        for gradient, view, start, end in apart:
+            view[start:end].copy_(gradient[start:end])
         self._windows.meeting.meet_for(
             "uses the averaged gradients (with shard_optimizer=True they are completed then)"
         )
@@ -69,6 +94,9 @@ class Scatter:
                 if tower != self._channel.index:
                     start, end = self._part(bucket, tower)
                     mine[start:end].copy_(tensor[start:end])
+        for gradient, view, start, end in apart:
+            gradient[:start].copy_(view[:start])
+            gradient[end:].copy_(view[end:])
         self._owed = True
         self.settle_debts()
 

@@ -2,8 +2,8 @@
 
 ``--variants`` names what is compared with DDP on Gloo and with no communication at all: "ours"; "sharded", ours with
 ``shard_optimizer=True``; "ddp-shm", DDP on our own backend for torch.distributed; "zero", DDP on Gloo with its
-ZeroRedundancyOptimizer. The towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one.
-All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
+ZeroRedundancyOptimizer. The towers of the first comparison are CPU towers; the one tower of the second is a GPU where
+there is one. All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
 neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal loops: what it
 differs from 1 is the noise of the machine. Times are in milliseconds.
 """
@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import mirrored
-
 
 LABELS = {"ours": "ours", "sharded": "sharded", "ddp-shm": "DDP on our backend", "zero": "ZeRO on Gloo"}
 """What can be compared with DDP on Gloo."""

@@ -10,7 +10,7 @@ Averaging windows takes two meetings and no copy::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -149,13 +149,18 @@ class Windows:
             found.append(block)
         return found
 
-    def average_ranges(self, tensors: Sequence[Tensor], ranges: Iterable[tuple[int, int]]) -> None:
-        """Average these ranges of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
-        step = _PIECE // tensors[0].element_size()
-        for start, end in ranges:
-            for at in range(start, end, step):
-                parts = [tensor[at : min(at + step, end)] for tensor in tensors]
-                reduce_into(parts[self._index], parts, "sum", scale=1.0 / self._size)
+    def average_range(self, tensors: Sequence[Tensor], start: int, end: int, mine: Tensor | None = None) -> None:
+        """Average a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`.
+
+        Args:
+            mine: takes the place of this tower's range; of its size.
+        """
+        mine = tensors[self._index][start:end] if mine is None else mine
+        step = _PIECE // mine.element_size()
+        for at in range(start, end, step):
+            parts = [tensor[at : min(at + step, end)] for tensor in tensors]
+            parts[self._index] = total = mine[at - start : at - start + step]
+            reduce_into(total, parts, "sum", scale=1.0 / self._size)
 
     def withdraw(self) -> None:
         """After a meeting: what all have reached before it, nobody needs to open any more."""
