@@ -11,10 +11,13 @@ from towers.buckets import DenseSlot
 from towers.collectives.windows import part
 from towers.layout import flatten
 
+_PIECE_BYTES = 2**19
+"""An optimizer goes over a parameter several times; over a piece of this size it does so within the cache."""
+
 
 @dataclass(frozen=True)
 class Shard:
-    """A tower's part of one parameter.
+    """A piece of a tower's part of one parameter.
 
     Attributes:
         group: index of the optimizer's parameter group.
@@ -73,8 +76,9 @@ def _shards(
             real = 2 if slot.dtype.is_complex else 1
             start = (max(low, slot.start) - slot.start) // real
             end = (min(high, slot.start + slot.numel) - slot.start) // real
-            if start < end:
-                yield Shard(group, number, slot, start, end)
+            step = _PIECE_BYTES // slot.dtype.itemsize
+            for at in range(start, end, step):
+                yield Shard(group, number, slot, at, min(at + step, end))
 
 
 def ranges(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
