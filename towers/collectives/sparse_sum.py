@@ -22,4 +22,4 @@ def sparse_sum(comm: Communicator, tensor: Tensor) -> None:
     total = torch.sparse_coo_tensor(
         torch.cat(all_indices, 1), torch.cat(all_rows), tensor.shape, check_invariants=False
     )
-    tensor.detach().copy_(total.coalesce())
+    tensor.copy_(total.coalesce())  # a detached sparse tensor would be another one
