@@ -3,7 +3,7 @@
 PyTorch's wheel holds ``torch.testing._internal.distributed.distributed_test``, which PyTorch instantiates for Gloo,
 NCCL, MPI and UCC. Most of its tests ask for a backend by name, so the file is loaded as if it was for Gloo, and once
 more as if it was for MPI, whose tests of all-to-all on the CPU are no other backend's; groups are then made of ours.
-Inside tests, what asks whether the backend is Gloo (or MPI) is answered with yes, too. PyTorch's files stay as they are.
+Inside tests, what asks whether the backend is Gloo (or MPI) is answered with yes, too. Nothing changes on disk.
 
 A test is skipped where it cannot be about a backend for the CPU; ``CANNOT`` lists what else is not run, or fails, and
 why. Exits with 1 when anything else fails.

@@ -17,8 +17,8 @@ class StoreCommunicator(Communicator):
     """Collectives through a c10d store, slow and of any length: every call is a round of one key for each tower.
 
     Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
-    before, and the last that closes deletes those of the last round. So a store can serve any number of
-    communicators one after the other.
+    before, and the last that closes deletes those of the last round. So a store can serve another communicator
+    when all have closed this one.
 
     Args:
         store: whose keys belong to nobody else.

@@ -75,11 +75,11 @@ class Started(Done):
         except Exception as error:
             self._error = error
         self._task = None  # lets go of the tensors it has
-        self._over.set()
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
             self._future.set_exception(self._error)
+        self._over.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds()
