@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from towers.collectives.agreement import announce
+from towers.collectives.calls import Calls
 from towers.collectives.communicator import as_bytes
 from towers.collectives.mail import Mail
+from towers.collectives.other_devices import of_any_device
 from towers.collectives.shared_memory import SharedMemoryCommunicator
 from towers.collectives.tensors import one, plain
 from towers.collectives.works import Done, Line, Receiving
-from towers.errors import ArgumentError, CollectiveTimeoutError, PeerLostError, TowersError
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def of_any_device(method: _Method) -> _Method:
-    """Calls with tensors that are not on the CPU go to the group for their device."""
-
-    @functools.wraps(method)
-    def call(self: Group, *args: Any, **kwargs: Any) -> Any:
-        device = _device(args)
-        if device is None or device.type == "cpu":
-            return method(self, *args, **kwargs)
-        return getattr(self.beside(), method.__name__)(*args, **kwargs)
-
-    return cast(_Method, call)
-
-
-def _device(values: Any) -> torch.device | None:
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.device
-        if isinstance(value, (list, tuple)):
-            found = _device(value)
-            if found is not None:
-                return found
-    return None
+from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 
 
 class Group(dist.ProcessGroup):
@@ -79,6 +54,7 @@ class Group(dist.ProcessGroup):
         super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store it is no class of Python's
         self._backend_name = name
         self._comm: SharedMemoryCommunicator | None = comm
+        self._called = Calls(comm)
         self._mail: Mail | None = Mail(comm, seconds)
         self._line = Line()
         self._ranks, self._store, self._seconds = list(ranks), store, seconds
@@ -86,7 +62,6 @@ class Group(dist.ProcessGroup):
         self._beside: dist.ProcessGroup | None = None
         self._broken: str | None = None
         self._name, self._purpose = "", ""
-        self._calls = 0
 
     # -- collectives -------------------------------------------------------------------------------------
 
@@ -97,41 +72,61 @@ class Group(dist.ProcessGroup):
         task: Callable[[SharedMemoryCommunicator], None],
         result: Sequence[Tensor] = (),
         alike: str = "",
+        meets: bool = True,
     ) -> Done:
         """Run ``task``, now or in its turn.
 
         Args:
-            alike: what else must be the same on all ranks; compared with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+            alike: what else must be the same on all ranks. It is compared when the collective is over; with
+                TORCH_DISTRIBUTED_DEBUG=DETAIL before it begins, too, so that nothing is overwritten.
+            meets: whether the ranks meet in ``task``, which without anything to send they do not.
         """
         comm = self._comm
         if self._broken or comm is None:
             raise TowersError(f"{call}: {self._broken or 'the process group was destroyed'}")
-        self._calls += 1
 
         def run() -> None:
             if self._broken:
                 raise TowersError(f"{call}: {self._broken}")
+            calls = self._called
+            calls.enter(f"{call} {alike}")
+            agreed = False
             try:
                 with torch.inference_mode():  # in which any tensor may be written
                     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                         announce(comm, f"{call} {alike}")
+                    agreed = True
+                    if not meets:
+                        comm.barrier()
                     task(comm)
+                calls.compare()
             except (PeerLostError, CollectiveTimeoutError) as error:
                 raise self._fatal(call, error) from None
-            except KeyboardInterrupt:
+            except Exception as error:
+                raise (self._examined(call, error) if agreed else error) from None
+            except BaseException:
                 self._broken = f"{call} was interrupted"
                 raise
 
         return (self._line.start if getattr(opts, "asyncOp", True) else self._line.run)(run, result)
 
-    def _fatal(self, call: str, error: TowersError) -> TowersError:
+    def _fatal(self, call: str, error: Exception) -> Exception:
         text = f"rank {self.rank()} of the group of ranks {self._ranks} in {call}: "
         if isinstance(error, CollectiveTimeoutError):
-            text += f"Timed out after {self._seconds:.0f} s ({str(error).split('. ')[0]})"
+            text += f"Timed out after {self._seconds:.0f} s ({str(error).split('. ')[0]}); "
+            text += f"last called: {self._called.last()}"
         else:
             text += str(error)
         self._broken = f"the group has failed before ({text})"
         return type(error)(text)
+
+    def _examined(self, call: str, error: Exception) -> Exception:
+        """What an error means: towers that do different things may each see another."""
+        try:
+            self._called.compare()
+        except DisagreementError as reason:
+            return self._fatal(call, reason)
+        return error
 
     def root(self, call: str, opts: Any) -> int:
         """The rank in the group that ``opts`` (options, or a rank) names.
@@ -247,7 +242,7 @@ class Group(dist.ProcessGroup):
         pass
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._calls
+        return self._called.number
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -276,8 +271,3 @@ class Group(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend_name}, rank {self.rank()} of {self.size()})"
-
-
-def like(tensor: Tensor) -> str:
-    """What must be alike of a tensor on all ranks."""
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -7,8 +7,6 @@ deadlock, in whatever order they then receive. Letters are read by whoever waits
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import threading
 import time
 import weakref
@@ -21,6 +19,7 @@ from towers.collectives import semaphores
 from towers.collectives.communicator import Communicator
 from towers.collectives.peers import Peers
 from towers.collectives.segment import Segment, aligned
+from towers.collectives.sharing import share
 from towers.collectives.streams import FIRST, Letter, Receiver, Sender
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
@@ -91,7 +90,7 @@ class Mail:
     def __init__(self, comm: Communicator, seconds: float) -> None:
         self._index, self._seconds = comm.index, seconds
         layout = _Layout(comm.size)
-        segments, self._processes = _share(comm, layout)
+        segments, self._processes = share(comm, layout.total, 2 * comm.size + 1)
         mine, one = segments[comm.index], semaphores.BYTES
         pairs = [tower for tower in range(comm.size) if tower != comm.index]
         self._peers = Peers({tower: self._processes[tower] for tower in pairs})
@@ -224,31 +223,3 @@ def _see_off(senders: dict[int, Sender], peers: Peers, segments: list[Segment], 
 
 def _there(peers: Peers, tower: int) -> bool:
     return tower not in peers.gone()
-
-
-def _share(comm: Communicator, layout: _Layout) -> tuple[list[Segment], list[int]]:
-    """Every tower's segment and process id."""
-    card: dict[str, object] = {"process": os.getpid()}
-    mine = None
-    try:
-        mine = Segment.create(layout.total, reserve=False)
-        for number in range(2 * comm.size + 1):
-            semaphores.create(mine.address + semaphores.BYTES * number)
-        card["file"] = mine.file
-    except OSError as error:
-        card["problem"] = str(error)
-    cards = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(card).encode())]
-    problem = next((f"tower {i}: {other['problem']}" for i, other in enumerate(cards) if "problem" in other), "")
-    segments = []
-    if mine is not None and not problem:
-        try:
-            for tower, other in enumerate(cards):
-                segments.append(mine if tower == comm.index else Segment.open(other["process"], other["file"]))
-        except OSError as error:
-            problem = f"tower {comm.index}: {error}"
-    verdicts = [text.decode() for text in comm.all_gather_bytes(problem.encode())]
-    if mine is not None:
-        mine.withdraw()  # all have mapped it who could
-    if any(verdicts):
-        raise OSError(next(filter(None, verdicts)))
-    return segments, [other["process"] for other in cards]

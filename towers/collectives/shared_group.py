@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import as_bytes
-from towers.collectives.group import Group, like, of_any_device
+from towers.collectives.group import Group
+from towers.collectives.other_devices import of_any_device
 from towers.collectives.shared_memory import SharedMemoryCommunicator
 from towers.collectives.sparse_sum import sparse_sum
-from towers.collectives.tensors import changed, check_numel, checked, one, operation, plain, split, written
+from towers.collectives.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
 from towers.collectives.works import Done
 from towers.errors import ArgumentError
 
@@ -32,7 +33,7 @@ class SharedMemoryGroup(Group):
             with changed(tensor) as dense:
                 comm.all_reduce(dense, op)
 
-        return self.do("all_reduce", opts, task, [tensor], f"{op} {like(tensor)}")
+        return self.do("all_reduce", opts, task, [tensor], f"{op} {like(tensor)}", some([tensor]))
 
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> Done:
         if operation("all_reduce", opts, tensor) != "sum":
@@ -49,7 +50,7 @@ class SharedMemoryGroup(Group):
                 with changed(tensor) as dense:
                     comm.all_reduce(dense, op)
 
-        return self.do("all_reduce_coalesced", opts, task, tensors, str([like(tensor) for tensor in tensors]))
+        return self.do("all_reduce_coalesced", opts, task, tensors, like(*tensors), some(tensors))
 
     @of_any_device
     def broadcast(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
@@ -60,7 +61,7 @@ class SharedMemoryGroup(Group):
             with changed(tensor) as dense:
                 comm.broadcast(dense, root)
 
-        return self.do("broadcast", opts, task, [tensor], f"from {root} {like(tensor)}")
+        return self.do("broadcast", opts, task, [tensor], f"from {root} {like(tensor)}", some([tensor]))
 
     @of_any_device
     def reduce(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
@@ -73,7 +74,7 @@ class SharedMemoryGroup(Group):
             if comm.index == root:
                 tensor.detach().copy_(total)
 
-        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {like(tensor)}")
+        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {like(tensor)}", some([tensor]))
 
     @of_any_device
     def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None) -> Done:
@@ -81,7 +82,9 @@ class SharedMemoryGroup(Group):
         if outputs and isinstance(outputs[0], Tensor):
             outputs = [outputs]
         rows = self._only_list("all_gather", outputs, tensor)
-        return self.do("all_gather", opts, functools.partial(self._gather_rows, rows, tensor), rows)
+        return self.do(
+            "all_gather", opts, functools.partial(self._gather_rows, rows, tensor), rows, like(*rows), some(rows)
+        )
 
     @staticmethod
     def _gather_rows(rows: Sequence[Tensor], tensor: Tensor, comm: SharedMemoryCommunicator) -> None:
@@ -110,7 +113,7 @@ class SharedMemoryGroup(Group):
                 for dense, tensor in zip(all_dense, inputs, strict=True):
                     comm.all_gather_into(dense.view(comm.size, -1).unbind(0) if dense.numel() else [], plain(tensor))
 
-        return self.do(call, opts, task, outputs, str([like(tensor) for tensor in inputs]))
+        return self.do(call, opts, task, outputs, like(*inputs), some(inputs))
 
     @of_any_device
     def allgather_coalesced(
@@ -126,7 +129,8 @@ class SharedMemoryGroup(Group):
             for column, tensor in zip(columns, inputs, strict=True):
                 self._gather_rows(column, tensor, comm)
 
-        return self.do(call, opts, task, [row for column in columns for row in column])
+        rows = [row for column in columns for row in column]
+        return self.do(call, opts, task, rows, like(*rows), some(rows))
 
     @of_any_device
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> Done:  # type: ignore[override]
@@ -178,7 +182,7 @@ class SharedMemoryGroup(Group):
                 if tower == comm.index:
                     output.detach().copy_(total.view(output.shape))
 
-        return self.do("reduce_scatter", opts, task, [output], f"{op} {[like(row) for row in rows]}")
+        return self.do("reduce_scatter", opts, task, [output], f"{op} {like(*rows)}", some(rows))
 
     @of_any_device
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
@@ -199,7 +203,7 @@ class SharedMemoryGroup(Group):
                 rows = plain(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
                 output.detach().copy_(comm.reduce_scatter(rows, op).view(output.shape))
 
-        return self.do(call, opts, task, outputs, f"{ops} {[like(tensor) for tensor in inputs]}")
+        return self.do(call, opts, task, outputs, f"{ops} {like(*inputs)}", some(inputs))
 
     @of_any_device
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Done:
@@ -233,7 +237,7 @@ class SharedMemoryGroup(Group):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
-    def _only_list(self, call: str, lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+    def _only_list(self, call: str, lists: Sequence[Sequence[Tensor]], model: Tensor) -> list[Tensor]:
         """The only list of ``lists``: a tensor for each rank.
 
         Raises:
@@ -241,4 +245,4 @@ class SharedMemoryGroup(Group):
         """
         if len(lists) != 1:
             raise ArgumentError(f"{call}: takes a single list of tensors, not {len(lists)}")
-        return checked(call, lists[0], like=like, count=self.size())
+        return checked(call, lists[0], like=model, count=self.size())

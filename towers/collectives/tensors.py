@@ -113,6 +113,16 @@ def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) ->
     return list(tensor.split(list(sizes)))
 
 
+def like(*tensors: Tensor) -> str:
+    """What must be the same of tensors on all ranks, in words."""
+    return ", ".join(f"{tensor.numel()} {str(tensor.dtype)[6:]}" for tensor in tensors)
+
+
+def some(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are any elements in them."""
+    return any(tensor.numel() for tensor in tensors)
+
+
 def plain(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where its elements do not lie in memory one after the other, as they are."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
