@@ -33,9 +33,11 @@ import towers.backend
 SUITE = "torch.testing._internal.distributed.distributed_test"
 _MONITORED = "c10d refuses monitored_barrier to backends that are not called gloo, before it asks them"
 CANNOT: dict[str, str] = {
+    "test_monitored_barrier_failure_order": _MONITORED,
     "test_monitored_barrier_gloo": _MONITORED,
     "test_monitored_barrier_gloo_rank_0_timeout": _MONITORED,
     "test_monitored_barrier_gloo_subgroup": _MONITORED,
+    "test_monitored_barrier_wait_all_ranks": _MONITORED,
 }
 """Tests that the suite wants for Gloo and that fail with us, and why that is right."""
 

@@ -373,6 +373,35 @@ def test_torchmetrics_and_checkpoints(tmp_path: pathlib.Path) -> None:
     assert ranks(metrics_and_checkpoint, str(tmp_path / "checkpoint")) == [pytest.approx(9 / 7)] * 2
 
 
+def sharded() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh  # these take a second, which only this test needs
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(make_mlp(torch.float32), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(0, 64, 16):
+        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
+        optimizer.step()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def test_sharded_training_gives_the_numbers_of_one_process() -> None:
+    ours, others = ranks(sharded)
+    assert_close(ours, others, 0.0)
+    model = make_mlp(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(0, 64, 16):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[start : start + 16]), classes[start : start + 16]).backward()
+        optimizer.step()
+    assert_close(ours, parameters_of(model), 1e-6)
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------
 
 
