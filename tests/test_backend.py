@@ -308,6 +308,30 @@ def test_groups_of_some_ranks_and_one_after_the_other() -> None:
 # -- what stands on it ---------------------------------------------------------------------------------------
 
 
+def then_another() -> None:
+    """Functions that run when a collective is done, and wait for a second one."""
+    size = dist.get_world_size()
+
+    def again(future: Any) -> Tensor:
+        (once,) = future.value()
+        return dist.all_reduce(once.clone(), async_op=True).get_future().wait()[0]
+
+    for number in range(20):
+        futures = []
+        for bucket in range(4):
+            value = torch.full((1000,), float(bucket + number))
+            work = dist.all_reduce(value, async_op=True)
+            if dist.get_rank() == number % 2:
+                work.wait()  # so that the function comes when the future is there, on one of the ranks
+            futures.append(work.get_future().then(again))
+        for bucket, future in enumerate(futures):
+            assert bool((future.wait() == (bucket + number) * size**2).all())
+
+
+def test_a_collective_may_follow_another() -> None:
+    ranks(then_another)
+
+
 class WithEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ deadlock, in whatever order they then receive. Letters are read by whoever waits
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -121,7 +122,7 @@ class Mail:
         self._expected: list[Expected] = []
         self._waiting = 0
         self._lock = threading.Lock()
-        self._leave = weakref.finalize(self, _see_off, self._senders, self._peers, segments)
+        self._leave = weakref.finalize(self, _see_off_at_exit, os.getpid(), self._senders, self._peers, segments)
 
     def send(self, content: Tensor, to: int, tag: int = 0) -> None:
         """Send a copy of ``content`` (flat, bytes) to tower ``to``; never waits.
@@ -214,7 +215,12 @@ class Mail:
             _see_off(self._senders, self._peers, self._segments, self._seconds if seconds is None else seconds)
 
 
-def _see_off(senders: dict[int, Sender], peers: Peers, segments: list[Segment], seconds: float = _FAREWELL) -> None:
+def _see_off_at_exit(process: int, senders: dict[int, Sender], peers: Peers, segments: list[Segment]) -> None:
+    if os.getpid() == process:  # not a fork of it
+        _see_off(senders, peers, segments, _FAREWELL)
+
+
+def _see_off(senders: dict[int, Sender], peers: Peers, segments: list[Segment], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for to, sender in senders.items():
         sender.close(deadline - time.monotonic(), partial(_there, peers, to))

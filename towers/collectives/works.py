@@ -160,18 +160,23 @@ class Receiving(Done):
 
 
 class Line:
-    """Runs collectives in the order they were called in: in the caller, or for who does not wait in a thread."""
+    """Runs collectives in the order they were called in: in the caller, or for who does not wait in a thread.
+
+    What is called in that thread, by a function that was to run when a future is there, runs at once: the function may
+    wait for it (DDP's PowerSGD hook does), and so it has the same place in the order on all ranks, whether the future
+    was there when it got the function or came later.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Started] = deque()
         self._changed = threading.Condition()
-        self._running = threading.Lock()
+        self._running = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def run(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> Done:
         """Do it, after all that was started; errors are raised."""
-        if self._waiting:
+        if self._waiting and not self._in_thread():
             work = self.start(task, tensors)
             work.wait()
             return work
@@ -182,6 +187,9 @@ class Line:
     def start(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> Started:
         """Do it beside the caller; errors are raised by who waits for it."""
         work = Started(task, tensors)
+        if self._in_thread():
+            work.run()
+            return work
         with self._changed:
             self._waiting.append(work)
             if self._thread is None:
@@ -189,6 +197,9 @@ class Line:
                 self._thread.start()
             self._changed.notify()
         return work
+
+    def _in_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _work(self) -> None:
         while True:
@@ -209,5 +220,5 @@ class Line:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and not self._in_thread():
             self._thread.join()
