@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import at_most
+from conftest import at_most, wait_until
 from jobs import assert_close, make_data, make_mlp, parameters_of
 from test_shared_memory import DTYPES, agrees, fixed_order, random_tensor
 from torch import Tensor, nn
@@ -217,6 +217,10 @@ def messages() -> None:
     for work in dist.batch_isend_irecv(pair):
         work.get_future().wait()
     assert bool((arriving[0] == 5 + before).all())
+    dist.send(torch.full((3,), 8.0 + rank), after)
+    work = dist.irecv(came := strided(torch.zeros(3)), before)
+    wait_until(work.is_completed, 10)
+    assert came.tolist() == [8.0 + before] * 3
     with pytest.raises(TowersError, match=r"has 8 bytes, but the tensor it is to be received into has 12"):
         dist.send(torch.zeros(2), after)
         dist.recv(torch.zeros(3), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -132,7 +133,10 @@ class Receiving(Done):
         return True
 
     def is_completed(self) -> bool:
-        return self._over or self._error is not None or self._expected.look()
+        if not self._over and self._error is None and self._expected.look():
+            with contextlib.suppress(Exception):  # kept for who asks for it
+                self.wait()
+        return self._over or self._error is not None
 
     def is_success(self) -> bool:
         return self._over
