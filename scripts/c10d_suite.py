@@ -138,7 +138,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes of a group (2)")
     parser.add_argument("--backend", default=towers.backend.NAME, help="another one, to compare")
     parser.add_argument("--seconds", type=int, default=60, help="for one test (60)")
-    parser.add_argument("--verbose", action="store_true", help="also say what passed and why what was skipped")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also name what passed, and what did not run, with the reason"
+    )
     options = parser.parse_args()
 
     os.environ["WORLD_SIZE"] = str(options.ranks)
@@ -167,8 +169,10 @@ def main() -> int:
             outcome, text = run(wanted[0], name)
             if outcome == "failed":
                 print(f"failed   {name} ({time.monotonic() - start:.1f} s)\n{text}", flush=True)
-            elif options.verbose:
-                print(f"{outcome:8} {name} ({time.monotonic() - start:.1f} s)", flush=True)
+            elif outcome == "passed" and options.verbose:
+                print(f"passed   {name} ({time.monotonic() - start:.1f} s)", flush=True)
+        if outcome in ("skipped", "cannot") and options.verbose:
+            print(f"{outcome:8} {name}: {text}", flush=True)
         outcomes[outcome].append((name, text))
     for outcome in ("cannot", "skipped"):
         reasons = collections.Counter(reason(text) for _, text in outcomes[outcome])
