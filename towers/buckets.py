@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
-from towers.collectives.windows import ALIGNMENT
+from towers.collectives.windows import PART_ALIGNMENT
 from towers.layout import flatten_real, holders, view_like
 from towers.mirror import Named
 from towers.pending import make_pending, make_plain
@@ -160,7 +160,7 @@ class Bucket:
     @property
     def alignment(self) -> int:
         """Slots begin at multiples of so many elements."""
-        return ALIGNMENT // self.dtype.itemsize
+        return PART_ALIGNMENT // self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,10 @@ class DisagreementError(TowersError, ValueError):
     """Towers called one collective with different operations, shapes, dtypes or structures."""
 
 
+class ArgumentError(TowersError, ValueError):
+    """A collective was called with tensors or an operation that it cannot take."""
+
+
 class PeerLostError(TowersError):
     """Another tower has ended while this one waited for it: a consequence of whatever ended that one."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from towers.collectives.communicator import as_bytes
-from towers.collectives.windows import ALIGNMENT
+from towers.collectives.windows import PART_ALIGNMENT
 from towers.shards import Shard
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -66,11 +66,11 @@ def encode(
                 dtype = str(value.dtype).removeprefix("torch.")
                 header.append([number, name, dtype, list(value.shape), value.device == parameter.device, end])
                 tensors.append((number, name, value, end))
-                end += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+                end += -(-value.nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
             else:
                 header.append([number, name, value])
     text = json.dumps(header).encode()
-    start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    start = -(-(8 + len(text)) // PART_ALIGNMENT) * PART_ALIGNMENT
     block = allocate(start + end)
     block[:8].view(torch.int64)[0] = len(text)
     block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -107,7 +107,7 @@ def join(shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None]) -> 
 def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
     """What a block holds: number of the shard, name, value (tensors are views), whether on the parameter's device."""
     length = int(block[:8].view(torch.int64)[0])
-    start = -(-(8 + length) // ALIGNMENT) * ALIGNMENT
+    start = -(-(8 + length) // PART_ALIGNMENT) * PART_ALIGNMENT
     for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
         if not where:
             yield number, name, value, False

@@ -9,25 +9,36 @@ from torch import Tensor
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
+    "mean": torch.add,
     "prod": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
 }
+OPERATIONS = tuple(_COMBINE)
+"""What numbers can be reduced by."""
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:
     """Set ``total`` to the reduction of ``parts``, from the first to the last, times ``scale``.
 
-    Half-precision numbers are added and multiplied in float32 and rounded once, at the end.
+    Floating-point numbers of 16 bits and less are computed in float32 and rounded once, at the end.
 
     Args:
         total: may be one of the parts (the same object).
-        op: sum, min, max or prod.
+        op: sum, mean (of integers: rounded towards zero), min, max, prod, and, or, xor.
     """
     combine = _COMBINE[op]
+    dtype = total.dtype
+    if dtype.itemsize == 1 and dtype.is_floating_point:  # torch has no arithmetic for these
+        parts = [part.float() for part in parts]
     first, *others = parts
-    if total.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "prod"):
+    if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "prod"):
         running = first.float()
+    elif first.dtype != dtype:
+        running = first
     elif not others:
         running = total if total is first else total.copy_(first)
     else:
@@ -36,6 +47,9 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float
         combine(first, second, out=running)
     for part in others:
         combine(running, part, out=running)
+    if op == "mean":
+        exact = dtype.is_floating_point or dtype.is_complex
+        running.div_(len(parts), rounding_mode=None if exact else "trunc")
     if scale != 1.0:
         running.mul_(scale)
     if running is not total:

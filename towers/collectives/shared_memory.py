@@ -22,8 +22,9 @@ from towers.collectives import semaphores
 from towers.collectives.arithmetic import reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
 from towers.collectives.meeting import BOARD_BYTES, Meeting
-from towers.collectives.segment import Segment, aligned
+from towers.collectives.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.windows import KEYS, TABLE_BYTES, Windows, part
+from towers.errors import DisagreementError
 
 SEVERAL_HOSTS = "the towers run on several hosts"
 
@@ -136,8 +137,13 @@ class SharedMemoryCommunicator(Communicator):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        self.all_gather_into(gathered.unbind(0), tensor)
+        return gathered
+
+    def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
+        """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
         mine = as_bytes(tensor)
-        rows = gathered.view(self.size, -1).view(torch.uint8) if tensor.numel() else gathered.view(self.size, 0)
+        rows = [as_bytes(row) for row in gathered]
         for start in range(0, mine.numel(), _HALF):
             piece = mine[start : start + _HALF]
             slots = self._slots(torch.uint8, piece.numel())
@@ -145,7 +151,6 @@ class SharedMemoryCommunicator(Communicator):
             self._meeting.meet()
             for row, slot in zip(rows, slots, strict=True):
                 row[start : start + _HALF].copy_(slot)
-        return gathered
 
     def reduce_scatter(self, rows: Tensor, op: str = "sum") -> Tensor:
         """Reduce one row for each tower over all towers; returns this tower's row.
@@ -181,6 +186,37 @@ class SharedMemoryCommunicator(Communicator):
             self._meeting.meet()
             yield piece, [slot.view(self.size, -1)[self.index] for slot in slots]
             at += piece.numel()
+
+    def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Give ``given[i]`` to tower i, and fill ``taken[i]`` with what tower i gives to this one.
+
+        Args:
+            given, taken: flat tensors of bytes, one for each tower; any lengths.
+
+        Raises:
+            DisagreementError: on all towers, when one gives more or less than the other takes.
+        """
+        mine = torch.tensor([[part.numel() for part in given], [part.numel() for part in taken]])
+        lengths = self.all_gather(mine)
+        wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero()
+        if wrong.numel():
+            one, other = (int(tower) for tower in wrong[0])
+            raise DisagreementError(
+                f"tower {one} gives {lengths[one, 0, other]} bytes to tower {other}, which takes "
+                f"{lengths[other, 1, one]}"
+            )
+        taken[self.index].copy_(given[self.index])
+        room = _HALF // self.size // ALIGNMENT * ALIGNMENT
+        others = [tower for tower in range(self.size) if tower != self.index]
+        for start in range(0, int(lengths[:, 0].fill_diagonal_(0).max()), room):
+            slots = self._slots(torch.uint8, self.size * room)
+            for tower in others:
+                piece = given[tower][start : start + room]
+                slots[self.index][tower * room : tower * room + piece.numel()].copy_(piece)
+            self._meeting.meet()
+            for tower in others:
+                piece = taken[tower][start : start + room]
+                piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         dense = tensor.detach().contiguous()

@@ -19,7 +19,7 @@ from towers.collectives.arithmetic import reduce_into
 from towers.collectives.meeting import Meeting
 from towers.collectives.segment import Segment
 
-ALIGNMENT = 256
+PART_ALIGNMENT = 256
 """Bytes; towers' parts of a window begin at multiples of it, and so should what lies in one.
 
 More than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, go over a tensor's part as
@@ -212,6 +212,6 @@ class Windows:
 
 def part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
     """Where tower ``index``'s part of ``numel`` elements begins and ends."""
-    step = max(1, ALIGNMENT // itemsize)
+    step = max(1, PART_ALIGNMENT // itemsize)
     size = -(-numel // (towers * step)) * step
     return min(numel, size * index), min(numel, size * (index + 1))

@@ -1,0 +1,88 @@
+"""Shared memory as a backend of ``torch.distributed``, for DDP and all else that communicates through it.
+
+Importing this module registers it::
+
+    import torch.distributed as dist
+    import towers.backend
+
+    dist.init_process_group("towers_shm")  # tensors on the CPU
+    dist.init_process_group("cpu:towers_shm,cuda:nccl")  # those on GPUs through NCCL
+
+All ranks of a group must be processes of one host. See ``docs/backend.md``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from towers.collectives.group import Group
+from towers.collectives.shared_group import SharedMemoryGroup
+from towers.collectives.shared_memory import SEVERAL_HOSTS, join
+from towers.collectives.store import StoreCommunicator
+from towers.errors import ArgumentError, StartupError
+
+NAME = "towers_shm"
+"""What the backend is called."""
+
+
+def register() -> None:
+    """Make :data:`NAME` known to ``torch.distributed``; once more does nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(common: Any, options: Any) -> SharedMemoryGroup:
+    """Form the group; c10d calls it on all of its ranks."""
+    if options is not None:
+        raise ArgumentError(f"the backend {NAME} takes no options, but pg_options is {type(options).__name__}")
+    timeout: timedelta = common.timeout
+    seconds = timeout.total_seconds()
+    base = StoreCommunicator(dist.PrefixStore("form", common.store), common.group_rank, common.group_size, seconds)
+    try:
+        comm = join(base, seconds)
+    finally:
+        base.close()
+    if isinstance(comm, str):
+        advice = "; use gloo" if comm == SEVERAL_HOSTS else ""
+        raise StartupError(f"the ranks of a group cannot share memory ({comm}), as the backend {NAME} does{advice}")
+    ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
+    return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds, _beside)
+
+
+def _beside(group: Group) -> dist.ProcessGroup:
+    """The group of the backends that were named beside ours, for tensors that are not on the CPU.
+
+    Raises:
+        ArgumentError: there are none.
+    """
+    config = dist.get_backend_config(group)
+    named = dict(part.split(":") for part in config.split(",") if not part.endswith(f":{NAME}"))
+    if not named:
+        raise ArgumentError(
+            f"the backend {NAME} takes tensors on the CPU; for others name one beside it, as in "
+            f"init_process_group('cpu:{NAME},cuda:nccl')"
+        )
+    store = dist.PrefixStore("beside", group.store)
+    timeout = timedelta(seconds=group.seconds)
+    plain = dist.ProcessGroup(store, group.rank(), group.size())
+    for device, name in named.items():
+        if name == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend: Any = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+            kind = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise ArgumentError(f"beside {NAME} there can be nccl and gloo, not {name}")
+        plain._register_backend(torch.device(device), kind, backend)
+        plain._set_default_backend(kind)
+    return plain
+
+
+register()

@@ -1,0 +1,248 @@
+"""The collectives of towers that share memory, as c10d calls them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from towers.collectives.communicator import as_bytes
+from towers.collectives.group import Group
+from towers.collectives.other_devices import of_any_device
+from towers.collectives.shared_memory import SharedMemoryCommunicator
+from towers.collectives.sparse_sum import sparse_sum
+from towers.collectives.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
+from towers.collectives.works import Done
+from towers.errors import ArgumentError
+
+
+class SharedMemoryGroup(Group):
+    """A c10d process group of towers that share memory."""
+
+    @of_any_device
+    def allreduce(self, tensors: Any, opts: Any = None) -> Done:  # type: ignore[override]
+        if not isinstance(tensors, Tensor) and len(tensors) == 1 and tensors[0].layout == torch.sparse_coo:
+            return self._sparse_allreduce(tensors[0], opts)
+        tensor = one("all_reduce", tensors)
+        op = operation("all_reduce", opts, tensor)
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            with changed(tensor) as dense:
+                comm.all_reduce(dense, op)
+
+        return self.do("all_reduce", opts, task, [tensor], f"{op} {like(tensor)}", some([tensor]))
+
+    def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> Done:
+        if operation("all_reduce", opts, tensor) != "sum":
+            raise ArgumentError("all_reduce: sparse tensors can only be summed (ReduceOp.SUM)")
+        return self.do("all_reduce", opts, lambda comm: sparse_sum(comm, tensor), [tensor], f"sparse {like(tensor)}")
+
+    @of_any_device
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+        tensors = checked("all_reduce_coalesced", tensors)
+        ops = [operation("all_reduce_coalesced", opts, tensor) for tensor in tensors]
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            for tensor, op in zip(tensors, ops, strict=True):
+                with changed(tensor) as dense:
+                    comm.all_reduce(dense, op)
+
+        return self.do("all_reduce_coalesced", opts, task, tensors, like(*tensors), some(tensors))
+
+    @of_any_device
+    def broadcast(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
+        tensor = one("broadcast", tensors)
+        root = self.root("broadcast", opts)
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            with changed(tensor) as dense:
+                comm.broadcast(dense, root)
+
+        return self.do("broadcast", opts, task, [tensor], f"from {root} {like(tensor)}", some([tensor]))
+
+    @of_any_device
+    def reduce(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
+        tensor = one("reduce", tensors)
+        root, op = self.root("reduce", opts), operation("reduce", opts, tensor)
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            total = plain(tensor).clone()
+            comm.all_reduce(total, op)
+            if comm.index == root:
+                tensor.detach().copy_(total)
+
+        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {like(tensor)}", some([tensor]))
+
+    @of_any_device
+    def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None) -> Done:
+        tensor = one("all_gather", inputs)
+        if outputs and isinstance(outputs[0], Tensor):
+            outputs = [outputs]
+        rows = self._only_list("all_gather", outputs, tensor)
+        return self.do(
+            "all_gather", opts, functools.partial(self._gather_rows, rows, tensor), rows, like(*rows), some(rows)
+        )
+
+    @staticmethod
+    def _gather_rows(rows: Sequence[Tensor], tensor: Tensor, comm: SharedMemoryCommunicator) -> None:
+        mine = plain(tensor)
+        with written(rows) as dense:
+            if all(row.numel() == mine.numel() for row in rows):
+                comm.all_gather_into(dense, mine)
+            else:  # then so they are on all ranks
+                comm.exchange([as_bytes(mine)] * comm.size, [as_bytes(row) for row in dense])
+
+    @of_any_device
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
+
+    @of_any_device
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Done:
+        call = "all_gather_into_tensor"
+        for output, tensor in zip(outputs, inputs, strict=True):
+            checked(call, [output, tensor], like=tensor)
+            check_numel(call, output, tensor.numel() * self.size())
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            with written(outputs) as all_dense:
+                for dense, tensor in zip(all_dense, inputs, strict=True):
+                    comm.all_gather_into(dense.view(comm.size, -1).unbind(0) if dense.numel() else [], plain(tensor))
+
+        return self.do(call, opts, task, outputs, like(*inputs), some(inputs))
+
+    @of_any_device
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Done:
+        call = "all_gather_coalesced"
+        columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
+        for column, tensor in zip(columns, inputs, strict=True):
+            checked(call, [*column, tensor], like=tensor)
+            checked(call, column, count=self.size())
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            for column, tensor in zip(columns, inputs, strict=True):
+                self._gather_rows(column, tensor, comm)
+
+        rows = [row for column in columns for row in column]
+        return self.do(call, opts, task, rows, like(*rows), some(rows))
+
+    @of_any_device
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> Done:  # type: ignore[override]
+        tensor, root = one("gather", inputs), self.root("gather", opts)
+        rows = self._only_list("gather", outputs, tensor) if self.rank() == root else []
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            mine = as_bytes(plain(tensor))
+            with written(rows) as dense:
+                comm.exchange(
+                    [mine if tower == root else mine[:0] for tower in range(comm.size)],
+                    [as_bytes(row) for row in dense] or [mine[:0]] * comm.size,
+                )
+
+        return self.do("gather", opts, task, rows, f"to {root}")
+
+    @of_any_device
+    def scatter(self, outputs: Any, inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:  # type: ignore[override]
+        tensor, root = one("scatter", outputs), self.root("scatter", opts)
+        rows = self._only_list("scatter", inputs, tensor) if self.rank() == root else []
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            with written([tensor]) as (dense,):
+                mine = as_bytes(dense)
+                comm.exchange(
+                    [as_bytes(plain(row)) for row in rows] or [mine[:0]] * comm.size,
+                    [mine if tower == root else mine[:0] for tower in range(comm.size)],
+                )
+
+        return self.do("scatter", opts, task, [tensor], f"from {root}")
+
+    @of_any_device
+    def reduce_scatter(self, outputs: Any, inputs: Sequence[Any], opts: Any = None) -> Done:  # type: ignore[override]
+        output = one("reduce_scatter", outputs)
+        if inputs and isinstance(inputs[0], Tensor):
+            inputs = [inputs]
+        rows = self._only_list("reduce_scatter", inputs, output)
+        check_numel("reduce_scatter", output, rows[self.rank()].numel())
+        op = operation("reduce_scatter", opts, output)
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            if all(row.numel() == rows[0].numel() for row in rows):
+                stacked = torch.stack([plain(row).view(-1) for row in rows])
+                output.detach().copy_(comm.reduce_scatter(stacked, op).view(output.shape))
+                return
+            for tower, row in enumerate(rows):
+                total = plain(row).clone()
+                comm.all_reduce(total, op)
+                if tower == comm.index:
+                    output.detach().copy_(total.view(output.shape))
+
+        return self.do("reduce_scatter", opts, task, [output], f"{op} {like(*rows)}", some(rows))
+
+    @of_any_device
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+
+    @of_any_device
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Done:
+        call = "reduce_scatter_tensor"
+        for output, tensor in zip(outputs, inputs, strict=True):
+            checked(call, [output, tensor], like=tensor)
+            check_numel(call, tensor, output.numel() * self.size())
+        ops = [operation(call, opts, tensor) for tensor in inputs]
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            for output, tensor, op in zip(outputs, inputs, ops, strict=True):
+                rows = plain(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
+                output.detach().copy_(comm.reduce_scatter(rows, op).view(output.shape))
+
+        return self.do(call, opts, task, outputs, f"{ops} {like(*inputs)}", some(inputs))
+
+    @of_any_device
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Done:
+        outputs = checked("all_to_all", outputs, count=self.size())
+        inputs = checked("all_to_all", inputs, like=outputs[0], count=self.size())
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            with written(outputs) as dense:
+                comm.exchange([as_bytes(plain(part)) for part in inputs], [as_bytes(part) for part in dense])
+
+        return self.do("all_to_all", opts, task, outputs)
+
+    @of_any_device
+    def alltoall_base(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_sizes: Sequence[int] | None = None,
+        input_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Done:
+        call = "all_to_all_single"
+        checked(call, [output, tensor], like=tensor)
+        outputs = split(call, output, output_sizes, self.size())
+        return self.alltoall(outputs, split(call, tensor, input_sizes, self.size()), opts)
+
+    # torch 2.13 calls these by other names.
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
+    def _only_list(self, call: str, lists: Sequence[Sequence[Tensor]], model: Tensor) -> list[Tensor]:
+        """The only list of ``lists``: a tensor for each rank.
+
+        Raises:
+            ArgumentError: there are more, or they are not what collectives take.
+        """
+        if len(lists) != 1:
+            raise ArgumentError(f"{call}: takes a single list of tensors, not {len(lists)}")
+        return checked(call, lists[0], like=model, count=self.size())

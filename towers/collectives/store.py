@@ -1,0 +1,89 @@
+"""Towers that know nothing of each other yet but a c10d store: enough to agree on something better."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from towers.collectives.arithmetic import reduce_into
+from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
+from towers.errors import StartupError
+
+
+class StoreCommunicator(Communicator):
+    """Collectives through a c10d store, slow and of any length: every call is a round of one key for each tower.
+
+    Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
+    before, and the last that closes deletes those of the last round. So a store can serve another communicator
+    when all have closed this one.
+
+    Args:
+        store: whose keys belong to nobody else.
+        seconds: how long to wait for the others.
+    """
+
+    def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
+        self.index, self.size, self.device = index, size, torch.device("cpu")
+        self.backend = "store"
+        self._store = store
+        self._seconds = seconds
+        self._round = 0
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every tower's ``data``, in tower order; lengths may differ.
+
+        Raises:
+            StartupError: not all came before the deadline; lists the missing.
+        """
+        names = [self._name(tower) for tower in range(self.size)]
+        self._store.set(names[self.index], data)  # type: ignore[arg-type]  # bytes, says the documentation
+        try:
+            self._store.wait(names, timedelta(seconds=self._seconds))
+        except RuntimeError:
+            missing = [str(tower) for tower, name in enumerate(names) if not self._store.check([name])]
+            if not missing:
+                raise
+            raise StartupError(
+                f"rank {self.index} waited {self._seconds:.0f} s for rank {', '.join(missing)} of {self.size} to form "
+                "a group"
+            ) from None
+        gathered = [bytes(self._store.get(name)) for name in names]
+        if self._round:
+            self._store.delete_key(self._name(self.index, self._round - 1))
+        self._round += 1
+        return gathered
+
+    def _name(self, tower: int, turn: int | None = None) -> str:
+        return f"towers/{self._round if turn is None else turn}/{tower}"
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        rows = self.all_gather_bytes(as_bytes(tensor).numpy().tobytes())
+        flat = (
+            torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+            if rows[0]
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return flat.view(tensor.dtype).view(self.size, *tensor.shape)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        reduce_into(tensor, self.all_gather(tensor).unbind(0), op)
+
+    def start_average(self, tensor: Tensor) -> Pending:
+        return Deferred(lambda: reduce_into(tensor, self.all_gather(tensor).unbind(0), "mean"))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        tensor.copy_(self.all_gather(tensor)[source])
+
+    def channel(self) -> Communicator:
+        store = dist.PrefixStore("towers/channel", self._store)
+        return StoreCommunicator(store, self.index, self.size, self._seconds)
+
+    def close(self) -> None:
+        """Leave; the last that does so deletes what the others may still have had to read."""
+        if self._round and self._store.add("towers/left", 1) == self.size:
+            for tower in range(self.size):
+                self._store.delete_key(self._name(tower, self._round - 1))
+            self._store.delete_key("towers/left")
