@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import mirrored
 import towers.backend
-from towers.collectives.group import Group
-from towers.collectives.store import StoreCommunicator
+from towers.c10d.group import Group
+from towers.c10d.store import StoreCommunicator
 from towers.errors import (
     ArgumentError,
     CollectiveTimeoutError,

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from towers.collectives.group import Group
-from towers.collectives.shared_group import SharedMemoryGroup
+from towers.c10d.group import Group
+from towers.c10d.shared_group import SharedMemoryGroup
+from towers.c10d.store import StoreCommunicator
 from towers.collectives.shared_memory import SEVERAL_HOSTS, join
-from towers.collectives.store import StoreCommunicator
 from towers.errors import ArgumentError, StartupError
 
 NAME = "towers_shm"

@@ -1,6 +1,6 @@
 """Mail: messages from one tower of a host to another, which nobody has to wait for with a send.
 
-A sender finds room at any time (:mod:`towers.collectives.streams`), so towers that send to each other at once cannot
+A sender finds room at any time (:mod:`towers.c10d.streams`), so towers that send to each other at once cannot
 deadlock, in whatever order they then receive. Letters are read by whoever waits for one.
 """
 
@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from towers.c10d.sharing import share
+from towers.c10d.streams import FIRST, Letter, Receiver, Sender
 from towers.collectives import semaphores
 from towers.collectives.communicator import Communicator
 from towers.collectives.peers import Peers
 from towers.collectives.segment import Segment, aligned
-from towers.collectives.sharing import share
-from towers.collectives.streams import FIRST, Letter, Receiver, Sender
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
 _NAP = 0.1  # seconds between two looks whether the others live

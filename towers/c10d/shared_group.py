@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from towers.c10d.group import Group
+from towers.c10d.other_devices import of_any_device
+from towers.c10d.sparse_sum import sparse_sum
+from towers.c10d.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
+from towers.c10d.works import Done
 from towers.collectives.communicator import as_bytes
-from towers.collectives.group import Group
-from towers.collectives.other_devices import of_any_device
 from towers.collectives.shared_memory import SharedMemoryCommunicator
-from towers.collectives.sparse_sum import sparse_sum
-from towers.collectives.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
-from towers.collectives.works import Done
 from towers.errors import ArgumentError
 
 

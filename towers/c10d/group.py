@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from towers.c10d.calls import Calls
+from towers.c10d.mail import Mail
+from towers.c10d.other_devices import of_any_device
+from towers.c10d.tensors import one, plain
+from towers.c10d.works import Done, Line, Receiving
 from towers.collectives.agreement import announce
-from towers.collectives.calls import Calls
 from towers.collectives.communicator import as_bytes
-from towers.collectives.mail import Mail
-from towers.collectives.other_devices import of_any_device
 from towers.collectives.shared_memory import SharedMemoryCommunicator
-from towers.collectives.tensors import one, plain
-from towers.collectives.works import Done, Line, Receiving
 from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 
 
@@ -25,7 +25,7 @@ class Group(dist.ProcessGroup):
 
     A call without ``async_op`` runs in the caller. One with it runs in a thread of the group's, since the others may
     wait for what its caller does next: collectives of two groups in another order, or a message. Sends are never waited
-    for (:mod:`towers.collectives.mail`); a message is received by whoever waits for it.
+    for (:mod:`towers.c10d.mail`); a message is received by whoever waits for it.
 
     After a rank was lost or waited for in vain, the group cannot be used any more, and every call says so.
 

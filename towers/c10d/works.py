@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers.collectives.mail import Expected
+from towers.c10d.mail import Expected
 from towers.errors import CollectiveTimeoutError
 
 
