@@ -2,10 +2,11 @@
 
 ``--variants`` names what is compared with DDP on Gloo and with no communication at all: "ours"; "sharded", ours with
 ``shard_optimizer=True``; "ddp-shm", DDP on our own backend for torch.distributed; "zero", DDP on Gloo with its
-ZeroRedundancyOptimizer. The towers of the first comparison are CPU towers; the one tower of the second is a GPU where
-there is one. All variants live in the same processes and take turns in blocks of steps, so that each ratio compares
-neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal loops: what it
-differs from 1 is the noise of the machine. Times are in milliseconds.
+ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical CPUs (of mlp; left out where it is not installed:
+the extra of that name). The towers of the first comparison are CPU towers; the one tower of the second is a GPU where
+there is one. All variants but TensorFlow live in the same processes, and all take turns in blocks of steps, so that
+each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal
+loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import figure
 import models
 import steps
+import tensorflow_step
 import torch
 import torch.distributed as dist
 from steps import Times
@@ -28,7 +30,13 @@ from torch.optim import Optimizer
 
 import mirrored
 
-LABELS = {"ours": "ours", "sharded": "sharded", "ddp-shm": "DDP on our backend", "zero": "ZeRO on Gloo"}
+LABELS = {
+    "ours": "ours",
+    "sharded": "sharded",
+    "ddp-shm": "DDP on our backend",
+    "zero": "ZeRO on Gloo",
+    "tensorflow": "TensorFlow",
+}
 """What can be compared with DDP on Gloo."""
 
 
@@ -44,7 +52,7 @@ def _two_towers(
     def ddp(**kwargs: Any) -> nn.Module:
         return DistributedDataParallel(models.make(case), gradient_as_bucket_view=True, **kwargs)
 
-    found = {}
+    found: dict[str, steps.Step] = {}
     if "ours" in variants:
         found["ours"] = steps.ours(strategy, case, x, y, batch, make)
     if "sharded" in variants:
@@ -56,6 +64,10 @@ def _two_towers(
         found["ddp-shm"] = steps.plain(ddp(process_group=dist.new_group(backend=towers.backend.NAME)), x, y, make)
     if "zero" in variants:
         found["zero"] = steps.plain(ddp(), x, y, lambda p: _zero(make, p))
+    if "tensorflow" in variants:
+        found["tensorflow"] = lambda: None  # the other towers wait
+        if strategy.is_chief:
+            found["tensorflow"] = tensorflow_step.Process(strategy.num_replicas_in_sync, batch, optimizer)
     found["DDP"] = steps.plain(ddp(), x, y, make)
     found["bound"] = steps.plain(models.make(case), x, y, make)
     return steps.alternate(found, turns, seconds, together=True)
@@ -104,6 +116,9 @@ def main(arguments: Sequence[str]) -> None:
     variants = options.variants.split(",")
     if unknown := set(variants) - set(LABELS):
         parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
+    if "tensorflow" in variants and not tensorflow_step.installed():
+        variants.remove("tensorflow")
+        print("TensorFlow is not installed here and is left out (pip install tensorflow-cpu)")
     bars = []
     print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
@@ -111,9 +126,10 @@ def main(arguments: Sequence[str]) -> None:
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds)
         if options.towers > 1:
-            arguments_ = (*timing, options.implementation, options.optimizer, variants)
+            compared = [v for v in variants if v != "tensorflow" or case.startswith("mlp")]
+            arguments_ = (*timing, options.implementation, options.optimizer, compared)
             times = mirrored.launch(_two_towers, arguments_, devices=names)[0]
-            for variant in variants:
+            for variant in compared:
                 for base, what in (("DDP", "DDP on Gloo"), ("bound", "no communication")):
                     label = f"{LABELS[variant]} ÷ {what}"
                     print(_row(f"{case}: {label}", times, base, variant), flush=True)

@@ -30,8 +30,8 @@ class Group(dist.ProcessGroup):
     After a rank was lost or waited for in vain, the group cannot be used any more, and every call says so.
 
     A Python class can stand for a whole process group, not for one of a group's backends, which c10d takes from C++
-    only (seen with torch 2.13). For tensors on other devices than the CPU the group therefore has a second, plain group of
-    the backends that were named beside ours, which ``elsewhere`` makes when the first such tensor comes.
+    only (seen with torch 2.13). For tensors on other devices than the CPU the group therefore has a second, plain group
+    of the backends that were named beside ours, which ``elsewhere`` makes when the first such tensor comes.
 
     Args:
         ranks: global ranks of the members; for messages.

@@ -1,0 +1,90 @@
+"""TensorFlow's MirroredStrategy on logical CPUs, as a process that takes one step for each line it is given.
+
+TensorFlow has its towers in one process, so it cannot live in ours: this module starts it (:class:`Process`) and, run
+as a program, is it. It needs the extra ``tensorflow``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+WIDTHS = (784, 2048, 2048, 2048, 10)
+"""Of the MLP, the one model that is there for both."""
+
+
+def installed() -> bool:
+    """Whether there is a TensorFlow."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
+class Process:
+    """Steps of the MLP in TensorFlow; call it to take one.
+
+    Args:
+        batch: global batch size.
+        optimizer: a name of :data:`steps.OPTIMIZERS`.
+    """
+
+    def __init__(self, towers: int, batch: int, optimizer: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(towers), str(batch), optimizer],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._end = weakref.finalize(self, self._process.kill)
+
+    def __call__(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        if not self._process.stdout.readline():
+            raise RuntimeError(f"TensorFlow's process ended with exit code {self._process.wait(10)}")
+
+
+def main() -> None:
+    import tensorflow as tf
+
+    towers, batch, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(towers)
+    device = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * towers)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(towers)])
+    with strategy.scope():
+        layers = [tf.keras.layers.Dense(width, activation="relu") for width in WIDTHS[1:-1]]
+        model = tf.keras.Sequential([tf.keras.Input((WIDTHS[0],)), *layers, tf.keras.layers.Dense(WIDTHS[-1])])
+        optimizer = tf.keras.optimizers.SGD(0.01, momentum=0.9) if name == "sgd" else tf.keras.optimizers.Adam(1e-4)
+        optimizer.build(model.trainable_variables)
+    share = batch // towers
+    x = strategy.experimental_distribute_values_from_function(lambda _: tf.random.normal((share, WIDTHS[0])))
+    y = strategy.experimental_distribute_values_from_function(
+        lambda _: tf.random.uniform((share,), maxval=WIDTHS[-1], dtype=tf.int32)
+    )
+
+    def train_step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=batch)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    @tf.function
+    def step() -> Any:
+        return strategy.reduce("SUM", strategy.run(train_step, args=(x, y)), axis=None)
+
+    for _ in sys.stdin:
+        print(float(step()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
