@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_nccl_at_world_size_one() -> None:
     assert_close(parameters, train(mirrored.OneDeviceStrategy("cpu:0")), 1e-4)
 
 
-def test_two_nccl_ranks_on_one_gpu() -> None:
+def start_pair(words: list[str]) -> list[subprocess.Popen[str]]:
+    """Two ranks on one GPU, which NCCL takes for two hosts: function only, never speed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = {
@@ -64,17 +66,32 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
     }
     processes = []
     for rank in range(2):
         variables = {**os.environ, **common, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"}
         if rank == 0:
             variables["ALONE"] = "1"
-        words = [sys.executable, str(ROOT / "tests" / "programs" / "gpu_pair.py")]
         processes.append(
-            subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, *words], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         )
+    return processes
+
+
+def on_one_gpu(statement: str, *args: str) -> list[Any]:
+    """What ``run``, which ``statement`` imports, gives on two ranks."""
+    program = f"import json, sys; {statement}; print(json.dumps(run(*sys.argv[1:])), flush=True)"
+    processes = start_pair(["-c", program, *args])
+    outputs = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_two_nccl_ranks_on_one_gpu() -> None:
+    processes = start_pair([str(ROOT / "tests" / "programs" / "gpu_pair.py")])
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
@@ -89,6 +106,71 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
     assert first["trained"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["compiled"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["autocast"] == pytest.approx(single, rel=5e-2, abs=5e-2)
+
+
+def step_without_waiting(part: str) -> list[float]:
+    """Steps that must not make the host wait for the GPU: an exception, where one does."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        unused = torch.nn.Linear(3, 3, device=strategy.device)
+    model[0].requires_grad_(part != "frozen")
+    optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9, foreach=True)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(x) + (unused(torch.ones_like(model(x))) if part == "all" else 0)
+        mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none")).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    strategy.run(step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            strategy.run(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [float(p.sum()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("part", ["all", "unused", "frozen"])
+def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
+    # One rank has no hooks; two on one GPU are started as in test_two_nccl_ranks_on_one_gpu.
+    results = on_one_gpu("from test_gpu import step_without_waiting as run", part)
+    assert results[0] == results[1]
+
+
+def train_with_a_graph(graphed: bool) -> list[float]:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+    called = torch.cuda.make_graphed_callables(model, (x,)) if graphed else model
+
+    def step() -> None:
+        optimizer.zero_grad()
+        mirrored.compute_average_loss(F.cross_entropy(called(x), y, reduction="none")).backward()
+        optimizer.step()
+
+    for _ in range(4):
+        strategy.run(step)
+    return [float(p.double().sum()) for p in model.parameters()]
+
+
+def forward_as_a_graph() -> list[float]:
+    """A CUDA graph of the forward and its backward inside an averaged step, against the same without."""
+    graphed = train_with_a_graph(True)
+    assert graphed == pytest.approx(train_with_a_graph(False), rel=1e-5)
+    return graphed
+
+
+def test_a_graphed_forward() -> None:
+    results = on_one_gpu("from test_gpu import forward_as_a_graph as run")
+    assert results[0] == results[1]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")

@@ -644,6 +644,16 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
         assert ours == pytest.approx(alone, rel=1e-5)
 
 
+def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
+    strategy._averager._flags_apart = True  # as between GPUs
+    return fn(strategy)
+
+
+@pytest.mark.parametrize("fn", [use_one_branch_each, keep_models_on_one_tower, use_in_another_order])
+def test_flags_by_way_of_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
+    assert over_gloo(with_flags_apart, "same", fn) == over_gloo(fn, "same")
+
+
 def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
     with strategy.scope():
         model = nn.ParameterList([torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)])

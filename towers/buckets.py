@@ -6,7 +6,8 @@ A bucket's buffer holds, one after the other::
 
 The tail makes unused parameters exact without a collective of their own: after the sum over towers, a slot's
 "used?" says how many towers computed that gradient in this backward, and in the bucket that closes a backward
-"touched?" says which buckets any tower has gradients for.
+"touched?" says which buckets any tower has gradients for. (Between GPUs these flags go by way of the hosts instead:
+:meth:`towers.gradients.GradientAverager._exchange_flags`.)
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class Bucket:
     """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones.
 
     Attributes:
+        used: which slots had a gradient of this tower's own when they were packed.
         own: where the part that this tower averages begins and ends, if it averages only that.
     """
 
@@ -143,7 +145,7 @@ class Bucket:
         self.missing = 0
         self.launched = False
         self._ready = False
-        self._all_fresh = False
+        self.used: list[bool] = []
         self.buffer: Tensor | None = None
         self.tail: Tensor | None = None
         self._own_holders = 0
@@ -201,7 +203,9 @@ class Bucket:
                 # A second gradient of this backward would be added to the scaled first.
                 slot.filled = gradient, gradient._version
 
-    def pack(self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int) -> Tensor:
+    def pack(
+        self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int, *, tail: bool = True
+    ) -> Tensor:
         """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
 
         From here on the gradients of fresh slots lie in the buffer, unless they are apart. A slot without a fresh
@@ -210,6 +214,7 @@ class Bucket:
         Args:
             touched: for the bucket that closes a backward, which of all units this tower touched.
             units: how many there are.
+            tail: whether the flags travel in the tail.
         """
         self._make_ready(channel, units)
         assert self.buffer is not None
@@ -244,9 +249,10 @@ class Bucket:
             slot.filled = None
         if sources:
             torch._foreach_copy_(targets, sources)  # many small ones in one call
-        self._all_fresh = all(used)
-        _write(self.tail[: len(used)], used)
-        _write(self.tail[len(used) :], touched or [False] * units)
+        self.used = used
+        if tail:
+            _write(self.tail[: len(used)], used)
+            _write(self.tail[len(used) :], touched or [False] * units)
         self.launched = True
         return self.buffer
 
@@ -261,15 +267,15 @@ class Bucket:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(channel, units)
 
-    def settle(self, tail: Tensor) -> None:
+    def settle(self, tail: Callable[[], Tensor]) -> None:
         """After the sum: parameters that only other towers used get their gradient too.
 
         Args:
-            tail: the sum of all towers' tails.
+            tail: gives the sum of all towers' tails.
         """
-        if self._all_fresh:  # reading the counts would make the host wait for a GPU
+        if all(self.used):  # reading the counts may make the host wait
             return
-        counts = tail[: len(self.slots)].tolist()
+        counts = tail()[: len(self.slots)].tolist()
         for slot, count in zip(self.slots, counts, strict=True):
             used_elsewhere = count > 0 and not slot.apart
             if used_elsewhere and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):

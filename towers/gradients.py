@@ -49,6 +49,9 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _MAX_PATTERNS = 64
 
+Tail = Callable[[], Tensor]
+"""Gives the sum of all towers' tails of a bucket; may make the caller wait."""
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -62,6 +65,11 @@ def _among_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return wrapper
+
+
+def _given(tail: Tensor | None) -> Tail:
+    assert tail is not None
+    return lambda: tail
 
 
 class GradientAverager:
@@ -92,6 +100,8 @@ class GradientAverager:
         self._next_key = 0
         self.generation = 0
         self.buckets: list[Bucket] = []
+        self._flags_apart = channel.device.type == "cuda"
+        self._flags_under_way: Pending | None = None
         self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
 
@@ -330,7 +340,7 @@ class GradientAverager:
 
     @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
-        buffer = bucket.pack(self._channel, self._scale, touched, self._units)
+        buffer = bucket.pack(self._channel, self._scale, touched, self._units, tail=not self._flags_apart)
         self._started.append((bucket, None if self.scatters else self._channel.start_average(buffer)))
 
     @_among_gradients
@@ -340,14 +350,14 @@ class GradientAverager:
         for index in others:
             self._launch(self.buckets[index])
         self._launch(self.buckets[closing], touched)
-        tail = self._await()
+        tails = self._await(touched)
         if not all(touched):  # else nobody can have touched more than this tower
-            touched = self.buckets[closing].touched(tail)
+            touched = self.buckets[closing].touched(tails())
         missed = [b for b in self.buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._launch(bucket)
         if missed:
-            self._await()
+            self._await(touched)
         for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 slot.average(self._channel)
@@ -366,20 +376,38 @@ class GradientAverager:
             kept = {named.name: named for named in self._kept()}
             self._lay_out([kept[name] for name in names if name in kept])
 
-    def _await(self) -> Tensor:
-        """Finish what was started; returns the sum of the last bucket's tails."""
+    def _await(self, touched: Sequence[bool]) -> Tail:
+        """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
         started, self._started = self._started, []
-        if self.scatters:
-            assert self._scatter is not None
-            tails = self._scatter.reduce([bucket for bucket, _ in started])
-        else:
-            for _, pending in started:
-                assert pending is not None
+        buckets = [bucket for bucket, _ in started]
+        tails = self._exchange_flags(buckets, touched) if self._flags_apart else []
+        for _, pending in started:
+            if pending is not None:
                 pending.wait()
-            tails = [bucket.tail for bucket, _ in started if bucket.tail is not None]
-        for (bucket, _), tail in zip(started, tails, strict=True):
+        if self.scatters and self._scatter is not None:
+            tails = [_given(tail) for tail in self._scatter.reduce(buckets)]
+        elif not self._flags_apart:
+            tails = [_given(bucket.tail) for bucket in buckets]
+        for bucket, tail in zip(buckets, tails, strict=True):
             bucket.settle(tail)
         return tails[-1]
+
+    def _exchange_flags(self, buckets: Sequence[Bucket], touched: Sequence[bool]) -> list[Tail]:
+        """The sums of tails, by way of the hosts: reading them from a GPU would make the host wait for all its work.
+
+        The exchange runs beside all else; only a tower that has not used every parameter has to wait for it.
+        """
+        flags = [torch.tensor([*bucket.used, *touched], dtype=torch.uint8) for bucket in buckets]
+        pending, rows = self._channel.start_all_gather(torch.cat(flags))
+        self._flags_under_way = pending  # who lets go of it lets go of its tensors, too
+        sizes = [len(flag) for flag in flags]
+
+        def sum_of(number: int) -> Tensor:
+            pending.wait()
+            own: Tensor = rows.split(sizes, dim=1)[number]
+            return own.sum(0)
+
+        return [functools.partial(sum_of, number) for number in range(len(buckets))]
 
     def _learn(self, pattern: tuple[int, ...]) -> None:
         """Remember what followed the backward before; equal on all towers, for all have seen the same."""

@@ -76,6 +76,11 @@ class Communicator(ABC):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All towers' tensors, stacked in tower order: shape ``(size, *tensor.shape)``."""
 
+    def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
+        """Start an :meth:`all_gather`: the rows are there when it was awaited."""
+        rows = self.all_gather(tensor)
+        return Deferred(lambda: None), rows
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite ``tensor`` by tower ``source``'s."""

@@ -101,6 +101,11 @@ class ProcessGroupCommunicator(Communicator):
             dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
         return gathered
 
+    def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
+        rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        work = dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=True)
+        return _Started(self, work, tensor, tensor), rows
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self.explained():
             dist.broadcast(tensor, group=self._group, group_src=source)
