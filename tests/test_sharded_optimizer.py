@@ -595,7 +595,14 @@ def ask_for_the_state() -> list[str]:
 
     strategy.run(step)
     texts = []
-    for ask in (lambda: optimizer.state[model[0].weight], lambda: copy.deepcopy(optimizer)):
+    weight = model[0].weight
+    for ask in (
+        lambda: optimizer.state[weight],
+        lambda: optimizer.state.get(weight),
+        lambda: weight in optimizer.state,
+        lambda: optimizer.state.clear(),
+        lambda: copy.deepcopy(optimizer),
+    ):
         with pytest.raises(mirrored.MirrorError) as caught:
             ask()
         texts.append(str(caught.value))
@@ -605,6 +612,34 @@ def ask_for_the_state() -> list[str]:
 def test_the_state_itself_is_refused_with_a_way_out() -> None:
     for texts in launch(ask_for_the_state):
         assert all("optimizer.state_dict()" in text for text in texts)
+
+
+def keep_a_state_dict(shard: bool) -> list[Tensor]:
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    kept = model.state_dict()  # lies in the parameters' memory
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    assert all(torch.equal(a, b) for a, b in zip(kept.values(), model.parameters(), strict=True))
+    return parameters(model)
+
+
+def test_parameters_that_share_their_memory_stay_there_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = launch(keep_a_state_dict, False)[0]
+    for result in launch(keep_a_state_dict, True):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    said = (
+        "Adam number 0: 4 parameters (Sequential.0.weight, Sequential.0.bias, Sequential.2.weight …) are updated whole"
+    )
+    assert capfd.readouterr().err.count(said) == 1
 
 
 def gan(shard: bool) -> list[Tensor]:

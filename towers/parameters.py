@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.buckets import DenseSlot
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.gradients import GradientAverager
 from towers.layout import holders, view_like
@@ -21,14 +22,19 @@ _ALONE = holders(torch.zeros(1))
 class Exchange(ABC):
     """A way for shards to reach the other towers."""
 
-    def begin(self, purpose: str) -> None:  # noqa: B027  (nothing to do is a right default)
-        """All towers are about to step an optimizer."""
+    @abstractmethod
+    def begin(self, purpose: str) -> None:
+        """All towers are about to do something, such as "steps Adam"; returns when all have come.
+
+        Raises:
+            DisagreementError: on all towers, when some are about to do something else.
+        """
 
     def can_place(self, parameter: Tensor) -> bool:
         """Whether :meth:`place` may be asked for it."""
         return True
 
-    def place(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
+    def place(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027  (nothing to do is a right default)
         """Prepare for these parameters; all towers, after :meth:`begin`."""
 
     def bring_back(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
@@ -48,6 +54,9 @@ class GatheredParameters(Exchange):
 
     def __init__(self, channel: Communicator) -> None:
         self._channel = channel
+
+    def begin(self, purpose: str) -> None:
+        announce(self._channel, purpose)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         sizes = [[shard.nbytes for shard in own] for own in shards]

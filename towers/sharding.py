@@ -33,8 +33,11 @@ from towers.collectives.windows import Windows
 from towers.errors import MirrorError
 from towers.gradients import GradientAverager
 from towers.layout import is_dense
+from towers.log import get_logger
 from towers.parameters import Exchange, GatheredParameters, SharedParameters
 from towers.shards import share_out
+
+log = get_logger("towers")
 
 _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
 
@@ -186,6 +189,15 @@ class ShardedOptimizer:
         mine = bytes(self._can_be_cut(slot) for slot in flat)
         everybody = self._channel.all_gather_bytes(mine)
         whole = {slot for slot, *can in zip(flat, *everybody, strict=True) if not all(can)}
+        if whole and self._channel.index == 0:
+            names = ", ".join([slot.name for slot in flat if slot in whole][:3])
+            log.info(
+                "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or something "
+                "shares it (another parameter, a kept state_dict())",
+                self._name,
+                len(whole),
+                names,
+            )
         size = self._channel.size
         self._all_shards = [share_out(slots, whole, size, tower) for tower in range(size)]
         self._shards = self._all_shards[self._channel.index]
@@ -275,7 +287,8 @@ class SharedOut(dict[Any, Any]):
             "optimizer.state_dict(), which has all of it, and give it back by load_state_dict()"
         )
 
-    __missing__ = __setitem__ = __deepcopy__ = __reduce_ex__ = setdefault = _refuse
+    __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+    get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
 
 
 def _zeros(nbytes: int) -> Tensor:
