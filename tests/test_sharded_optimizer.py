@@ -317,6 +317,34 @@ def test_what_scripts_do_to_gradients_and_parameters(what: str, scripts: tuple[l
         assert all(torch.equal(a, b) for a, b in zip(ours[what], expected[what], strict=True))
 
 
+def without_memory(what: str, shard: bool) -> list[Tensor]:
+    """Tower 1 gets no memory to share, but for the two channels that a strategy begins with."""
+    make, asked = os.memfd_create, [0]
+
+    def create(*args: Any) -> int:
+        asked[0] += 1
+        if asked[0] > 2 and os.environ["RANK"] == "1":
+            raise OSError(28, "no memory")
+        return make(*args)
+
+    os.memfd_create = create
+    try:
+        return user_code(what, shard)
+    finally:
+        os.memfd_create = make
+        assert asked[0] > 2
+
+
+WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
+
+
+def test_without_memory_to_share() -> None:
+    ours, expected = both(without_memory, WITHOUT_MEMORY)
+    for mine, should in zip(ours, expected, strict=True):
+        for what in WITHOUT_MEMORY:
+            assert all(torch.equal(a, b) for a, b in zip(mine[what], should[what], strict=True)), what
+
+
 def read_on_the_chief_only() -> None:
     strategy = strategy_of(True)
     with strategy.scope():

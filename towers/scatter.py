@@ -49,8 +49,8 @@ class Scatter:
             assert bucket.buffer is not None
             assert bucket.tail is not None
             tensors = self._windows.reach(bucket.key)
-            if tensors is None:  # no room for a window: all of it, another way
-                self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
+            if tensors is None:
+                self._average_all(bucket, bucket.buffer)
                 tails.append(bucket.tail)
                 continue
             tail = tensors[0][bucket.numel :].clone()
@@ -62,6 +62,15 @@ class Scatter:
         if self._windows.newly_reached:
             self.settle_debts()
         return tails
+
+    def _average_all(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Where some tower had no room for a window: average the whole bucket, another way."""
+        apart = _apart([bucket])
+        for gradient, view, start, end in apart:
+            view[start:end].copy_(gradient[start:end])
+        self._channel.all_reduce(buffer.mul_(1.0 / self._channel.size))
+        for gradient, view, _, _ in apart:
+            gradient.copy_(view)
 
     def _average_own(self, bucket: Bucket, tensors: list[Tensor]) -> None:
         done, end = bucket.own
@@ -76,12 +85,7 @@ class Scatter:
 
     def complete(self) -> None:
         """Get the others' parts of what was reduced. All towers call it, or none."""
-        apart = [
-            (flatten_real(gradient), flatten_real(slot.view), *slot.own)
-            for bucket, _ in self._scattered
-            for slot in bucket.slots
-            if slot.apart and slot.view is not None and (gradient := slot.pending) is not None
-        ]
+        apart = _apart([bucket for bucket, _ in self._scattered])
         for gradient, view, start, end in apart:
             view[start:end].copy_(gradient[start:end])
         self._windows.meeting.meet_for(
@@ -114,3 +118,13 @@ class Scatter:
 
     def _part(self, bucket: Bucket, tower: int) -> tuple[int, int]:
         return part(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
+
+
+def _apart(buckets: Sequence[Bucket]) -> list[tuple[Tensor, Tensor, int, int]]:
+    """Gradients that are apart and still held: flat, their place in the buffer, and this tower's part of them."""
+    return [
+        (flatten_real(gradient), flatten_real(slot.view), *slot.own)
+        for bucket in buckets
+        for slot in bucket.slots
+        if slot.apart and slot.view is not None and (gradient := slot.pending) is not None
+    ]

@@ -27,7 +27,7 @@ they go over all of the tensor: then an optimizer that updates the part computes
 """
 
 KEYS = 4096
-"""Windows have keys from 0 to this."""
+"""Windows have keys from 0 to this; with higher ones there is no memory to be had."""
 
 _ENTRY = 3  # integers of a window's entry: how often it was made anew, its file, its size in bytes
 TABLE_BYTES = 8 * _ENTRY * KEYS
@@ -82,6 +82,8 @@ class Windows:
 
         The others reach what was allocated last. It lives as long as a tensor of it does on any tower.
         """
+        if key >= KEYS:
+            return None
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = _Window(key, numel, dtype, self._size)
@@ -131,7 +133,9 @@ class Windows:
 
         As :meth:`reach`, for keys that are not used with it. Empty where the memory could not be had.
         """
-        found = []
+        found: list[Tensor | None] = []
+        if key >= KEYS:
+            return [torch.empty(0, dtype=torch.uint8)] * self._size
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * key : _ENTRY * (key + 1)]
             known, block = self._blocks.get((key, tower), (0, None))
