@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -368,6 +369,37 @@ def test_a_gradient_that_one_tower_alone_reads_is_an_error_on_all() -> None:
         assert isinstance(failure.exception, mirrored.DisagreementError)
         assert "tower 0 uses the averaged gradients" in str(failure.exception)
         assert "tower 1 steps Adam number 0" in str(failure.exception)
+
+
+class Deadly(torch.optim.SGD):
+    elementwise = True
+
+    def step(self) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().step()
+
+
+def die_in_the_step() -> None:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = Deadly(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
+    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(die_in_the_step, count=3)
+    assert caught.value.tower == 1
+    for failure in caught.value.failures:
+        if failure.tower != 1:
+            assert "tower 1 (process" in failure.traceback
 
 
 class Normalized(torch.optim.SGD):
