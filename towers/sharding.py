@@ -156,9 +156,8 @@ class ShardedOptimizer:
             self._averager.complete()
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
             whole = shard.parameter
-            here = shard.of(whole)
-            if here.data_ptr() != parameter.data_ptr():
-                parameter.data = here
+            if not shard.is_at(parameter, whole):  # a script has given the parameter other memory
+                parameter.data = shard.of(whole)
             gradient = whole.grad
             if gradient is not None and gradient.stride() != whole.stride():
                 gradient = torch.empty_like(whole).copy_(gradient)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from towers.buckets import DenseSlot
 from towers.collectives.windows import part
-from towers.layout import flatten
 
 _PIECE_BYTES = 2**19
 """An optimizer goes over a parameter several times; over a piece of this size it does so within the cache."""
@@ -52,7 +51,14 @@ class Shard:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The shard of a tensor with the parameter's shape and strides: flat, or the tensor itself; no copy."""
-        return tensor.detach() if self.whole or tensor.dim() == 0 else flatten(tensor)[self.start : self.end]
+        if self.whole or tensor.dim() == 0:
+            return tensor.detach()
+        return tensor.as_strided((self.end - self.start,), (1,), tensor.storage_offset() + self.start)
+
+    def is_at(self, place: Tensor, tensor: Tensor) -> bool:
+        """Whether ``place`` is :meth:`of` ``tensor``."""
+        offset = 0 if self.whole else self.start * self.slot.dtype.itemsize
+        return place.data_ptr() == tensor.data_ptr() + offset
 
 
 def share_out(
