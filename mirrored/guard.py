@@ -38,6 +38,8 @@ class OptimizerGuard:
         if strategy is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not parameters or strategy.is_twin(optimizer):
+            return  # it is a part of a step that has been checked
         foreign = [p for p in parameters if not strategy.is_mirrored(p)]
         frame = current_frame()
         in_run = frame is not None and frame.strategy is strategy and frame.replica is not None

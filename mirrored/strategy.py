@@ -139,6 +139,10 @@ class Strategy:
         """Whether a backward has begun whose gradients are not averaged yet."""
         return self._averager.in_backward
 
+    def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer does another's work (:mod:`towers.sharding`)."""
+        return self._sharder is not None and self._sharder.is_twin(optimizer)
+
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this strategy's parameters is about to step."""
         if self._sharder is not None:

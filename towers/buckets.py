@@ -12,15 +12,15 @@ The tail makes unused parameters exact without a collective of their own: after 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from towers.collectives.communicator import Communicator
 from towers.collectives.windows import PART_ALIGNMENT
-from towers.layout import flatten_real, holders, view_like
+from towers.layout import ALONE, flatten_real, holders, view_like
 from towers.mirror import Named
 from towers.pending import make_pending, make_plain
 from towers.slots import Slot
@@ -44,7 +44,7 @@ class DenseSlot(Slot):
         apart: the gradient stays where autograd put it, and its part that this tower averages is not in the buffer.
     """
 
-    __slots__ = ("_pending", "apart", "bucket", "complete", "filled", "large", "start", "view")
+    __slots__ = ("_left", "_pending", "apart", "bucket", "complete", "filled", "large", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -55,7 +55,8 @@ class DenseSlot(Slot):
         self.filled: tuple[Tensor, int] | None = None
         self.complete: Callable[[], None] | None = None
         self.apart = False
-        self._pending: weakref.ref[Tensor] | None = None
+        self._pending: TensorWeakRef | None = None
+        self._left: TensorWeakRef | None = None
 
     @property
     def numel(self) -> int:
@@ -71,7 +72,8 @@ class DenseSlot(Slot):
     @property
     def pending(self) -> Tensor | None:
         """The gradient that was handed out last, if it is pending and somebody still holds it."""
-        return self._pending() if self._pending is not None else None
+        found: Tensor | None = self._pending() if self._pending is not None else None
+        return found
 
     def is_in_view(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
@@ -95,12 +97,19 @@ class DenseSlot(Slot):
         assert view is not None
         if end - start < _APART * self.numel or gradient.is_sparse or gradient.stride() != view.stride():
             return False
+        if gradient.requires_grad or holders(gradient) != ALONE:  # in memory of its own alone can it be averaged
+            return False
         source, target = flatten_real(gradient), flatten_real(view)
         target[:start].copy_(source[:start])
         target[end:].copy_(source[end:])
         self.make_pending(gradient)
+        self._left = TensorWeakRef(gradient)
         self.apart = True
         return True
+
+    def has_left(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` is the one that was left where autograd had put it."""
+        return self._left is not None and self._left() is gradient
 
     def is_filled_with(self, gradient: Tensor) -> bool:
         """Whether that has been done, and nobody has changed ``gradient`` since."""
@@ -117,7 +126,7 @@ class DenseSlot(Slot):
         """``gradient`` lies in the buffer; where it will not be averaged whole, have it completed before it is used."""
         if self.complete is not None:
             make_pending(gradient, self.complete)
-            self._pending = weakref.ref(gradient)
+            self._pending = TensorWeakRef(gradient)
 
     def make_plain(self) -> None:
         """Its gradient is averaged whole: nobody has to complete it any more."""
@@ -149,6 +158,7 @@ class Bucket:
         self.buffer: Tensor | None = None
         self.tail: Tensor | None = None
         self._own_holders = 0
+        self._address = 0
 
     def add(self, named: Named) -> DenseSlot:
         """Give a parameter the next aligned place."""
@@ -244,7 +254,7 @@ class Bucket:
                     targets.append(slot.view)
                 else:
                     slot.fill(gradient, scale)
-                if fresh:
+                if fresh or slot.has_left(gradient):
                     slot.hand_out(parameter)  # type: ignore[arg-type]
             slot.filled = None
         if sources:
@@ -263,7 +273,9 @@ class Bucket:
         self._ready = True
         gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
         ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
-        if self.buffer is None or holders(self.buffer) > self._own_holders + ours:
+        # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
+        moved = self.buffer is not None and self.buffer.data_ptr() != self._address
+        if self.buffer is None or moved or holders(self.buffer) > self._own_holders + ours:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(channel, units)
 
@@ -296,6 +308,7 @@ class Bucket:
             else:
                 slot.view = self.buffer[:0]
         self._own_holders = holders(self.buffer)
+        self._address = self.buffer.data_ptr()
 
 
 def _write(target: Tensor, flags: Sequence[bool]) -> None:

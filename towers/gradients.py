@@ -218,6 +218,7 @@ class GradientAverager:
 
     # -- own parts only ----------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     @_among_gradients
     def complete(self) -> None:
         """Get the others' parts of gradients of which this tower has its own only; all towers call it, or none.

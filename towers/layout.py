@@ -45,3 +45,7 @@ def is_dense(tensor: Tensor) -> bool:
 def holders(tensor: Tensor) -> int:
     """How many tensors lie in the memory of ``tensor``: it and all views of it that are still alive."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+ALONE = holders(torch.zeros(1))
+"""What :func:`holders` says of a tensor whose memory nobody shares."""

@@ -13,10 +13,8 @@ from towers.buckets import DenseSlot
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.gradients import GradientAverager
-from towers.layout import holders, view_like
+from towers.layout import ALONE, holders, view_like
 from towers.shards import Shard, ranges
-
-_ALONE = holders(torch.zeros(1))
 
 
 class Exchange(ABC):
@@ -93,34 +91,26 @@ class SharedParameters(Exchange):
         self._windows = channel.windows
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
-        self._memory: dict[int, Tensor] = {}
-        self._homes = WeakIdKeyDictionary()  # by parameter, what it was given
+        self._homes = WeakIdKeyDictionary()  # by parameter, the address that it was given
 
     def begin(self, purpose: str) -> None:
         self._averager.meet_for(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
-        home = self._homes.get(parameter)
         # Two parameters that share memory would not share it any more.
-        return holders(parameter) == _ALONE or (home is not None and home.data_ptr() == parameter.data_ptr())
+        return holders(parameter) == ALONE or self._homes.get(parameter) == parameter.data_ptr()
 
     def place(self, slots: Sequence[DenseSlot]) -> None:
         if self._generation != self._averager.generation:
             self._generation = self._averager.generation
             for key in self._keys.values():
                 self._windows.release(key)
-            self._keys, self._memory = {}, {}
+            self._keys = {}
+            self._homes = WeakIdKeyDictionary()
         for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
             if bucket.index not in self._keys:
                 self._keys[bucket.index] = key = self._averager.new_key()
-                window = self._windows.allocate(key, bucket.numel, bucket.dtype)
-                if window is None:
-                    window = torch.zeros(bucket.numel, dtype=bucket.dtype)
-                self._memory[bucket.index] = window
-        for slot in slots:
-            parameter = slot.parameter
-            assert parameter is not None
-            self._homes[parameter] = view_like(parameter, self._memory[slot.bucket.index][slot.start :])
+                self._windows.allocate(key, bucket.numel, bucket.dtype)
         self.bring_back(slots)
         self._windows.meeting.meet()  # now all can be reached
 
@@ -128,11 +118,13 @@ class SharedParameters(Exchange):
         for slot in slots:
             parameter = slot.parameter
             assert parameter is not None
-            home = self._homes[parameter]
-            moved = parameter.data_ptr() != home.data_ptr()
-            if moved and parameter.dtype == home.dtype:  # else the buckets are laid out anew
-                home.copy_(parameter.data)
-                parameter.data = home.detach()
+            if self._homes.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
+                continue  # of another dtype, the buckets are laid out anew
+            memory = self._windows.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
+            if memory is not None:
+                home = view_like(parameter, memory)
+                self._homes[parameter] = home.data_ptr()
+                parameter.data = home.copy_(parameter.data)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for own in shards for shard in own}

@@ -11,46 +11,17 @@ from torch import Tensor
 from towers import tree as trees
 
 _DESCRIBING = frozenset(
-    [
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "device",
-                "dtype",
-                "grad_fn",
-                "is_leaf",
-                "is_sparse",
-                "layout",
-                "ndim",
-                "requires_grad",
-                "shape",
-            )
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in (
-                "detach_",
-                "dim",
-                "is_complex",
-                "is_contiguous",
-                "is_floating_point",
-                "numel",
-                "requires_grad_",
-            )
-        ),
-        Tensor.size,
-        Tensor.stride,
-        Tensor.__len__,
-    ]
+    getattr(Tensor, name).__get__ for name in ("device", "grad_fn", "is_leaf", "is_sparse", "layout", "requires_grad")
 )
-"""What can be asked of a gradient without looking at its values; among it all that ``zero_grad`` asks."""
+"""What can be asked of a gradient without completing it. Not its shape: what asks for that is about to read past us."""
 
 
 class PendingGradient(Tensor):
     """A gradient of which this tower holds the average of its own part only.
 
-    It is an ordinary tensor in all else; whatever is done with its values completes them first, by a collective. Then
-    it becomes a plain tensor itself, wherever it is held.
+    It is an ordinary tensor in all else; whatever is done with it completes it first, by a collective. Then it becomes
+    a plain tensor itself, wherever it is held. Only what does not ask Python cannot be noticed:
+    ``torch.tensor(p.grad)``, scripted functions, one's own C++.
     """
 
     _complete: Callable[[], None]

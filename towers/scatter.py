@@ -88,9 +88,7 @@ class Scatter:
         apart = _apart([bucket for bucket, _ in self._scattered])
         for gradient, view, start, end in apart:
             view[start:end].copy_(gradient[start:end])
-        self._windows.meeting.meet_for(
-            "uses the averaged gradients (with shard_optimizer=True they are completed then)"
-        )
+        self._windows.meeting.meet_for("uses the averaged gradients, or holds them when another backward begins")
         scattered, self._scattered = self._scattered, []
         for bucket, tensors in scattered:
             mine = tensors[self._channel.index]

@@ -82,17 +82,19 @@ def encode(
     return block
 
 
-def join(shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None]) -> dict[int, dict[str, Any]]:
-    """The whole state, by the number of the parameter; copies, on the devices where it was.
+def join(shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None]) -> dict[Tensor, dict[str, Any]]:
+    """The whole state, by parameter; copies, on the devices where it was.
 
     Args:
         shards, blocks: of every tower.
     """
-    whole: dict[int, dict[str, Any]] = {}
+    whole: dict[Tensor, dict[str, Any]] = {}
     for own, block in zip(shards, blocks, strict=True):
         for number, name, value, on_device in _values(block) if block is not None else ():
             shard = own[number]
-            state = whole.setdefault(shard.number, {})
+            if shard.slot.parameter is None:  # its optimizer and its model have dropped it
+                continue
+            state = whole.setdefault(shard.parameter, {})
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in state:
                     state[name] = torch.empty_like(shard.parameter, dtype=value.dtype)

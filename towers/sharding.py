@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +27,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from towers import sharded_state
 from towers.buckets import DenseSlot
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.windows import Windows
 from towers.errors import MirrorError
@@ -35,9 +35,13 @@ from towers.gradients import GradientAverager
 from towers.layout import is_dense
 from towers.log import get_logger
 from towers.parameters import Exchange, GatheredParameters, SharedParameters
+from towers.pending import PendingGradient
 from towers.shards import share_out
 
 log = get_logger("towers")
+
+_OWN_SETTINGS = ("params", "capturable")
+"""What an optimizer and its twin do not have in common: torch.compile makes the optimizer alone capturable."""
 
 _ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
 
@@ -57,6 +61,12 @@ class OptimizerSharder:
         if channel.windows is not None:
             self._exchange = SharedParameters(averager, channel)
         self._known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
+        self._twins: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._made = 0
+
+    def is_twin(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` does the work of one that is shared out."""
+        return optimizer in self._twins
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: see that its twin does it. All towers call it.
@@ -66,9 +76,11 @@ class OptimizerSharder:
         """
         sharded = self._known.get(optimizer)
         if sharded is None:
-            name = f"{type(optimizer).__name__} number {len(self._known)}"
+            name = f"{type(optimizer).__name__} number {self._made}"
+            self._made += 1
             sharded = ShardedOptimizer(optimizer, self._averager, self._channel, self._exchange, name)
             self._known[optimizer] = sharded
+            self._twins.add(sharded.twin)
         sharded.attach(optimizer)
 
 
@@ -88,16 +100,20 @@ class ShardedOptimizer:
         self._exchange = exchange
         self._name = name
         self._check(optimizer)
-        self._twin: Optimizer = _twin_of(optimizer)
-        self._signature: object = None
+        self.twin: Optimizer = _twin_of(optimizer)
+        self._signature: tuple[int, list[list[int]]] | None = None
         self._cut: list[DenseSlot] = []
         self._groups: list[list[nn.Parameter]] = []
+        self._depth = 0
+        self._left: dict[Any, dict[str, Any]] = {}  # state of parameters that are in no group at present
         self._key = averager.new_key()
         self._block: Tensor | None = None
         self._blocks: list[Tensor | None] = []
+        self._hidden: Any = None
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
-        optimizer.register_state_dict_post_hook(self._fill_state_dict)
+        optimizer.register_state_dict_pre_hook(self._show_state)
+        optimizer.register_state_dict_post_hook(self._hide_state)
         self._hooks = before.id, after.id
         weakref.finalize(optimizer, channel.release, self._key)
 
@@ -126,13 +142,23 @@ class ShardedOptimizer:
     @torch._disable_dynamo
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the twin step, and leave the optimizer's own step nothing to do."""
+        self._depth += 1
+        if self._depth > 1:  # a subclass has called its parent's step
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-            args, kwargs = (args[0], lambda: result), {k: v for k, v in kwargs.items() if k != "closure"}
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            self._step(optimizer)
+            if len(args) > 1:
+                args = (args[0], lambda: result, *args[2:])
+            else:
+                kwargs = {**kwargs, "closure": lambda: result}
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                self._step(optimizer, args[1:], kwargs)
+        except BaseException:
+            self._depth = 0
+            raise
         self._groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = []
@@ -140,19 +166,28 @@ class ShardedOptimizer:
 
     @torch._disable_dynamo
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
+        for group, twins in zip(optimizer.param_groups, self.twin.param_groups, strict=True):
+            group.update((name, value) for name, value in twins.items() if name not in _OWN_SETTINGS)
 
-    def _step(self, optimizer: Optimizer) -> None:
-        self._exchange.bring_back(self._cut)  # before others write there
-        self._exchange.begin(f"steps {self._name}")
+    def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._signature is not None and self._signature[0] == self._averager.generation:
+            self._exchange.bring_back(self._cut)  # before others write there
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        new = "" if isinstance(optimizer.state, SharedOut) else " and new state"
+        self._exchange.begin(f"steps {self._name} with {count} parameters{new}")
+        self._averager.refresh()
         signature = (self._averager.generation, [[id(p) for p in group["params"]] for group in optimizer.param_groups])
         if signature != self._signature:
             self._share_out(optimizer)
             self._signature = signature
         if not isinstance(optimizer.state, SharedOut):
             self._take_state(optimizer)
-        if any(shard.whole for shard in self._shards):
+        if any(shard.whole and shard.nbytes for shard in self._shards) or self._has_strange_gradient():
             self._averager.complete()
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
             whole = shard.parameter
@@ -162,9 +197,9 @@ class ShardedOptimizer:
             if gradient is not None and gradient.stride() != whole.stride():
                 gradient = torch.empty_like(whole).copy_(gradient)
             parameter.grad = None if gradient is None else shard.of(gradient)
-        _copy_settings(optimizer, self._twin)
-        step = type(self._twin).step
-        getattr(step, "__wrapped__", step)(self._twin)  # without the hooks, which are for the optimizer
+        _copy_settings(optimizer, self.twin)
+        step = type(self.twin).step
+        getattr(step, "__wrapped__", step)(self.twin, *args, **kwargs)  # without the hooks: those are the optimizer's
         for parameter in self._parameters:
             parameter.grad = None  # who holds a gradient keeps its memory from being used again
         windows = self._channel.windows
@@ -177,25 +212,35 @@ class ShardedOptimizer:
                 windows.meeting.meet()
                 windows.withdraw()
 
+    def _has_strange_gradient(self) -> bool:
+        """Whether a gradient that is not complete has been given to another parameter."""
+        gradients = ((slot, slot.parameter.grad) for slot in self._cut if slot.parameter is not None)
+        return any(isinstance(g, PendingGradient) and g is not slot.pending for slot, g in gradients)
+
     # -- sharing out -------------------------------------------------------------------------------------
 
     def _share_out(self, optimizer: Optimizer) -> None:
         """Cut the parameters as the buckets are cut now; state goes along."""
-        if self._signature is not None and isinstance(optimizer.state, SharedOut):
-            optimizer.state = self._whole_state(optimizer)
         slots = [[self._slot_of(p) for p in group["params"]] for group in optimizer.param_groups]
         flat = [slot for group in slots for slot in group]
+        if len(set(flat)) != len(flat):
+            raise MirrorError(f"shard_optimizer=True cannot share out {self._name}: it holds a parameter twice")
+        if self._signature is not None and isinstance(optimizer.state, SharedOut):
+            present = {slot.parameter for slot in flat}
+            state = {**self._left, **self._whole_state()}
+            self._left = {p: values for p, values in state.items() if p not in present}
+            optimizer.state = defaultdict(dict, {p: values for p, values in state.items() if p in present})
         mine = bytes(self._can_be_cut(slot) for slot in flat)
         everybody = self._channel.all_gather_bytes(mine)
         whole = {slot for slot, *can in zip(flat, *everybody, strict=True) if not all(can)}
-        if whole and self._channel.index == 0:
-            names = ", ".join([slot.name for slot in flat if slot in whole][:3])
+        names = [slot.name for slot in flat if slot in whole and slot.numel]
+        if names and self._channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or something "
                 "shares it (another parameter, a kept state_dict())",
                 self._name,
-                len(whole),
-                names,
+                len(names),
+                ", ".join(names[:3]),
             )
         size = self._channel.size
         self._all_shards = [share_out(slots, whole, size, tower) for tower in range(size)]
@@ -204,9 +249,12 @@ class ShardedOptimizer:
         self._exchange.place(self._cut)
         self._spread = self._exchange.plan([[s for s in own if not s.whole] for own in self._all_shards])
         self._parameters = [nn.Parameter(shard.of(shard.parameter), requires_grad=False) for shard in self._shards]
-        self._twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+        capturable = {"capturable": True} if optimizer.defaults.get("capturable") else {}
+        common = [{k: v for k, v in group.items() if k not in _OWN_SETTINGS} for group in optimizer.param_groups]
+        default = {"capturable": False} if "capturable" in optimizer.defaults else {}
+        self.twin.param_groups = [{**default, **group, **capturable, "params": []} for group in common]
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
-            self._twin.param_groups[shard.group]["params"].append(parameter)
+            self.twin.param_groups[shard.group]["params"].append(parameter)
         if isinstance(optimizer.state, SharedOut):
             optimizer.state = defaultdict(dict)
 
@@ -220,7 +268,9 @@ class ShardedOptimizer:
 
     def _can_be_cut(self, slot: DenseSlot) -> bool:
         parameter = slot.parameter
-        return parameter is not None and is_dense(parameter) and self._exchange.can_place(parameter)
+        if parameter is None or not parameter.numel() or not is_dense(parameter):
+            return False
+        return self._exchange.can_place(parameter)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -230,7 +280,7 @@ class ShardedOptimizer:
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
             if state := optimizer.state.get(shard.parameter):
                 own[parameter] = sharded_state.cut(state, shard)
-        self._twin.state = own
+        self.twin.state = own
         optimizer.state = SharedOut(self._name)  # type: ignore[assignment]
         self._block = None
 
@@ -244,33 +294,29 @@ class ShardedOptimizer:
         inside = range(0)
         if self._block is not None:
             inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
-        values = (value for state in self._twin.state.values() for value in state.values())
+        values = (value for state in self.twin.state.values() for value in state.values())
         if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
-            self._block = sharded_state.encode(self._twin.state, self._parameters, allocate, move=True)
+            self._block = sharded_state.encode(self.twin.state, self._parameters, allocate, move=True)
 
-    def _whole_state(self, optimizer: Optimizer) -> Any:
-        """The ordinary state of the optimizer; where towers share memory one can ask alone."""
-        if self._channel.windows is not None:
-            blocks = self._blocks
-        else:
-            mine = sharded_state.encode(self._twin.state, self._parameters, _zeros)
-            everybody = self._channel.all_gather_bytes(mine.numpy().tobytes())
-            blocks = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in everybody]
-        for tower, block in enumerate(blocks):
-            if block is not None and block.numel() == 0:
-                raise MirrorError(f"tower {tower} had no memory to share its state of {self._name}")
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        whole = sharded_state.join(self._all_shards, blocks)
-        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        state.update({parameters[number]: values for number, values in sorted(whole.items())})
-        return state
+    def _whole_state(self) -> dict[Any, dict[str, Any]]:
+        """The ordinary state, by parameter; where towers share memory one can ask alone."""
+        blocks = self._blocks
+        if self._channel.windows is None or any(block is not None and not block.numel() for block in blocks):
+            mine = sharded_state.encode(self.twin.state, self._parameters, _zeros)
+            everybody = announce(self._channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
+            blocks = [torch.frombuffer(bytearray(said.body), dtype=torch.uint8) for said in everybody]
+        return sharded_state.join(self._all_shards, blocks)
 
-    def _fill_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _show_state(self, optimizer: Optimizer) -> None:
+        """For ``state_dict()``, the optimizer has its ordinary state."""
+        self._hidden = optimizer.state
         if isinstance(optimizer.state, SharedOut):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-            state = self._whole_state(optimizer)
-            state_dict["state"] = {numbers[id(parameter)]: values for parameter, values in state.items()}
+            whole = self._whole_state()
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            optimizer.state = defaultdict(dict, {p: whole[p] for p in parameters if p in whole})
+
+    def _hide_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        optimizer.state = self._hidden
 
 
 class SharedOut(dict[Any, Any]):
@@ -286,8 +332,11 @@ class SharedOut(dict[Any, Any]):
             "optimizer.state_dict(), which has all of it, and give it back by load_state_dict()"
         )
 
-    __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
-    get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    def __bool__(self) -> bool:
+        return True
+
+    __missing__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __deepcopy__ = __reduce_ex__ = _refuse
+    get = keys = values = items = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
 
 
 def _zeros(nbytes: int) -> Tensor:
@@ -306,8 +355,7 @@ def _twin_of(optimizer: Optimizer) -> Optimizer:
 def _copy_settings(optimizer: Optimizer, twin: Optimizer) -> None:
     """What schedulers, scalers and scripts may have changed since the last step."""
     for group, twins in zip(optimizer.param_groups, twin.param_groups, strict=True):
-        settings: Mapping[str, Any] = {name: value for name, value in group.items() if name != "params"}
-        twins.update(settings)
+        twins.update((name, value) for name, value in group.items() if name not in _OWN_SETTINGS)
     for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
         if hasattr(optimizer, name):
             setattr(twin, name, getattr(optimizer, name))

@@ -20,14 +20,12 @@ class Shard:
 
     Attributes:
         group: index of the optimizer's parameter group.
-        number: index of the parameter among all of the optimizer's.
         slot: the parameter's place in the buckets.
         start, end: which of its elements, in the order in which they lie in memory.
         whole: the parameter is not cut; every tower updates all of it.
     """
 
     group: int
-    number: int
     slot: DenseSlot
     start: int
     end: int
@@ -71,12 +69,10 @@ def share_out(
 def _shards(
     groups: Sequence[Sequence[DenseSlot]], whole: Collection[DenseSlot], towers: int, tower: int
 ) -> Iterator[Shard]:
-    number = -1
     for group, slots in enumerate(groups):
         for slot in slots:
-            number += 1
             if slot in whole:
-                yield Shard(group, number, slot, 0, slot.shape.numel(), whole=True)
+                yield Shard(group, slot, 0, slot.shape.numel(), whole=True)
                 continue
             low, high = part(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
@@ -84,7 +80,7 @@ def _shards(
             end = (min(high, slot.start + slot.numel) - slot.start) // real
             step = _PIECE_BYTES // slot.dtype.itemsize
             for at in range(start, end, step):
-                yield Shard(group, number, slot, at, min(at + step, end))
+                yield Shard(group, slot, at, min(at + step, end))
 
 
 def ranges(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:

@@ -46,6 +46,7 @@ class Meeting:
         self._processes = list(processes)
         self._boards = [[board[:_HALF], board[_HALF:BOARD_BYTES]] for board in boards]
         self._turn = 0
+        self._met = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
@@ -59,6 +60,7 @@ class Meeting:
             PeerLostError: a tower has ended that had not come.
             CollectiveTimeoutError: a tower did not come before the deadline.
         """
+        self._met += 1
         for address in self._outbox:
             semaphores.post(address)
         for tower, address in self._inbox:
@@ -79,16 +81,18 @@ class Meeting:
             PeerLostError, CollectiveTimeoutError: as of :meth:`meet`.
         """
         self._turn ^= 1
-        mine = purpose.encode()[:_HALF].ljust(_HALF, b"\0")
+        # The number of the meeting tells towers apart that have come for the same, one meeting later.
+        mine = f"{self._met} {purpose}".encode()[:_HALF].ljust(_HALF, b"\0")
         self._boards[self._index][self._turn][:] = mine
         self.meet()
         said = [bytes(board[self._turn]) for board in self._boards]
         for tower, text in enumerate(said):
             if text != said[0]:
-                first, other = (t.rstrip(b"\0").decode(errors="replace") for t in (said[0], text))
+                first, other = (t.rstrip(b"\0").decode(errors="replace").split(" ", 1)[1] for t in (said[0], text))
+                again = ", but not for the same time" if first == other else ""
                 raise DisagreementError(
-                    f"the towers do different things: tower 0 {first}, tower {tower} {other}; every tower must make "
-                    "the same calls in the same order"
+                    f"the towers do different things: tower 0 {first}, tower {tower} {other}{again}; every tower must "
+                    "make the same calls in the same order"
                 )
 
     def _await(self, tower: int, address: int) -> None:

@@ -10,6 +10,7 @@ Averaging windows takes two meetings and no copy::
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -96,6 +97,13 @@ class Windows:
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
         window.segment, window.tensors[self._index] = segment, segment.tensor(dtype, numel)
         return segment.tensor(dtype, numel)  # not the same tensor: who counts its views is not to count ours
+
+    def piece(self, key: int, start: int, numel: int) -> Tensor | None:
+        """A part of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
+        window = self._windows.get(key)
+        if window is None or window.segment is None or not self._tables[self._index][_ENTRY * key + 2]:
+            return None
+        return window.segment.tensor(window.dtype, numel, start * window.dtype.itemsize)
 
     def release(self, key: int) -> None:
         """Forget what was allocated under ``key``."""
@@ -205,7 +213,11 @@ class Windows:
         try:
             return Segment.open(self._processes[tower], file)
         except OSError as error:
-            raise (self.meeting.lost_peer() or error) from None
+            for _ in range(20):  # who is being killed closes its files a moment before it is gone
+                if (lost := self.meeting.lost_peer()) is not None:
+                    raise lost from None
+                time.sleep(0.05)
+            raise error from None
 
     def close(self) -> None:
         """Nobody will map them any more."""
