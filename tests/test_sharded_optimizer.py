@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import pathlib
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import at_most
 from jobs import assert_close, make_data
+from safetensors.torch import save_model
 from test_plain_pytorch import FEATURES, mlp, train
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -193,7 +196,8 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
     kept: list[Tensor] = []
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
-        return mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+        output = model(x.to(model[0].weight.dtype))
+        return mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none"))
 
     def backward(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad(set_to_none=what != "zero_grad to zeros")
@@ -252,6 +256,11 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
                 p.grad = p.grad + other
         elif what == "two backwards":
             (loss_of(x, y) * 0.5).backward()
+        elif what == "other dtype":
+            model.double()
+        elif what == "backward of a gradient":
+            (p := model[2].bias).grad.requires_grad_(False)
+            (p * 2).backward(p.grad)
         elif what == "accumulation":
             with strategy.no_sync():
                 loss_of(x, y).backward()
@@ -272,6 +281,8 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
                 p.data = p.data.clone()
         elif what == "loaded":
             model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        elif what == "moved by share_memory":
+            model.share_memory()
         elif what == "loaded by assignment":
             state = {name: value * 0.9 for name, value in model.state_dict().items()}
             for name, p in model.named_parameters():
@@ -299,6 +310,9 @@ USER_CODE = (
     "other memory",
     "loaded",
     "loaded by assignment",
+    "moved by share_memory",
+    "other dtype",
+    "backward of a gradient",
     "closure",
     "GradScaler",
     "GradScaler without unscale_",
@@ -400,6 +414,155 @@ def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
     for failure in caught.value.failures:
         if failure.tower != 1:
             assert "tower 1 (process" in failure.traceback
+
+
+def two_alike(what: str, shard: bool) -> list[Tensor]:
+    """Two parameters of one shape, whose gradients lie in one memory, or change places."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(40, 50), torch.zeros(40, 50)])
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    factors = torch.randn(2000, generator=torch.Generator().manual_seed(strategy.topology.index))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        first, second = model
+        if what == "one memory":
+            ((first.view(-1) + second.flatten()) * factors).sum().backward()
+        else:
+            (first.view(-1) * factors + second.view(-1) * factors.flip(0)).sum().backward()
+        if what == "swapped":
+            first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    return parameters(model)
+
+
+def test_gradients_that_share_memory_or_change_places() -> None:
+    names = ("one memory", "swapped")
+    ours, expected = both(two_alike, names)
+    for mine, should in zip(ours, expected, strict=True):
+        for name in names:
+            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+
+
+def come_one_meeting_late() -> None:
+    """On the chief alone a gradient goes by, so that the others' next meeting is its second."""
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(number: int) -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.zero_grad()
+        if number == 2 and strategy.is_chief:
+            torch.autograd.grad(model(torch.ones(2, 5)).sum(), list(model.parameters()))
+        optimizer.step()
+
+    for number in range(6):
+        strategy.run(step, (number,))
+
+
+def test_towers_that_meet_one_meeting_apart_find_out() -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(come_one_meeting_late)
+    assert isinstance(caught.value.__cause__, mirrored.DisagreementError)
+
+
+def read_an_old_gradient(shard: bool) -> list[Tensor]:
+    """A second backward reaches one half; then a gradient of the other half, which is still there, is read."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        halves = [nn.Linear(40, 50), nn.Linear(40, 50)]
+    x = torch.ones(2, 40) * (strategy.topology.index + 1)
+
+    def step() -> Tensor:
+        (halves[0](x).square().mean() + halves[1](x).square().mean()).backward()
+        for p in halves[1].parameters():
+            p.grad.norm()
+        halves[0](x).square().mean().backward()
+        return halves[1].weight.grad.norm()
+
+    return [strategy.run(step), *(p.grad.clone() for half in halves for p in half.parameters())]
+
+
+def test_old_gradients_stay_whole() -> None:
+    expected = launch(read_an_old_gradient, False, count=3)[0]
+    for result in launch(read_an_old_gradient, True, count=3):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+def edit_groups(what: str, shard: bool) -> list[Tensor]:
+    """Parameters that leave their group, come back, or change places: their state stays theirs."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5) * (strategy.topology.index + 1)).square().mean().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    group = optimizer.param_groups[0]
+    kept = list(group["params"])
+    group["params"] = {"reordered": kept[::-1], "left": kept[2:], "left and back": kept[2:]}[what]
+    strategy.run(step)
+    if what == "left and back":
+        group["params"] = kept
+        strategy.run(step)
+    # torch's own state_dict() fails while there is state of parameters that have left.
+    return [*parameters(model), *(tensors(optimizer) if what != "left" else ())]
+
+
+def test_groups_that_a_script_edits() -> None:
+    names = ("reordered", "left", "left and back")
+    ours, expected = both(edit_groups, names)
+    for mine, should in zip(ours, expected, strict=True):
+        for name in names:
+            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+
+
+class Scaled(torch.optim.SGD):
+    """Takes an argument more, and counts its steps in the group."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                p.sub_(p.grad * scale)
+
+
+def step_with_an_argument() -> tuple[float, int, int]:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(3)])
+    optimizer = Scaled(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model[0].sum().backward()
+        optimizer.step(scale=2.0)
+
+    strategy.run(step)
+    strategy.run(step)
+    path = pathlib.Path(tempfile.mkdtemp(), "model.safetensors")
+    save_model(model, str(path))  # refuses parameters that are parts of a larger storage
+    return float(model[0][0]), optimizer.param_groups[0]["steps"], path.stat().st_size
+
+
+def test_arguments_of_a_step_its_settings_and_what_is_saved() -> None:
+    for value, steps, size in launch(step_with_an_argument):
+        assert value == -4.0
+        assert steps == 2
+        assert size < 1000
 
 
 class Normalized(torch.optim.SGD):
@@ -586,7 +749,8 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [v for state in optimizer.state_dict()["state"].values() for v in state.values() if isinstance(v, Tensor)]
+    states = sorted(optimizer.state_dict()["state"].items())
+    return [v for _, state in states for v in state.values() if isinstance(v, Tensor)]
 
 
 CHANGES = ("thawed", "another group", "another model", "another dtype", "state again")
@@ -661,6 +825,7 @@ def ask_for_the_state() -> list[str]:
         lambda: optimizer.state.get(weight),
         lambda: weight in optimizer.state,
         lambda: optimizer.state.clear(),
+        lambda: optimizer.state.values(),
         lambda: copy.deepcopy(optimizer),
     ):
         with pytest.raises(mirrored.MirrorError) as caught:

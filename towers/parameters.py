@@ -92,6 +92,7 @@ class SharedParameters(Exchange):
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
         self._homes = WeakIdKeyDictionary()  # by parameter, the address that it was given
+        self._layouts = WeakIdKeyDictionary()  # by parameter, its shape and strides there, without memory
 
     def begin(self, purpose: str) -> None:
         self._averager.meet_for(purpose)
@@ -106,7 +107,7 @@ class SharedParameters(Exchange):
             for key in self._keys.values():
                 self._windows.release(key)
             self._keys = {}
-            self._homes = WeakIdKeyDictionary()
+            self._homes, self._layouts = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
             if bucket.index not in self._keys:
                 self._keys[bucket.index] = key = self._averager.new_key()
@@ -122,7 +123,9 @@ class SharedParameters(Exchange):
                 continue  # of another dtype, the buckets are laid out anew
             memory = self._windows.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
             if memory is not None:
-                home = view_like(parameter, memory)
+                # Its strides stay what they were when it was cut: state is in their order.
+                layout = self._layouts.setdefault(parameter, parameter.detach().to("meta"))
+                home = view_like(layout, memory)
                 self._homes[parameter] = home.data_ptr()
                 parameter.data = home.copy_(parameter.data)
 

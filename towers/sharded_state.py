@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from towers.buckets import DenseSlot
 from towers.collectives.communicator import as_bytes
 from towers.collectives.windows import PART_ALIGNMENT
 from towers.shards import Shard
@@ -82,11 +83,14 @@ def encode(
     return block
 
 
-def join(shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None]) -> dict[Tensor, dict[str, Any]]:
+def join(
+    shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], layouts: Mapping[DenseSlot, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
     """The whole state, by parameter; copies, on the devices where it was.
 
     Args:
         shards, blocks: of every tower.
+        layouts: tensors with the shape and strides that a parameter had when it was cut.
     """
     whole: dict[Tensor, dict[str, Any]] = {}
     for own, block in zip(shards, blocks, strict=True):
@@ -97,7 +101,8 @@ def join(shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None]) -> 
             state = whole.setdefault(shard.parameter, {})
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in state:
-                    state[name] = torch.empty_like(shard.parameter, dtype=value.dtype)
+                    like = layouts[shard.slot]
+                    state[name] = torch.empty_like(like, dtype=value.dtype, device=shard.parameter.device)
                 shard.of(state[name]).copy_(value)
             elif isinstance(value, Tensor):
                 state[name] = value.clone().to(shard.parameter.device if on_device else value.device)

@@ -242,6 +242,9 @@ class ShardedOptimizer:
                 len(names),
                 ", ".join(names[:3]),
             )
+        self._layouts = {
+            slot: parameter.detach().to("meta") for slot in flat if (parameter := slot.parameter) is not None
+        }
         size = self._channel.size
         self._all_shards = [share_out(slots, whole, size, tower) for tower in range(size)]
         self._shards = self._all_shards[self._channel.index]
@@ -305,7 +308,7 @@ class ShardedOptimizer:
             mine = sharded_state.encode(self.twin.state, self._parameters, _zeros)
             everybody = announce(self._channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
             blocks = [torch.frombuffer(bytearray(said.body), dtype=torch.uint8) for said in everybody]
-        return sharded_state.join(self._all_shards, blocks)
+        return sharded_state.join(self._all_shards, blocks, self._layouts)
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """For ``state_dict()``, the optimizer has its ordinary state."""
@@ -335,8 +338,14 @@ class SharedOut(dict[Any, Any]):
     def __bool__(self) -> bool:
         return True
 
-    __missing__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __deepcopy__ = __reduce_ex__ = _refuse
-    get = keys = values = items = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    def _look(self, *args: Any) -> Any:
+        if torch._guards.CompileContext.try_get() is None:
+            self._refuse()
+        return iter(())  # torch.compile looks into the state of an optimizer that it traces, and finds none
+
+    __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+    get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __iter__ = keys = values = items = _look  # type: ignore[assignment]
 
 
 def _zeros(nbytes: int) -> Tensor:
