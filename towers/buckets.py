@@ -7,7 +7,7 @@ A bucket's buffer holds, one after the other::
 The tail makes unused parameters exact without a collective of their own: after the sum over towers, a slot's
 "used?" says how many towers computed that gradient in this backward, and in the bucket that closes a backward
 "touched?" says which buckets any tower has gradients for. (Between GPUs these flags go by way of the hosts instead:
-:meth:`towers.gradients.GradientAverager._exchange_flags`.)
+:mod:`towers.flags`.)
 """
 
 from __future__ import annotations

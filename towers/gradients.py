@@ -37,9 +37,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from towers import flags
 from towers.buckets import Bucket, DenseSlot, lay_out
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
+from towers.flags import Tail
 from towers.mirror import Named
 from towers.scatter import Scatter
 from towers.slots import Slot
@@ -48,9 +50,6 @@ from towers.sparse import SparseSlot
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _MAX_PATTERNS = 64
-
-Tail = Callable[[], Tensor]
-"""Gives the sum of all towers' tails of a bucket; may make the caller wait."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -65,11 +64,6 @@ def _among_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
             return method(*args, **kwargs)
 
     return wrapper
-
-
-def _given(tail: Tensor | None) -> Tail:
-    assert tail is not None
-    return lambda: tail
 
 
 class GradientAverager:
@@ -101,7 +95,7 @@ class GradientAverager:
         self.generation = 0
         self.buckets: list[Bucket] = []
         self._flags_apart = channel.device.type == "cuda"
-        self._flags_under_way: Pending | None = None
+        self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
         self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
 
@@ -381,34 +375,19 @@ class GradientAverager:
         """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
         started, self._started = self._started, []
         buckets = [bucket for bucket, _ in started]
-        tails = self._exchange_flags(buckets, touched) if self._flags_apart else []
+        tails: list[Tail] = []
+        if self._flags_apart:
+            self._flags_under_way, tails = flags.exchange(self._channel, buckets, touched)
         for _, pending in started:
             if pending is not None:
                 pending.wait()
         if self.scatters and self._scatter is not None:
-            tails = [_given(tail) for tail in self._scatter.reduce(buckets)]
+            tails = [flags.known(tail) for tail in self._scatter.reduce(buckets)]
         elif not self._flags_apart:
-            tails = [_given(bucket.tail) for bucket in buckets]
+            tails = [flags.known(bucket.tail) for bucket in buckets]
         for bucket, tail in zip(buckets, tails, strict=True):
             bucket.settle(tail)
         return tails[-1]
-
-    def _exchange_flags(self, buckets: Sequence[Bucket], touched: Sequence[bool]) -> list[Tail]:
-        """The sums of tails, by way of the hosts: reading them from a GPU would make the host wait for all its work.
-
-        The exchange runs beside all else; only a tower that has not used every parameter has to wait for it.
-        """
-        flags = [torch.tensor([*bucket.used, *touched], dtype=torch.uint8) for bucket in buckets]
-        pending, rows = self._channel.start_all_gather(torch.cat(flags))
-        self._flags_under_way = pending  # who lets go of it lets go of its tensors, too
-        sizes = [len(flag) for flag in flags]
-
-        def sum_of(number: int) -> Tensor:
-            pending.wait()
-            own: Tensor = rows.split(sizes, dim=1)[number]
-            return own.sum(0)
-
-        return [functools.partial(sum_of, number) for number in range(len(buckets))]
 
     def _learn(self, pattern: tuple[int, ...]) -> None:
         """Remember what followed the backward before; equal on all towers, for all have seen the same."""
