@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from towers import buckets
+from towers.sharding import SharedOut
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -210,6 +211,11 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
                 backward(x, y)
                 return 1.0
 
+            def broken() -> float:
+                raise KeyError("broken")
+
+            with pytest.raises(KeyError, match="broken"):
+                optimizer.step(broken)
             assert optimizer.step(closure) == 1.0
             return
         if what == "GradScaler":
@@ -290,6 +296,7 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
 
     for batch in strategy.distribute_dataset(TensorDataset(x, y), 8):
         strategy.run(step, batch)
+    assert isinstance(optimizer.state, SharedOut) is shard
     return [*(p.detach().clone() for p in model.parameters()), *seen]
 
 
@@ -553,9 +560,10 @@ def step_with_an_argument() -> tuple[float, int, int]:
 
     strategy.run(step)
     strategy.run(step)
-    path = pathlib.Path(tempfile.mkdtemp(), "model.safetensors")
-    save_model(model, str(path))  # refuses parameters that are parts of a larger storage
-    return float(model[0][0]), optimizer.param_groups[0]["steps"], path.stat().st_size
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model.safetensors")
+        save_model(model, str(path))  # refuses parameters that are parts of a larger storage
+        return float(model[0][0]), optimizer.param_groups[0]["steps"], path.stat().st_size
 
 
 def test_arguments_of_a_step_its_settings_and_what_is_saved() -> None:

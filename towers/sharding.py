@@ -145,15 +145,8 @@ class ShardedOptimizer:
         self._depth += 1
         if self._depth > 1:  # a subclass has called its parent's step
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-            if len(args) > 1:
-                args = (args[0], lambda: result, *args[2:])
-            else:
-                kwargs = {**kwargs, "closure": lambda: result}
         try:
+            args, kwargs = _closed(args, kwargs)
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._step(optimizer, args[1:], kwargs)
         except BaseException:
@@ -252,10 +245,8 @@ class ShardedOptimizer:
         self._exchange.place(self._cut)
         self._spread = self._exchange.plan([[s for s in own if not s.whole] for own in self._all_shards])
         self._parameters = [nn.Parameter(shard.of(shard.parameter), requires_grad=False) for shard in self._shards]
-        capturable = {"capturable": True} if optimizer.defaults.get("capturable") else {}
-        common = [{k: v for k, v in group.items() if k not in _OWN_SETTINGS} for group in optimizer.param_groups]
-        default = {"capturable": False} if "capturable" in optimizer.defaults else {}
-        self.twin.param_groups = [{**default, **group, **capturable, "params": []} for group in common]
+        own = {name: optimizer.defaults[name] for name in _OWN_SETTINGS if name in optimizer.defaults}
+        self.twin.param_groups = [{**group, **own, "params": []} for group in optimizer.param_groups]
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
             self.twin.param_groups[shard.group]["params"].append(parameter)
         if isinstance(optimizer.state, SharedOut):
@@ -346,6 +337,18 @@ class SharedOut(dict[Any, Any]):
     __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
     get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
     __iter__ = keys = values = items = _look  # type: ignore[assignment]
+
+
+def _closed(args: Any, kwargs: Any) -> Any:
+    """The arguments of a step, its closure called once for the twin and the optimizer both."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        result = closure()
+    if len(args) > 1:
+        return (args[0], lambda: result, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: result}
 
 
 def _zeros(nbytes: int) -> Tensor:

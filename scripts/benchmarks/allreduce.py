@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import figure
+import rounds
 import torch
 import torch.distributed as dist
 
@@ -33,33 +33,8 @@ def _measure(numel: int, turns: int, seconds: float) -> dict[str, list[float]]:
         "ours, any tensor": lambda: comm.all_reduce(plain),
         "Gloo": lambda: dist.all_reduce(other),
     }
-    times: dict[str, list[float]] = {name: [] for name in [*variants, "copy"]}
-    blocks = {}
-    for name, run in variants.items():
-        for _ in range(3):
-            run()
-        comm.barrier()
-        started = time.perf_counter()
-        run()
-        comm.barrier()
-        guess = torch.tensor(max(1.0, seconds / (time.perf_counter() - started)))
-        comm.all_reduce(guess, "min")
-        blocks[name] = int(guess)
-    for _ in range(turns):
-        for name, run in variants.items():
-            comm.barrier()
-            started = time.perf_counter()
-            for _ in range(blocks[name]):
-                run()
-            times[name].append((time.perf_counter() - started) / blocks[name])
-        comm.barrier()
-        if strategy.is_chief:
-            started = time.perf_counter()
-            for _ in range(blocks["ours, in place"]):
-                plain.copy_(source)
-            times["copy"].append((time.perf_counter() - started) / blocks["ours, in place"])
-        comm.barrier()
-    return times
+    variants["copy"] = (lambda: plain.copy_(source)) if strategy.is_chief else (lambda: None)  # the others wait
+    return rounds.alternate(comm, variants, turns, seconds)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cpu
 import models
+import rounds
 import steps
 import torch
 import torch.distributed as dist
@@ -46,11 +47,11 @@ def _all_reduces(turns: int, seconds: float) -> tuple[dict[tuple[str, int], floa
         window = comm.allocate(key, nbytes // 4, torch.float32, comm.device)
         other = torch.zeros(nbytes // 4)
         variants = {"shared memory": _averaging(comm, window), "Gloo": _gloo(other)}
-        for name, times in _alternate(comm, variants, turns, seconds).items():
+        for name, times in rounds.alternate(comm, variants, turns, seconds).items():
             found[name, nbytes] = statistics.median(times)
         comm.release(key)
     source, target = torch.ones(10_000_000), torch.zeros(10_000_000)
-    copies = _alternate(comm, {"copy": lambda: target.copy_(source)}, turns, seconds)
+    copies = rounds.alternate(comm, {"copy": lambda: target.copy_(source)}, turns, seconds)
     return found, statistics.median(copies["copy"])
 
 
@@ -60,31 +61,6 @@ def _averaging(comm: Communicator, window: torch.Tensor) -> Callable[[], object]
 
 def _gloo(tensor: torch.Tensor) -> Callable[[], object]:
     return lambda: dist.all_reduce(tensor)
-
-
-def _alternate(
-    comm: Communicator, variants: dict[str, Callable[[], object]], turns: int, seconds: float
-) -> dict[str, list[float]]:
-    blocks = {}
-    for name, run in variants.items():
-        for _ in range(3):
-            run()
-        comm.barrier()
-        started = time.perf_counter()
-        run()
-        comm.barrier()
-        guess = torch.tensor(max(1.0, seconds / (time.perf_counter() - started)))
-        comm.all_reduce(guess, "min")
-        blocks[name] = int(guess)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(turns):
-        for name, run in variants.items():
-            comm.barrier()
-            started = time.perf_counter()
-            for _ in range(blocks[name]):
-                run()
-            times[name].append((time.perf_counter() - started) / blocks[name])
-    return times
 
 
 def _step(case: str, share: int, turns: int, seconds: float, implementation: str) -> dict[str, float]:
