@@ -54,3 +54,21 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float
         running.mul_(scale)
     if running is not total:
         total.copy_(running)
+
+
+def add_by_tree(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Set ``total`` to the sum of ``parts``, added in pairs, then pairs of pairs; every sum is rounded to their dtype.
+
+    So the sum of 2^k parts has the bits of the sum of the sums of their halves, quarters, … added in the same way.
+
+    Args:
+        total: may be one of the parts (the same object).
+    """
+    level = list(parts)
+    while len(level) > 2:
+        odd = level[len(level) // 2 * 2 :]
+        level = [torch.add(left, right) for left, right in zip(level[::2], level[1::2], strict=False)] + odd
+    if len(level) == 2:
+        torch.add(level[0], level[1], out=total)
+    elif level[0] is not total:
+        total.copy_(level[0])

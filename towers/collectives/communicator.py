@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from towers.collectives.arithmetic import add_by_tree
 
 if TYPE_CHECKING:
     from towers.collectives.windows import Windows
@@ -80,6 +82,24 @@ class Communicator(ABC):
         """Start an :meth:`all_gather`: the rows are there when it was awaited."""
         rows = self.all_gather(tensor)
         return Deferred(lambda: None), rows
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Give row i to tower i; returns, in tower order, what the towers gave to this one: shape ``(size, *row)``."""
+        return self.all_gather(rows)[:, self.index].contiguous()
+
+    def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
+        """Add up flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
+
+        As many bytes as a ring moves, and a result that does not depend on the way they take: tower i adds up the i-th
+        part of each.
+        """
+        for tensor in tensors:
+            length = -(-tensor.numel() // self.size)
+            rows = tensor.new_zeros((self.size, length))
+            rows.view(-1)[: tensor.numel()].copy_(tensor)
+            given = self.all_to_all(rows)
+            add_by_tree(given[0], list(given))
+            tensor.copy_(self.all_gather(given[0]).view(-1)[: tensor.numel()])
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

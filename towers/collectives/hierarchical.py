@@ -82,6 +82,9 @@ class HierarchicalCommunicator(Communicator):
             gathered[towers] = everywhere[host, : len(towers)]
         return gathered
 
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        return self._group.all_to_all(rows)
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         host = next(number for number, towers in enumerate(self._hosts) if source in towers)
         if host == self._host:

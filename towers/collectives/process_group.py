@@ -106,6 +106,12 @@ class ProcessGroupCommunicator(Communicator):
         work = dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=True)
         return _Started(self, work, tensor, tensor), rows
 
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        given = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        with self.explained():
+            dist.all_to_all_single(given, rows.contiguous(), group=self._group)
+        return given
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         with self.explained():
             dist.broadcast(tensor, group=self._group, group_src=source)

@@ -90,6 +90,9 @@ class SharedMemoryCommunicator(Communicator):
             for tensor in self.windows.average(queue):
                 self.all_reduce(tensor.mul_(1.0 / self.size))
 
+    def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
+        super().sum_by_tree(self.windows.sum_by_tree(tensors))
+
     # -- staging -----------------------------------------------------------------------------------------
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:

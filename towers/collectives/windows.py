@@ -11,12 +11,13 @@ Averaging windows takes two meetings and no copy::
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from towers.collectives.arithmetic import reduce_into
+from towers.collectives.arithmetic import add_by_tree, reduce_into
 from towers.collectives.meeting import Meeting
 from towers.collectives.segment import Segment
 
@@ -114,14 +115,22 @@ class Windows:
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Average over all towers what lies in windows, in place; returns the tensors that do not, on some tower."""
+        return self._reduce(tensors, partial(reduce_into, op="sum", scale=1.0 / self._size))
+
+    def sum_by_tree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`average`, but the sum, in the order of :func:`add_by_tree`."""
+        return self._reduce(tensors, add_by_tree)
+
+    def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
         at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
         windows = [at.get(tensor.data_ptr()) for tensor in tensors]
         self.meeting.meet()
         within = [window if window is not None and self._reach_together(window) else None for window in windows]
         for window in within:
             if window is not None:
-                for first, *others in window.pieces:
-                    reduce_into(first, [first, *others], "sum", scale=1.0 / self._size)
+                for pieces in window.pieces:
+                    first, *others = pieces
+                    reduce(first, pieces)
                     for other in others:
                         other.copy_(first)
         self.meeting.meet()
