@@ -57,21 +57,21 @@ def compute_average_loss(
         raise ValueError(f"denominator is {denominator!r}, but must be 'examples' or 'weights'")
     losses = per_example_loss
     if sample_weight is not None:
-        weights = _expand_weights(sample_weight, losses)
+        weights = expand_weights(sample_weight, losses)
         losses = losses * weights
     if denominator == "weights":
         if sample_weight is None or global_batch_size is not None:
             raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
         total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum(dtype=torch.float64))
         # Weights that are all zero make an exact zero, not 0/0.
-        return _share(_sum(losses, torch.where(total == 0, torch.ones_like(total), total)), replica)
-    count = global_batch_size if global_batch_size is not None else _global_count(per_example_loss, replica)
+        return _share(sum_over(losses, torch.where(total == 0, torch.ones_like(total), total)), replica)
+    count = global_batch_size if global_batch_size is not None else global_count(per_example_loss.shape[0], replica)
     if not count > 0:
         if per_example_loss.numel() == 0:
             count = 1  # nobody has examples in this step: the sum is an exact zero
         else:
             raise ValueError(f"global_batch_size is {count}, but must be positive")
-    return _share(_sum(losses, count), replica)
+    return _share(sum_over(losses, count), replica)
 
 
 def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
@@ -91,7 +91,7 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
     return _share(torch.as_tensor(regularization_loss) / replica.num_replicas_in_sync, replica)
 
 
-def _sum(losses: Tensor, count: Tensor | float) -> Tensor:
+def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
     """The sum over ``count``; half-precision losses are summed in float32, in which they do not overflow."""
     wide = torch.promote_types(losses.dtype, torch.float32)
     return (losses.sum(dtype=wide) / count).to(losses.dtype)
@@ -117,7 +117,7 @@ class _ScaleGradient(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-def _expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
+def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
     weights = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
     while weights.dim() > losses.dim() and weights.shape[-1] == 1:
         weights = weights.squeeze(-1)
@@ -128,9 +128,13 @@ def _expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
     return weights.reshape(*weights.shape, *[1] * (losses.dim() - weights.dim()))
 
 
-def _global_count(losses: Tensor, replica: ReplicaContext) -> int:
-    """The number of examples of this step over all towers."""
-    local, towers = losses.shape[0], replica.num_replicas_in_sync
+def global_count(local: int, replica: ReplicaContext) -> int:
+    """The number of examples of this step over all towers, of which this one has ``local``.
+
+    Raises:
+        ValueError: the distributed batch in hand does not tell.
+    """
+    towers = replica.num_replicas_in_sync
     if local == 0:
         return 1  # the sum is an exact zero, whatever it is divided by
     shares = replica.shares()

@@ -152,6 +152,15 @@ class Recorder:
                     return f"{name}.{path}"
         return f"a parameter of shape {tuple(parameter.shape)} that is in no mirrored model"
 
+    def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
+        """What was taken and still lives, with names, each module once, in order of creation of the outermost."""
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for name, root in self._living_roots():
+            for path, module in root.named_modules():
+                if module._buffers:
+                    found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
+        return list(found.values())
+
     def _living_roots(self) -> Iterator[tuple[str, nn.Module]]:
         for name, reference in self._roots:
             if (root := reference()) is not None:

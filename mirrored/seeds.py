@@ -66,13 +66,20 @@ def _set_cpu_state(state: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Inside, CPU generators may be seeded and used; afterwards they go on as if nothing had happened."""
+def undisturbed(device: torch.device | None = None) -> Iterator[None]:
+    """Inside, generators may be seeded and used; afterwards they go on as if nothing had happened.
+
+    Args:
+        device: this one's generator, too, beside those of the CPU.
+    """
     state = _cpu_state()
+    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
     try:
         yield
     finally:
         _set_cpu_state(state)
+        if device is not None and on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
 
 
 class Stream:

@@ -30,13 +30,17 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: ``"cuda:0"``, ``"cpu:0"``, ``"/gpu:0"`` or a ``torch.device``.
+        virtual_towers: as of :class:`MirroredStrategy`.
         seed: seeds Python's, NumPy's and torch's generators.
     """
 
-    def __init__(self, device: Device = "cpu:0", *, seed: int | None = None) -> None:
+    def __init__(self, device: Device = "cpu:0", *, virtual_towers: int | None = None, seed: int | None = None) -> None:
         chosen = devices.parse(device)
         devices.check_exist([chosen], devices.count_gpus())
-        super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed)
+        options = CommunicationOptions()
+        super().__init__(Topology(), Alone(_use(chosen)), None, options, seed, virtual_towers=virtual_towers)
+        if virtual_towers is not None:
+            machine.share_out_threads(1, alone=True)
 
 
 class MirroredStrategy(Strategy):
@@ -54,13 +58,16 @@ class MirroredStrategy(Strategy):
             divide by the number of towers; the numbers stay the same. For optimizers that update each element for
             itself (SGD, Adam, AdamW, RMSprop, …); others are an error at their first step. ``state_dict()`` is the
             ordinary one.
+        virtual_towers: how many parts the work of a step is cut into, a power of two that the number of towers divides.
+            With :meth:`Strategy.backward` a run then has the same bits on any such number of towers, 1 included. CPU
+            towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it the generators are equal on all towers (without it, as tower 0's happen to be)
             while data and model are made, and different from the first ``run`` on.
 
     Raises:
         ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher
-            started.
+            started; or ``virtual_towers`` does not fit the number of towers.
         CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
         ClusterError: the launcher's variables are wrong.
         StartupError, HandshakeError: the towers did not all come, or do not belong together.
@@ -72,6 +79,7 @@ class MirroredStrategy(Strategy):
         *,
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
+        virtual_towers: int | None = None,
         seed: int | None = None,
     ) -> None:
         launcher = cluster.from_launcher(os.environ)
@@ -81,8 +89,8 @@ class MirroredStrategy(Strategy):
         resolver = launcher or LocalClusterResolver()
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer)
-        _announce(self)
+        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer, virtual_towers)
+        _announce(self, virtual_towers)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -94,7 +102,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
-        devices, communication, shard_optimizer, seed: as of :class:`MirroredStrategy`; ``devices`` are this worker's.
+        devices, communication, shard_optimizer, virtual_towers, seed: as of :class:`MirroredStrategy`; ``devices`` are
+            this worker's.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
@@ -108,13 +117,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[Device] | None = None,
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
+        virtual_towers: int | None = None,
         seed: int | None = None,
     ) -> None:
         resolver = cluster.resolve(os.environ, cluster_resolver)
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer)
-        _announce(self)
+        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer, virtual_towers)
+        _announce(self, virtual_towers)
 
 
 @functools.cache
@@ -180,20 +190,22 @@ def _use(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _announce(strategy: Strategy) -> None:
+def _announce(strategy: Strategy, virtual_towers: int | None) -> None:
     """The one line at the start that says how many towers, on what, by which backend, started how."""
     topology = strategy.topology
-    threads = machine.share_out_threads(topology.local_size)
+    threads = machine.share_out_threads(topology.local_size, alone=virtual_towers is not None)
     if not strategy.is_chief:
         return
     where = strategy.device.type
     if where == "cuda":
         where = torch.cuda.get_device_name(strategy.device)
     workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
+    virtual = f" ({virtual_towers} virtual)" if virtual_towers is not None else ""
     log.info(
-        "%d tower%s%s on %s, %s, %s, started by %s",
+        "%d tower%s%s%s on %s, %s, %s, started by %s",
         topology.size,
         "s" if topology.size > 1 else "",
+        virtual,
         workers,
         where,
         strategy.communicator.backend,

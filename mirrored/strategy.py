@@ -6,23 +6,25 @@ import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from mirrored import seeds
 from mirrored.cluster import ClusterResolver
-from mirrored.context import ReplicaContext, announce, current_frame, frame
+from mirrored.context import ReplicaContext, announce, current_frame, frame, require_replica_context
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.data.shares import KnownShares
+from mirrored.data.shares import KnownShares, count_examples
 from mirrored.data.streams import PipelineDataset
 from mirrored.guard import OptimizerGuard
+from mirrored.losses import compute_average_loss, global_count
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
 from mirrored.scope import AfterFirstForward, Recorder
+from mirrored.virtual_towers import VirtualTowers, cut_for
 from towers import ForkedError, Topology, mirror
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
@@ -56,6 +58,7 @@ class Strategy:
         options: CommunicationOptions,
         seed: int | None,
         shard_optimizer: bool = False,
+        virtual_towers: int | None = None,
     ) -> None:
         self.topology = topology
         self.communicator = communicator
@@ -68,19 +71,27 @@ class Strategy:
         self._seed = seed
         self._pid = os.getpid()
         self._several = topology.size > 1
+        self._cut = cut_for(topology, virtual_towers)
+        self._is_virtual = virtual_towers is not None
+        self._records = self._several or self._is_virtual
+        self._accumulates = False
         self._recorder = Recorder()
         self._said: set[str] = set()
-        self._streams_parted = not self._several and seed is None
+        # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
+        self._streams_parted = self._is_virtual or (not self._several and seed is None)
         if seed is not None:
             seeds.seed_all(seed)
         elif self._several:
             seeds.share(communicator)
+        self._averager: GradientAverager | None = None
+        self._sharder: OptimizerSharder | None = None
         if self._several:
             channel = communicator.channel()
             self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer)
             self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
             announce(self)
+        self._virtual = VirtualTowers(communicator, self._cut, self._averager) if self._is_virtual else None
 
     # -- creating the model ------------------------------------------------------------------------------
 
@@ -99,13 +110,13 @@ class Strategy:
         if (current := current_frame()) is not None and current.replica is not None:
             raise RuntimeError("scope() was entered inside strategy.run(...); create the model outside of it")
         on_device = torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
-        if self._several:
+        if self._records:
             self._recorder.start()
         try:
             with frame(self, None), on_device:
                 yield self
         finally:
-            if self._several:
+            if self._records:
                 self._recorder.stop()
 
     def mirror(self, module: nn.Module) -> nn.Module:
@@ -114,7 +125,7 @@ class Strategy:
         It has to lie on this tower's device already. Takes effect on the next ``run``.
         """
         self._check_here("mirror()")
-        if self._several:
+        if self._records:
             self._recorder.add(module)
         return module
 
@@ -132,12 +143,12 @@ class Strategy:
 
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
-        return self._averager.unsynced()
+        return self._averager.unsynced() if self._averager is not None else {}
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward has begun whose gradients are not averaged yet."""
-        return self._averager.in_backward
+        return self._averager is not None and self._averager.in_backward
 
     def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer does another's work (:mod:`towers.sharding`)."""
@@ -162,10 +173,10 @@ class Strategy:
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
-        if self._several:
+        if self._averager is not None:
             self._averager.refresh()
-            if self._recorder.pending:
-                self._mirror_recorded()
+        if self._records and self._recorder.pending:
+            self._mirror_recorded()
         if not self._streams_parted:
             self._part_streams()
         with frame(self, ReplicaContext(self, (args, kwargs))):
@@ -175,8 +186,86 @@ class Strategy:
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients accumulate on each tower alone; the next backward outside averages all of it."""
         self._check_here("no_sync()")
-        with self._averager.paused() if self._several else contextlib.nullcontext():
-            yield
+        before, self._accumulates = self._accumulates, True
+        try:
+            with self._averager.paused() if self._averager is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self._accumulates = before
+
+    def backward(
+        self,
+        loss_fn: Callable[..., torch.Tensor],
+        *batch: Any,
+        sample_weight: torch.Tensor | float | None = None,
+        denominator: Literal["examples", "weights"] = "examples",
+    ) -> torch.Tensor:
+        """Forward, loss and backward of this tower's share; to be called inside :meth:`run`.
+
+        With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual_towers`),
+        and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
+        one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
+        does.
+
+        Args:
+            loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
+                ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
+                (seed, step, virtual tower) only. It is not called for parts without examples.
+            batch: nested tensors, arrays and lists. What has as many entries as the share has examples is cut, all
+                else is passed as it is.
+            sample_weight: multiplies the losses; a number, or a tensor of shape ``(examples,)`` or the losses'.
+            denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead of the number of
+                examples; weights must have the losses' shape then.
+
+        Returns:
+            The mean loss over the global batch, a detached scalar, equal on all towers. After it, ``p.grad`` is its
+            gradient, added to what was there before.
+
+        Raises:
+            RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
+            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, or weights do not fit.
+            TypeError: the number of examples in ``batch`` cannot be told, or a gradient is sparse.
+            MirrorError: virtual towers made different things of an integer buffer.
+        """
+        self._check_here("backward()")
+        replica = require_replica_context("strategy.backward")
+        if self._virtual is None:
+            loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
+            loss.backward()
+            mean: torch.Tensor = self.reduce("sum", loss.detach())
+            return mean
+        if self._accumulates:
+            raise RuntimeError(
+                "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
+                "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"
+            )
+        if not batch:
+            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
+        local = count_examples(batch)
+        if denominator == "examples":
+            total: torch.Tensor | float = global_count(local, replica)
+        elif denominator == "weights" and isinstance(sample_weight, torch.Tensor):
+            total = self._virtual.total_weight(sample_weight, local)
+        else:
+            raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
+        seed = self._seed if self._seed is not None else torch.initial_seed()
+        return self._virtual.backward(loss_fn, batch, sample_weight, local, total, seed)
+
+    def state_dict(self) -> dict[str, int]:
+        """How many times :meth:`backward` was called: what the next one draws depends on that and on the seed."""
+        return {"backwards": self._virtual.step if self._virtual is not None else 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        backwards = state.get("backwards")
+        if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 0:
+            raise ValueError(f"state of a strategy: backwards is {backwards!r}, but must be a whole number from 0")
+        if self._virtual is not None:
+            self._virtual.step = backwards
 
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach gradient averaging to it."""
@@ -185,7 +274,11 @@ class Strategy:
         mirror.broadcast(self.communicator, [named.tensor for named in tensors])
         for module in lazy:
             AfterFirstForward(module, self._mirror_lazy)
-        self._averager.add([named for named in tensors if named.kind == "parameter"])
+        parameters = [named for named in tensors if named.kind == "parameter"]
+        if self._averager is not None:
+            self._averager.add(parameters)
+        if self._virtual is not None:
+            self._virtual.add([named.tensor for named in parameters], self._recorder.modules_with_buffers())
 
     def _mirror_lazy(self, module: nn.Module) -> None:
         """A lazy module has met its first batch, inside the forward of all towers."""
@@ -294,6 +387,7 @@ class Strategy:
         chosen = operator.index(seed if seed is not None else self._seed if self._seed is not None else 0)
         return distribute(
             self.communicator,
+            self._cut,
             self.known_shares,
             dataset,
             global_batch_size,
@@ -314,7 +408,7 @@ class Strategy:
         """
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
-        return PipelineDataset(self.communicator, self.known_shares, pipeline)
+        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline)
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:

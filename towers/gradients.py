@@ -23,6 +23,9 @@ out anew in tower 0's order, so that they fill one after the other.
 Where the optimizer's step is shared out and towers share memory, ``_finish`` averages each tower's own part only, and a
 gradient is completed when it is used (:mod:`towers.scatter`): ``complete``, also called before another backward adds to
 gradients that are still there.
+
+``sum_by_tree`` runs such a cycle without autograd, over gradients that were computed ``aside``, and adds instead of
+averaging.
 """
 
 from __future__ import annotations
@@ -87,6 +90,8 @@ class GradientAverager:
         self._scale = channel.prescale
         self._bucket_bytes = bucket_bytes
         self._paused = False
+        self._is_aside = False
+        self._by_tree = False
         self._hooks: list[Callable[[], None]] = []
         self._slots: list[Slot] = []
         self._arrivals: list[str] | None = None  # of the first backward, until their order is known
@@ -241,7 +246,7 @@ class GradientAverager:
 
     def _before_adding(self) -> None:
         """Autograd is about to add to a gradient, or to make one."""
-        if self._scatter is not None and not self._in_cycle:
+        if self._scatter is not None and not self._in_cycle and not self._is_aside:
             self.complete_if_held()
             self._scatter.settle_debts()
 
@@ -262,6 +267,43 @@ class GradientAverager:
             yield
         finally:
             self._paused = before
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, gradients are the caller's business: they are computed as if nothing were attached.
+
+        Raises:
+            TowersError: the last backward ended in an exception, or this is inside ``paused``.
+        """
+        self._check_whole()
+        if self._paused:
+            raise TowersError(f"tower {self._channel.index} adds up gradients of all towers inside no_sync()")
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            self.complete_if_held()
+        if self._scatter is not None:
+            self._scatter.settle_debts()
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+
+    @torch._disable_dynamo
+    @_among_gradients
+    def sum_by_tree(self) -> None:
+        """Replace every gradient by the sum over all towers, added in the order of a balanced tree; all towers call it.
+
+        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
+        """
+        self._check_whole()
+        self._begin()
+        for slot in self._slots:
+            slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
+        self._by_tree = True
+        self._finish()
+        self._by_tree = False
+        for slot in self._dense.values():
+            slot.make_plain()
 
     def unsynced(self) -> dict[int, str]:
         """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
@@ -296,11 +338,14 @@ class GradientAverager:
             slot.arrived = True
 
     def _hold_back(self, slot: Slot) -> bool:
-        """Inside ``paused``, only note the gradient; else see that a cycle is open."""
+        """Inside ``paused``, only note the gradient; inside ``aside`` not even that; else see that a cycle is open."""
+        if self._is_aside:
+            return True
         if self._paused:
             slot.unsynced = self._any_unsynced = True
         elif not self._in_cycle:
             self._begin()
+            Variable._execution_engine.queue_callback(self._finish)
         return self._paused
 
     def _refuse_late(self, slot: DenseSlot) -> None:
@@ -318,7 +363,6 @@ class GradientAverager:
         self._expected = self._follows.get(self._last, self._everything)
         self._next = 0
         self._started = []
-        Variable._execution_engine.queue_callback(self._finish)
 
     def _launch_full(self) -> None:
         """Start all buckets that are full and whose turn it is, but the closing one."""
@@ -335,8 +379,10 @@ class GradientAverager:
 
     @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
-        buffer = bucket.pack(self._channel, self._scale, touched, self._units, tail=not self._flags_apart)
-        self._started.append((bucket, None if self.scatters else self._channel.start_average(buffer)))
+        scale = 1.0 if self._by_tree else self._scale
+        buffer = bucket.pack(self._channel, scale, touched, self._units, tail=not self._flags_apart)
+        together = self._by_tree or self.scatters
+        self._started.append((bucket, None if together else self._channel.start_average(buffer)))
 
     @_among_gradients
     def _finish(self) -> None:
@@ -354,7 +400,7 @@ class GradientAverager:
         if missed:
             self._await(touched)
         for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
-            if anyone:
+            if anyone and not self._by_tree:
                 slot.average(self._channel)
         self._learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
         self._in_cycle = False
@@ -381,7 +427,9 @@ class GradientAverager:
         for _, pending in started:
             if pending is not None:
                 pending.wait()
-        if self.scatters and self._scatter is not None:
+        if self._by_tree:
+            self._channel.sum_by_tree([bucket.buffer for bucket in buckets if bucket.buffer is not None])
+        if self.scatters and self._scatter is not None and not self._by_tree:
             tails = [flags.known(tail) for tail in self._scatter.reduce(buckets)]
         elif not self._flags_apart:
             tails = [flags.known(bucket.tail) for bucket in buckets]

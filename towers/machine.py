@@ -44,14 +44,20 @@ def threads_per_tower(local_size: int) -> int:
     return max(1, cores() // local_size)
 
 
-def share_out_threads(local_size: int) -> str:
+def share_out_threads(local_size: int, *, alone: bool = False) -> str:
     """Set this tower's number of intra-op threads and return how, for the log.
 
     ``OMP_NUM_THREADS`` wins when it is set (by the user, or by torchrun, which sets it to 1).
+
+    Args:
+        alone: one thread, whatever the number of cores and towers: kernels that share a sum out among threads give
+            other bits with another number of them.
     """
     if stated := os.environ.get("OMP_NUM_THREADS"):
         if stated.isdigit() and int(stated) > 0:
             torch.set_num_threads(int(stated))
+    elif alone:
+        torch.set_num_threads(1)
     elif local_size > 1:
         torch.set_num_threads(threads_per_tower(local_size))
     count = torch.get_num_threads()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from mirrored import seeds
 from mirrored.data.examples import Key, SeededCollate, SeededExamples
 from mirrored.data.order import Order
-from mirrored.data.shares import KnownShares, Share, bounds, cut
+from mirrored.data.shares import Cut, KnownShares, Share, cut
 from mirrored.data.transfer import Batch, to_device
 from towers import DisagreementError
 from towers.collectives.agreement import announce
@@ -29,8 +29,11 @@ class DistributedDataset(ABC):
     a share can be empty (first dimensions of size 0).
     """
 
-    def __init__(self, comm: Communicator, known: KnownShares, seed: int, settings: dict[str, object]) -> None:
+    def __init__(
+        self, comm: Communicator, cut: Cut, known: KnownShares, seed: int, settings: dict[str, object]
+    ) -> None:
         self._comm = comm
+        self._cut = cut
         self._known = known
         self._seed = seed
         self._settings = settings
@@ -125,15 +128,16 @@ class MapDataset(DistributedDataset):
     def __init__(
         self,
         comm: Communicator,
+        cut: Cut,
         known: KnownShares,
         dataset: Any,
         order: Order,
         settings: dict[str, object],
         loader_settings: dict[str, Any],
     ) -> None:
-        super().__init__(comm, known, order.seed, settings)
+        super().__init__(comm, cut, known, order.seed, settings)
         self._order = order
-        self._sampler = _ShareSampler(order, comm)
+        self._sampler = _ShareSampler(order, cut)
         self._generator = torch.Generator()
         collate = loader_settings["collate_fn"]
         self._loader: DataLoader[Any] = DataLoader(
@@ -155,16 +159,16 @@ class MapDataset(DistributedDataset):
         sizes = self._sampler.start(epoch, first)
         for batch in self._loader:
             total = sizes.popleft()
-            start, end = bounds(total, self._comm.size, self._comm.index)
+            start, end = self._cut.bounds(total)
             yield (batch if start < end else cut(batch, 0, 0)), Share(end - start, total)
 
 
 class _ShareSampler:
     """Asks the loader for this tower's share of each global batch, and tells how large the batch was."""
 
-    def __init__(self, order: Order, comm: Communicator) -> None:
+    def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
-        self._comm = comm
+        self._cut = cut
         self.start(0, 0)
 
     def start(self, epoch: int, first: int) -> deque[int]:
@@ -182,6 +186,6 @@ class _ShareSampler:
     def _requests(self, epoch: int, first: int, sizes: deque[int]) -> Iterator[list[Key]]:
         for indices in self._order.batches(epoch, first):
             sizes.append(len(indices))
-            start, end = bounds(len(indices), self._comm.size, self._comm.index)
+            start, end = self._cut.bounds(len(indices))
             # An empty share takes the shape of one example, which is cut away again.
             yield [Key(self._order.seed, epoch, index) for index in indices[start:end] or indices[:1]]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.order import Order, is_plain
-from mirrored.data.shares import KnownShares
+from mirrored.data.shares import Cut, KnownShares
 from mirrored.data.streams import StreamDataset, settings_of
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
@@ -20,6 +20,7 @@ log = get_logger("mirrored")
 
 def distribute(
     comm: Communicator,
+    cut: Cut,
     known: KnownShares,
     dataset: Any,
     global_batch_size: int | None,
@@ -36,7 +37,7 @@ def distribute(
             raise ValueError(
                 "shuffle, drop_last, collate_fn and num_workers belong to the DataLoader that was given; set them there"
             )
-        return _from_loader(comm, known, dataset, global_batch_size, seed)
+        return _from_loader(comm, cut, known, dataset, global_batch_size, seed)
     _check_batch_size(global_batch_size)
     assert global_batch_size is not None
     pinned = comm.device.type == "cuda"
@@ -51,7 +52,7 @@ def distribute(
             num_workers=num_workers,
             pin_memory=pinned,
         )
-        return _from_loader(comm, known, loader, None, seed)
+        return _from_loader(comm, cut, known, loader, None, seed)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is no "
@@ -71,11 +72,11 @@ def distribute(
         "num_workers": num_workers,
         "pin_memory": pinned,
     }
-    return MapDataset(comm, known, dataset, order, settings, loading)
+    return MapDataset(comm, cut, known, dataset, order, settings, loading)
 
 
 def _from_loader(
-    comm: Communicator, known: KnownShares, loader: DataLoader[Any], global_batch_size: int | None, seed: int
+    comm: Communicator, cut: Cut, known: KnownShares, loader: DataLoader[Any], global_batch_size: int | None, seed: int
 ) -> DistributedDataset:
     size = loader.batch_size
     if global_batch_size is not None and global_batch_size != size:
@@ -90,7 +91,7 @@ def _from_loader(
         )
     settings: dict[str, object] = {"batch_size": size, "drop_last": loader.drop_last, "seed": seed}
     if isinstance(loader.dataset, IterableDataset) or (size is None and loader.batch_sampler is None):
-        return StreamDataset(comm, known, loader, seed, settings)
+        return StreamDataset(comm, cut, known, loader, seed, settings)
     own_batches = size is None  # the user's own batch_sampler
     own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)
     order = Order(
@@ -108,7 +109,7 @@ def _from_loader(
     with contextlib.suppress(TypeError):  # a sampler without a length
         settings["steps"] = len(order)
     loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
-    return MapDataset(comm, known, loader.dataset, order, settings, loading)
+    return MapDataset(comm, cut, known, loader.dataset, order, settings, loading)
 
 
 def _check_batch_size(size: object) -> None:

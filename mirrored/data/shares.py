@@ -37,6 +37,30 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
     return start, start + size + (index < larger)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How global batches are cut: into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
+
+    There are as many parts as towers, or as virtual towers.
+    """
+
+    parts: int
+    first: int
+    end: int
+
+    def bounds(self, examples: int) -> tuple[int, int]:
+        """Where this tower's share of a batch begins and ends."""
+        return bounds(examples, self.parts, self.first)[0], bounds(examples, self.parts, self.end - 1)[1]
+
+    def parts_of(self, local: int) -> list[tuple[int, int]]:
+        """Where the parts of a share of ``local`` examples begin and end, within the share.
+
+        The sizes of a batch's parts never increase, so those of a share are what cutting the share alone gives.
+        """
+        own = self.end - self.first
+        return [bounds(local, own, part) for part in range(own)]
+
+
 class KnownShares:
     """Remembers which share a batch's tensors (or other objects) belong to, as long as they live.
 
@@ -67,23 +91,26 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
 
 
-def cut(batch: Any, start: int, end: int) -> Any:
+def cut(batch: Any, start: int, end: int, of: int | None = None) -> Any:
     """Entries ``start`` to ``end`` of every tensor, array and list of a collated batch.
 
     Args:
         batch: nested dicts, tuples and lists whose leaves have the examples as their first dimension, as
             ``default_collate`` makes them; a list of texts counts as a leaf. Single numbers stay.
+        of: leaves with another number of entries stay, too.
 
     Raises:
         TypeError: something in it cannot be cut.
     """
     if isinstance(batch, Mapping):
-        return trees.like(batch, {key: cut(value, start, end) for key, value in batch.items()})
+        return trees.like(batch, {key: cut(value, start, end, of) for key, value in batch.items()})
     if isinstance(batch, (list, tuple)) and _is_structure(batch):
-        parts = [cut(value, start, end) for value in batch]
+        parts = [cut(value, start, end, of) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, (bool, int, float)) or (_is_array(batch) and len(batch.shape) == 0):
         return batch  # one number for all examples
+    if of is not None and (not hasattr(batch, "__len__") or isinstance(batch, (str, bytes)) or len(batch) != of):
+        return batch
     try:
         return batch[start:end]
     except (TypeError, IndexError, KeyError) as error:

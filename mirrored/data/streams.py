@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from mirrored import seeds
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.examples import CollateShare
 from mirrored.data.order import tell_epoch
-from mirrored.data.shares import KnownShares, Share, bounds, count_examples, cut
+from mirrored.data.shares import Cut, KnownShares, Share, count_examples, cut
 from mirrored.data.transfer import Batch
 from towers import DisagreementError
 from towers.collectives.agreement import announce
@@ -30,16 +29,17 @@ class StreamDataset(DistributedDataset):
     def __init__(
         self,
         comm: Communicator,
+        cut: Cut,
         known: KnownShares,
         loader: DataLoader[Any],
         seed: int,
         settings: dict[str, object],
     ) -> None:
-        super().__init__(comm, known, seed, settings)
+        super().__init__(comm, cut, known, seed, settings)
         self._dataset = loader.dataset
         self._in_batches = loader.batch_size is None and loader.batch_sampler is None
         collate = loader.collate_fn if loader.collate_fn is not None else default_collate
-        share = CollateShare(collate, partial(bounds, towers=comm.size, index=comm.index))
+        share = CollateShare(collate, cut.bounds)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -74,7 +74,7 @@ class StreamDataset(DistributedDataset):
 
     def _share_of_batch(self, batch: Any) -> Batch:
         total = count_examples(batch)
-        start, end = bounds(total, self._comm.size, self._comm.index)
+        start, end = self._cut.bounds(total)
         return cut(batch, start, end), Share(end - start, total)
 
     def _agree(self, has_batch: bool, step: int) -> None:
@@ -96,8 +96,8 @@ class PipelineDataset(DistributedDataset):
     Towers whose pipeline has ended go on with empty shares until all have ended.
     """
 
-    def __init__(self, comm: Communicator, known: KnownShares, pipeline: Iterable[Any]) -> None:
-        super().__init__(comm, known, 0, {})
+    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, pipeline: Iterable[Any]) -> None:
+        super().__init__(comm, cut, known, 0, {})
         self._pipeline = pipeline
 
     def __len__(self) -> int:

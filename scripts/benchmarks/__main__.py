@@ -8,8 +8,15 @@ import allreduce
 import memory
 import scaling
 import step
+import virtual
 
-BENCHMARKS = {"allreduce": allreduce.main, "memory": memory.main, "scaling": scaling.main, "step": step.main}
+BENCHMARKS = {
+    "allreduce": allreduce.main,
+    "memory": memory.main,
+    "scaling": scaling.main,
+    "step": step.main,
+    "virtual": virtual.main,
+}
 
 
 def main() -> int:
