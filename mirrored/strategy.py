@@ -91,7 +91,9 @@ class Strategy:
             self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
             announce(self)
-        self._virtual = VirtualTowers(communicator, self._cut, self._averager) if self._is_virtual else None
+        self._virtual = (
+            VirtualTowers(communicator, self._cut, self.known_shares, self._averager) if self._is_virtual else None
+        )
 
     # -- creating the model ------------------------------------------------------------------------------
 

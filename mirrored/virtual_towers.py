@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mirrored import seeds
-from mirrored.data.shares import Cut, cut
+from mirrored.data.shares import Cut, KnownShares, cut
 from mirrored.losses import expand_weights, sum_over
 from mirrored.virtual_buffers import StepBuffers, registered
 from towers import Topology
@@ -56,14 +56,16 @@ class VirtualTowers:
     Args:
         comm: the real towers.
         cut: how batches are cut; one part for each virtual tower.
+        known: what virtual towers' parts of certain batches are.
         averager: adds up gradients over several towers.
 
     Attributes:
         step: counts the backwards; together with the seed it says what is random in the next one.
     """
 
-    def __init__(self, comm: Communicator, cut: Cut, averager: GradientAverager | None) -> None:
+    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, averager: GradientAverager | None) -> None:
         self._comm = comm
+        self._known = known
         self._cut = cut
         self._averager = averager
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -114,7 +116,7 @@ class VirtualTowers:
                     if leaves:
                         buffers.restore()
                     seeds.seed_all(seeds.mix(seed, "virtual tower", self.step, part))
-                    inputs, weight = _part((tuple(batch), sample_weight), local, start, end)
+                    inputs, weight = self._part((tuple(batch), sample_weight), local, leaves, start, end)
                     loss = _loss(loss_fn(*inputs), weight, end - start, total)
                     loss.backward()
                     leaves, dtype = leaves + 1, loss.dtype
@@ -130,6 +132,17 @@ class VirtualTowers:
             self._averager.sum_by_tree()
         _add(parameters, kept)
         return mean
+
+    def _part(self, inputs: Any, local: int, number: int, start: int, end: int) -> Any:
+        """What one virtual tower gets of the inputs of all; tensors begin where freshly made ones do."""
+
+        def aligned(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.data_ptr() % _alignment(leaf):
+                return leaf.clone()
+            return leaf
+
+        pieces = cut(inputs, start, end, of=local, instead=lambda leaf: self._known.part(leaf, number))
+        return trees.map_leaves(aligned, pieces)
 
     @torch.no_grad()
     def total_weight(self, weight: Tensor, local: int) -> Tensor:
@@ -188,17 +201,6 @@ class VirtualTowers:
             ]
             for row in self._comm.all_gather(packed)
         ]
-
-
-def _part(inputs: Any, local: int, start: int, end: int) -> Any:
-    """What one virtual tower gets of the inputs of all; tensors begin where freshly made ones do."""
-
-    def aligned(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.data_ptr() % _alignment(leaf):
-            return leaf.clone()
-        return leaf
-
-    return trees.map_leaves(aligned, cut(inputs, start, end, of=local))
 
 
 def _alignment(tensor: Tensor) -> int:

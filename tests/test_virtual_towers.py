@@ -459,6 +459,53 @@ def test_nested_batches_and_other_tensors() -> None:
     one_digest(nested)
 
 
+def pad_and_mask(examples: list[Tensor]) -> dict[str, Any]:
+    """Sequences padded to the longest, with some entries masked at random."""
+    padded = nn.utils.rnn.pad_sequence(examples, batch_first=True)
+    return {"x": padded * (torch.rand(padded.shape) > 0.2), "length": [f"{len(e)}" for e in examples]}
+
+
+def pad_to_eight(examples: list[Tensor]) -> dict[str, Any]:
+    batch = pad_and_mask(examples)
+    return batch | {"x": F.pad(batch["x"], (0, 8 - batch["x"].shape[1]))}
+
+
+class Sequences(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(sequences())
+
+
+def sequences() -> list[Tensor]:
+    return [torch.arange(1.0, 3 + 3 * i % 7) for i in range(28)]
+
+
+def collating(strategy: mirrored.Strategy, collate: Callable[..., Any], stream: bool) -> tuple[str, list[Any]]:
+    with strategy.scope():
+        cell = nn.GRU(1, 4, batch_first=True)
+    seen: list[Any] = []
+
+    def losses(batch: dict[str, Any]) -> Tensor:
+        x, lengths = batch["x"], batch["length"]
+        assert len(x) == len(lengths)
+        seen.append((tuple(x.shape), x.sum().item(), lengths))
+        return cell(x.unsqueeze(2))[0].sum((1, 2))
+
+    data: Any = Sequences() if stream else sequences()
+    for batch in strategy.distribute_dataset(data, 11, collate_fn=collate):
+        strategy.run(lambda batch: strategy.backward(losses, batch), args=(batch,))
+    return digest(p.grad for p in cell.parameters()), seen
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("collate", [pad_and_mask, pad_to_eight])
+def test_padding_and_masking_do_not_depend_on_the_number_of_towers(collate: Callable[..., Any], stream: bool) -> None:
+    alone = virtual(collating, collate, stream, count=1)[0]
+    if collate is pad_and_mask:
+        assert len({shape[1] for shape, _, _ in alone[1]}) > 1, "parts are padded differently"
+    for count in (2, 8):
+        assert {one for one, _ in virtual(collating, collate, stream, count=count)} == {alone[0]}
+
+
 def without_virtual_towers(strategy: mirrored.Strategy) -> tuple[list[Tensor], Tensor]:
     return global_mean(strategy, 11, "examples")
 

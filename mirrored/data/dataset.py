@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from mirrored import seeds
-from mirrored.data.examples import Key, SeededCollate, SeededExamples
+from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
 from mirrored.data.order import Order
 from mirrored.data.shares import Cut, KnownShares, Share, cut
 from mirrored.data.transfer import Batch, to_device
@@ -55,6 +55,9 @@ class DistributedDataset(ABC):
                 step += 1
                 if self._newest is this:
                     self._step = step
+                if isinstance(batch, Joined):
+                    self._known.add_parts(batch.whole, batch.parts)
+                    batch = batch.whole
                 self._known.add(batch, share)
                 self._known.in_hand = share
                 yield batch
@@ -140,11 +143,13 @@ class MapDataset(DistributedDataset):
         self._sampler = _ShareSampler(order, cut)
         self._generator = torch.Generator()
         collate = loader_settings["collate_fn"]
+        if collate is not default_collate:
+            collate = SeededCollate(collate, cut)
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
             generator=self._generator,
-            **(loader_settings | {"collate_fn": collate if collate is default_collate else SeededCollate(collate)}),
+            **(loader_settings | {"collate_fn": collate}),
         )
 
     def __len__(self) -> int:

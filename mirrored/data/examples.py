@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset, get_worker_info
 
 from mirrored import seeds
-from mirrored.data.shares import cut
+from mirrored.data.shares import Cut, cut, join
 
 _WITHOUT_RANDOMNESS = (TensorDataset, list, tuple, range)
 
@@ -24,9 +24,9 @@ class Key(NamedTuple):
 
 
 class Examples(list[Any]):
-    """The examples of one share, with the seed for what collating them draws."""
+    """The examples of one share, with what the sampler asked for."""
 
-    seed: int = 0
+    keys: list[Key]
 
 
 class SeededExamples:
@@ -52,7 +52,7 @@ class SeededExamples:
         else:
             with _own_randomness():
                 examples = Examples(self._load(key) for key in keys)
-        examples.seed = seeds.mix(keys[0].seed, "collate", keys[0].epoch, keys[0].index)
+        examples.keys = keys
         return examples
 
     def __getitem__(self, key: Key) -> Any:
@@ -68,19 +68,62 @@ def _own_randomness() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if get_worker_info() is not None else seeds.undisturbed()
 
 
-class SeededCollate:
-    """A collate function with a random stream of its own for every share (masking, mixing of examples).
+class Joined(NamedTuple):
+    """A share whose virtual towers' parts were collated one by one and do not fit together: padded differently, say.
 
-    Towers draw different numbers, and neither the model's random streams nor the data's are touched.
+    Attributes:
+        whole: all of it, collated once more.
+        parts: of the virtual towers that have examples.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    whole: Any
+    parts: tuple[Any, ...]
+
+
+class ShareCollate:
+    """A collate function with a random stream of its own for every part of a batch (masking, mixing of examples).
+
+    Parts are the towers' shares, or the virtual towers' parts of them: what is drawn, and how far a part is padded,
+    must not depend on how many towers there are. Neither the model's random streams nor the data's are touched.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
         self._collate = collate
+        self._cut = cut
+
+    def __call__(self, examples: list[Any], seeds_of: Callable[[int], int]) -> Any:
+        """One batch, or a :class:`Joined`.
+
+        Args:
+            seeds_of: a seed for the part that begins with a certain one of the examples.
+        """
+        cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
+        with _own_randomness():
+            parts = []
+            for start, end in cuts:
+                seeds.seed_cpu(seeds_of(start))
+                parts.append(self._collate(examples[start:end]))
+            if len(parts) == 1:
+                return parts[0]
+            joined = join(parts)
+            if joined is not None:
+                return joined
+            seeds.seed_cpu(seeds_of(0))
+            return Joined(self._collate(examples), tuple(parts))
+
+
+class SeededCollate:
+    """A :class:`ShareCollate` for a map-style dataset's examples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
+        self._collate = ShareCollate(collate, cut)
 
     def __call__(self, examples: Examples) -> Any:
-        with _own_randomness():
-            seeds.seed_cpu(examples.seed)
-            return self._collate(list(examples))
+        return self._collate(list(examples), lambda start: _collate_seed(examples.keys[start]))
+
+
+def _collate_seed(key: Key) -> int:
+    return seeds.mix(key.seed, "collate", key.epoch, key.index)
 
 
 class CollateShare:
@@ -90,17 +133,15 @@ class CollateShare:
     which must stay the same on all towers.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], bounds_of: Callable[[int], tuple[int, int]]) -> None:
-        self._collate = collate
-        self._bounds_of = bounds_of
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
+        self._collate = ShareCollate(collate, cut)
+        self._cut = cut
 
     def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
         """(the collated share, its size, the global batch's size)."""
-        start, end = self._bounds_of(len(examples))
+        start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, ()))  # the same on all towers
         with seeds.undisturbed():
-            seeds.seed_cpu(seeds.mix(seed, start))
-            if start < end:
-                return self._collate(examples[start:end]), end - start, len(examples)
             # An empty share has the shapes and dtypes of a real one.
-            return cut(self._collate(examples[:1]), 0, 0), 0, len(examples)
+            batch = self._collate(examples[start:end] or examples[:1], lambda first: seeds.mix(seed, start + first))
+            return (batch if start < end else cut(batch, 0, 0)), end - start, len(examples)

@@ -39,7 +39,7 @@ class StreamDataset(DistributedDataset):
         self._dataset = loader.dataset
         self._in_batches = loader.batch_size is None and loader.batch_sampler is None
         collate = loader.collate_fn if loader.collate_fn is not None else default_collate
-        share = CollateShare(collate, cut.bounds)
+        share = CollateShare(collate, cut)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
