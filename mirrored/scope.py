@@ -146,7 +146,7 @@ class Recorder:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """How a message calls a parameter that is not mirrored: its path in a mirrored model, if it is in one."""
-        for name, root in self._living_roots():
+        for name, root in self.roots():
             for path, candidate in root.named_parameters(remove_duplicate=False):
                 if candidate is parameter:
                     return f"{name}.{path}"
@@ -155,13 +155,14 @@ class Recorder:
     def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
         """What was taken and still lives, with names, each module once, in order of creation of the outermost."""
         found: dict[int, tuple[str, nn.Module]] = {}
-        for name, root in self._living_roots():
+        for name, root in self.roots():
             for path, module in root.named_modules():
                 if module._buffers:
                     found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
         return list(found.values())
 
-    def _living_roots(self) -> Iterator[tuple[str, nn.Module]]:
+    def roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules of all that was taken and still lives, with their names."""
         for name, reference in self._roots:
             if (root := reference()) is not None:
                 yield name, root

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mirrored import seeds
+from mirrored import metrics, seeds
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame, require_replica_context
 from mirrored.data.dataset import DistributedDataset
@@ -124,9 +124,12 @@ class Strategy:
     def mirror(self, module: nn.Module) -> nn.Module:
         """Mirror a module that was created outside the scope (loaded, copied); returns it.
 
-        It has to lie on this tower's device already. Takes effect on the next ``run``.
+        It has to lie on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
+        every example once from now on, also where a tower's share is empty (:mod:`mirrored.metrics`).
         """
         self._check_here("mirror()")
+        if self._several:
+            metrics.prepare(module, self.communicator)
         if self._records:
             self._recorder.add(module)
         return module
@@ -279,6 +282,8 @@ class Strategy:
         parameters = [named for named in tensors if named.kind == "parameter"]
         if self._averager is not None:
             self._averager.add(parameters)
+            for _, root in self._recorder.roots():
+                metrics.prepare(root, self.communicator)
         if self._virtual is not None:
             self._virtual.add([named.tensor for named in parameters], self._recorder.modules_with_buffers())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -141,6 +142,39 @@ def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     # One rank has no hooks; two on one GPU are started as in test_two_nccl_ranks_on_one_gpu.
     results = on_one_gpu("from test_gpu import step_without_waiting as run", part)
     assert results[0] == results[1]
+
+
+def same_bits(towers: str) -> str:
+    """A digest after some steps of virtual towers; ``towers``: "one" or "two"."""
+    torch.use_deterministic_algorithms(True)
+    if towers == "one":
+        strategy: mirrored.Strategy = mirrored.OneDeviceStrategy("cuda:0", virtual_towers=4, seed=0)
+    else:
+        strategy = mirrored.MirroredStrategy(virtual_towers=4, seed=0)
+    with strategy.scope():
+        layers = (torch.nn.Linear(5, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 3))
+        model = torch.nn.Sequential(*layers).to(strategy.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(60, torch.float32)), 24, shuffle=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = strategy.backward(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+        optimizer.step()
+        return loss
+
+    losses = [strategy.run(step, args=batch) for batch in data]
+    values = torch.cat(
+        [value.detach().double().flatten() for value in (*model.parameters(), *model.buffers(), *losses)]
+    )
+    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
+
+
+def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    two = on_one_gpu("from test_gpu import same_bits as run", "two")
+    [one] = mirrored.launch(same_bits, ("one",), devices=["cuda:0"], timeout=120)
+    assert two == [one, one]
 
 
 def train_with_a_graph(graphed: bool) -> list[float]:

@@ -1,0 +1,79 @@
+"""Metric objects of torchmetrics over shares that can be empty.
+
+torchmetrics adds its metrics' states up over the ranks of torch.distributed when they are computed, so shares without
+repetition count every example once. Two things go wrong with empty shares: many metrics cannot be updated with them,
+and a metric that keeps examples and has none gathers a state of another shape and dtype than the others' (Gloo then
+aborts the process). Both have their place in torchmetrics: ``update`` and ``dist_sync_fn``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from towers import tree as trees
+from towers.collectives import values
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+
+
+def prepare(module: nn.Module, comm: Communicator) -> None:
+    """Let the metrics in ``module``, which can be one itself, take empty shares."""
+    if "torchmetrics" not in sys.modules:
+        return
+    for part in module.modules():
+        bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(part).__mro__}
+        if not bases & {"torchmetrics.Metric", "torchmetrics.MetricCollection"}:
+            continue
+        if not hasattr(part.update, "skips_empty"):
+            part.update = _skip_empty(part.update)  # type: ignore[assignment, arg-type]
+            part.dist_sync_fn = GatherStates(comm)  # type: ignore[assignment]
+
+
+def _skip_empty(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        if tensors and all(tensor.shape[0] == 0 for tensor in tensors):
+            return None
+        return update(*args, **kwargs)
+
+    wrapper.skips_empty = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+class GatherStates:
+    """A ``dist_sync_fn`` of torchmetrics: every tower's state, of any size along the first dimension.
+
+    Raises:
+        DisagreementError: towers are doing different things; on all of them.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
+        said = announce(self._comm, "compute() of a metric", [str(state.dtype), list(state.shape)])
+        described = [other.details for other in said]
+        # Who has kept no examples does not know what they would have looked like.
+        dtype, like = next((found for found in described if not _is_nothing(found)), described[0])
+        state = state.to(getattr(torch, dtype.removeprefix("torch.")))
+        shapes = [[0, *like[1:]] if _is_nothing(found) else found[1] for found in described]
+        state = state.reshape(shapes[self._comm.index]).contiguous()
+        if not like:
+            return list(self._comm.all_gather(state).unbind())
+        joined = values.join(self._comm, state, shapes, 0)
+        return list(joined.split([shape[0] for shape in shapes]))
+
+    def __deepcopy__(self, memo: object) -> GatherStates:
+        return self
+
+
+def _is_nothing(described: list[Any]) -> bool:
+    shape: list[int] = described[1]
+    return shape == [0]
