@@ -8,6 +8,7 @@ aborts the process). Both have their place in torchmetrics: ``update`` and ``dis
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -28,23 +29,29 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
         return
     for part in module.modules():
         bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(part).__mro__}
-        if not bases & {"torchmetrics.Metric", "torchmetrics.MetricCollection"}:
-            continue
-        if not hasattr(part.update, "skips_empty"):
-            part.update = _skip_empty(part.update)  # type: ignore[assignment, arg-type]
-            part.dist_sync_fn = GatherStates(comm)  # type: ignore[assignment]
+        if bases & {"torchmetrics.Metric", "torchmetrics.MetricCollection"}:
+            if not isinstance(part.update, SkipEmpty):
+                part.update = SkipEmpty(part, part.update)  # type: ignore[assignment, arg-type]
+            if "torchmetrics.Metric" in bases:
+                part.dist_sync_fn = GatherStates(comm)  # type: ignore[assignment]
 
 
-def _skip_empty(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+class SkipEmpty:
+    """A metric's or a collection's ``update`` that does nothing when it is given no examples."""
+
+    def __init__(self, owner: Any, update: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._update = update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         if tensors and all(tensor.shape[0] == 0 for tensor in tensors):
             return None
-        return update(*args, **kwargs)
+        return self._update(*args, **kwargs)
 
-    wrapper.skips_empty = True  # type: ignore[attr-defined]
-    return wrapper
+    def __deepcopy__(self, memo: Any) -> SkipEmpty:
+        owner: Any = copy.deepcopy(self._owner, memo)  # it is being copied: a collection, since metrics leave it out
+        return SkipEmpty(owner, functools.partial(type(owner).update, owner))
 
 
 class GatherStates:
