@@ -229,7 +229,7 @@ class Strategy:
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
             ValueError: ``loss_fn`` does not return one loss per example, there is no batch, or weights do not fit.
-            TypeError: the number of examples in ``batch`` cannot be told, or a gradient is sparse.
+            TypeError: the number of examples in ``batch`` cannot be told.
             MirrorError: virtual towers made different things of an integer buffer.
         """
         self._check_here("backward()")

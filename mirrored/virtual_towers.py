@@ -120,7 +120,8 @@ class VirtualTowers:
                     loss = _loss(loss_fn(*inputs), weight, end - start, total)
                     loss.backward()
                     leaves, dtype = leaves + 1, loss.dtype
-                    subtree.add([*_gradients(parameters), loss.detach().double(), *buffers.take()])
+                    gradients = [parameter.grad for parameter in parameters]
+                    subtree.add([*gradients, loss.detach().double(), *buffers.take()])
         except BaseException:
             _give(parameters, kept)
             buffers.restore()
@@ -229,17 +230,6 @@ def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: T
             "the mean is to be over the weights"
         )
     return sum_over(losses * weights, total)
-
-
-def _gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and gradient.is_sparse:
-            raise TypeError(
-                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which virtual towers do not add "
-                "up: make the embedding with sparse=False"
-            )
-    return gradients
 
 
 def _give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

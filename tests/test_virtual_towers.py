@@ -420,6 +420,44 @@ def test_several_hosts() -> None:
     assert found == {one_digest(usual_step, "plain", counts=(1,))}
 
 
+def sparse_table(strategy: mirrored.Strategy, also_dense: bool) -> tuple[str, bool, Tensor]:
+    with strategy.scope():
+        table = nn.Embedding(20, 4, sparse=True)
+        nn.init.uniform_(table.weight, generator=torch.Generator().manual_seed(3))
+        kind = torch.optim.SGD if also_dense else torch.optim.SparseAdam
+        optimizer = kind(table.parameters(), lr=0.1)
+
+    def losses(words: Tensor) -> Tensor:
+        found = table(words).square().sum((1, 2))
+        return found + table.weight.sum() if also_dense and 4 in words else found
+
+    def step(words: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = strategy.backward(losses, words)
+        gradients.append(table.weight.grad)
+        optimizer.step()
+        return loss
+
+    gradients: list[Tensor] = []
+    words = torch.arange(60).view(20, 3) ** 2 % 17
+    kept = [strategy.run(step, args=batch) for batch in strategy.distribute_dataset(TensorDataset(words), 11)]
+    assert len(kept) == 2
+    first = gradients[0]
+    return digest([table.weight, *kept]), first.is_sparse, first.to_dense() if first.is_sparse else first
+
+
+@pytest.mark.parametrize("also_dense", [False, True])
+def test_sparse_gradients(also_dense: bool) -> None:
+    found = [one for count in (1, 2, 8) for one in virtual(sparse_table, also_dense, count=count)]
+    assert len({one for one, _, _ in found}) == 1
+    assert {is_sparse for _, is_sparse, _ in found} == {not also_dense}
+    if not also_dense:
+        table = torch.empty(20, 4).uniform_(generator=torch.Generator().manual_seed(3)).requires_grad_()
+        words = (torch.arange(60).view(20, 3) ** 2 % 17)[:11]
+        F.embedding(words, table).square().sum((1, 2)).mean().backward()
+        assert_close([found[0][2]], [table.grad], 1e-6)
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         return iter(torch.arange(21.0).unsqueeze(1))
@@ -534,7 +572,6 @@ def test_mistakes_are_named() -> None:
     strategy = mirrored.OneDeviceStrategy(virtual_towers=4, seed=0)
     with strategy.scope():
         model = make_mlp()
-        table = nn.Embedding(4, 2, sparse=True)
     x, y = make_data(8)
 
     def run(loss_fn: Callable[..., Any], *batch: Any, **kwargs: Any) -> Any:
@@ -556,8 +593,6 @@ def test_mistakes_are_named() -> None:
         run(lambda x: model(x).sum(1), x, sample_weight=torch.ones(3))
     with pytest.raises(RuntimeError, match="no_sync"), strategy.no_sync():
         run(lambda x: model(x).sum(1), x)
-    with pytest.raises(TypeError, match="sparse"):
-        run(lambda y: table(y).sum(1), y)
     with pytest.raises(ValueError, match="backwards is -1"):
         strategy.load_state_dict({"backwards": -1})
 

@@ -400,8 +400,8 @@ class GradientAverager:
         if missed:
             self._await(touched)
         for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
-            if anyone and not self._by_tree:
-                slot.average(self._channel)
+            if anyone:
+                (slot.sum_by_tree if self._by_tree else slot.average)(self._channel)
         self._learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
         self._in_cycle = False
         if self._arrivals is not None:

@@ -36,18 +36,57 @@ class SparseSlot(Slot):
             parameter.grad = mean
         self.arrived = self.unsynced = False
 
+    def sum_by_tree(self, channel: Communicator) -> None:
+        """Replace the gradient by the sum over towers, in the order of a balanced tree, as :meth:`average` does."""
+        parameter = self.parameter
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            gradient = self._nothing(channel.device)
+        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
+        if dense_somewhere.any():
+            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+            channel.sum_by_tree([total.view(-1)])
+        else:
+            level = self._everybodys(channel, gradient.coalesce())
+            while len(level) > 1:
+                level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+            total = level[0]
+        if parameter is not None:
+            parameter.grad = total
+        self.arrived = self.unsynced = False
+
     def _nothing(self, device: torch.device) -> Tensor:
         indices = torch.empty((1, 0), dtype=torch.int64, device=device)
         rows = torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=device)
         return torch.sparse_coo_tensor(indices, rows, self.shape, check_invariants=False)
 
     def _average_rows(self, channel: Communicator, gradient: Tensor) -> Tensor:
-        indices, rows = gradient.indices().T.contiguous(), gradient.values()
-        counts = channel.all_gather(torch.tensor([indices.shape[0]])).flatten().tolist()
-        all_indices = values.join(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
-        all_rows = values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0)
-        joined = torch.sparse_coo_tensor(all_indices.T, all_rows / channel.size, gradient.shape, check_invariants=False)
+        indices, rows, _ = _gather_rows(channel, gradient)
+        joined = torch.sparse_coo_tensor(indices.T, rows / channel.size, gradient.shape, check_invariants=False)
         return joined.coalesce()
+
+    def _everybodys(self, channel: Communicator, gradient: Tensor) -> list[Tensor]:
+        """The coalesced gradient of every tower."""
+        indices, rows, counts = _gather_rows(channel, gradient)
+        return [
+            torch.sparse_coo_tensor(i.T, r, gradient.shape, is_coalesced=True, check_invariants=False)
+            for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
+        ]
+
+
+def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """The indices and rows of all towers, and how many each has."""
+    indices, rows = gradient.indices().T.contiguous(), gradient.values()
+    counts = channel.all_gather(torch.tensor([indices.shape[0]])).flatten().tolist()
+    all_indices = values.join(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
+    return all_indices, values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0), counts
+
+
+def add_sparse(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of two tensors of which one at least is sparse: coalesced, unless the other is dense."""
+    if left.is_sparse and right.is_sparse:
+        return (left.coalesce() + right.coalesce()).coalesce()
+    return (to_dense(left) if left.is_sparse else left) + (to_dense(right) if right.is_sparse else right)
 
 
 def to_dense(gradient: Tensor) -> Tensor:

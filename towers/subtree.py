@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from towers.sparse import add_sparse
+
 Leaf = Sequence[Tensor | None]
 
 
@@ -45,10 +47,16 @@ class Subtree:
 
 def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    dense = [(a, b) for a, b in both if not a.is_sparse and not b.is_sparse]
+    if dense:
+        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+    if len(dense) < len(both):
+        left = [
+            add_sparse(a, b) if a is not None and b is not None and (a.is_sparse or b.is_sparse) else a
+            for a, b in zip(left, right, strict=True)
+        ]
     joined = [b if a is None else a for a, b in zip(left, right, strict=True)]
     for a, b, one in zip(left, right, joined, strict=True):
-        if one is not None and (a is None or b is None):
+        if one is not None and (a is None or b is None) and not one.is_sparse:
             one.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
     return joined
