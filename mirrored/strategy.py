@@ -161,6 +161,11 @@ class Strategy:
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of this strategy's parameters is about to step."""
+        if self._virtual is not None and self._virtual.step == 0:
+            self.say_once(
+                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
+                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
+            )
         if self._sharder is not None:
             self._sharder.prepare(optimizer)
 

@@ -597,6 +597,24 @@ def test_mistakes_are_named() -> None:
         strategy.load_state_dict({"backwards": -1})
 
 
+def ordinary_backward(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = make_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(TensorDataset(*make_data(16)), 8):
+        strategy.run(step, args=batch)
+
+
+def test_the_ordinary_backward_is_said_not_to_be_exact(capfd: pytest.CaptureFixture[str]) -> None:
+    virtual(ordinary_backward, count=2)
+    assert capfd.readouterr().err.count("strategy.backward(loss_fn, *batch)") == 1
+
+
 def test_a_failed_loss_function_leaves_everything_as_it_was() -> None:
     strategy = mirrored.OneDeviceStrategy(virtual_towers=4, seed=0)
     with strategy.scope():
