@@ -1,0 +1,228 @@
+"""Batch normalisation over the global batch (Ioffe and Szegedy, 2015), forward and backward.
+
+Every tower sends how many values a channel has in its share, their mean and the sum of their squared deviations from
+it; all towers put these together by the formula of Chan, Golub and LeVeque (1979), in tower order and in float64, and
+so get the same bits. The variance is never a difference of two large sums.
+
+The gradient with respect to a tower's input belongs to the sum of all towers' losses, since each tower's output depends
+on every tower's input. A tower's loss stands for as many times its share as there are towers (rule R3 of the design),
+so that gradient is as many times the one of the global loss, as of every other layer, and so are those of the layers
+before. The gradients of weight and bias are the tower's own sums. Averaging over the towers makes all of them right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from towers.collectives.labelled import LabelledGather
+
+
+def normalise(
+    gather: LabelledGather,
+    name: str,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float | Tensor,
+    eps: float,
+) -> Tensor:
+    """Normalise every channel of ``x`` by the mean and variance of all towers' ``x``; one collective each way.
+
+    Args:
+        gather: what the towers communicate by.
+        name: of the layer, for messages; the same on all towers.
+        x: shape ``(n, channels, *any)``, floating point; ``n`` and ``any`` may differ between towers and be 0.
+        weight, bias: shape ``(channels,)``, or None.
+        running: mean and (unbiased) variance to be updated in place; left alone when all shares are empty.
+        momentum: the new statistics' weight in them, a number or a tensor of one.
+        eps: added to the variance.
+
+    Returns:
+        As ``F.batch_norm``: shape, dtype and memory format of ``x``. Statistics are float64 for float64, else float32.
+        May be differentiated any number of times.
+
+    Raises:
+        ValueError: on all towers, when they have one value per channel together (on GPUs by a later call).
+        DisagreementError: on all towers, when they are at different layers (on GPUs by a later call).
+    """
+    result: Tensor = _Normalise.apply(x, weight, bias, gather, name, running, momentum, eps)
+    return result
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        gather: LabelledGather,
+        name: str,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float | Tensor,
+        eps: float,
+    ) -> Tensor:
+        channels = x.shape[1]
+        count = x.numel() // channels if channels else 0
+        counts, rows = gather(
+            f"goes forward through {name}", _moments(x), count, lambda total: _refuse_a_single_value(total, name)
+        )
+        total = counts.sum()
+        mean, variance = _combine(counts, rows[:, :channels], rows[:, channels:], total)
+        if running is not None:
+            _follow(running, mean, variance, total, momentum)
+        precise = _precise(x)
+        mean, variance = mean.to(precise), variance.to(precise)
+        ctx.save_for_backward(x, weight, mean, variance, total)
+        ctx.gather, ctx.name, ctx.eps = gather, name, eps
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        scale, shift = (None if t is None else t.to(precise) for t in (weight, bias))
+        return F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance, total = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            dx, dweight, dbias = _differentiable_gradients(ctx, dy, x, weight, total)
+        else:
+            deviation = (variance + ctx.eps).rsqrt()
+            dweight, dbias = _own_sums(dy, x, mean, deviation, ctx.eps)
+            dx = None
+            if ctx.needs_input_grad[0]:
+                sums = torch.cat([dweight, dbias]).double()
+                rows = ctx.gather(f"goes backward through {ctx.name}", sums)[1]
+                means = (rows.sum(0) / total.clamp(min=1)).to(mean.dtype)
+                scale = deviation if weight is None else deviation * weight.to(mean.dtype)
+                dx = _input_gradient(dy, x, scale, mean, variance, ctx.eps, means)
+        wanted = [
+            dx,
+            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+        ]
+        return *wanted, None, None, None, None, None
+
+
+def _precise(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:
+    return per_channel.view(-1, *(1 for _ in x.shape[2:]))
+
+
+def _moments(x: Tensor) -> Tensor:
+    """Mean and sum of squared deviations of this tower's channels, one after the other, as float64."""
+    if x.numel() == 0:
+        return x.new_zeros(2 * x.shape[1], dtype=torch.float64)
+    dims = _dims(x)
+    x = x.to(_precise(x))
+    if x.device.type == "cpu":  # where torch's var_mean takes ten times as long
+        mean = x.mean(dims)
+        squares = (x - _broadcast(mean, x)).square_().sum(dims)
+        return torch.cat([mean, squares]).double()
+    variance, mean = torch.var_mean(x, dims, correction=0)
+    return torch.cat([mean.double(), variance.double() * (x.numel() // x.shape[1])])
+
+
+def _refuse_a_single_value(total: int, name: str) -> None:
+    if total == 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, but all towers together have 1 at {name}"
+        )
+
+
+def _combine(counts: Tensor, means: Tensor, squares: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of all towers' values; zeros when there are none."""
+    at_least_one = total.clamp(min=1)
+    shares = counts.unsqueeze(1) / at_least_one
+    mean = (shares * means).sum(0)
+    variance = torch.addcmul(squares / at_least_one, shares, (means - mean).square_()).sum(0)
+    return mean, variance
+
+
+def _follow(
+    running: tuple[Tensor, Tensor], mean: Tensor, variance: Tensor, total: Tensor, momentum: float | Tensor
+) -> None:
+    """Move the running statistics towards the new ones, by nothing when there are no values."""
+    step = total.clamp(max=1) * momentum
+    unbiased = variance * (total / (total - 1).clamp(min=1))
+    for tensor, new in zip(running, (mean, unbiased), strict=True):
+        tensor.copy_(tensor.double().lerp_(new, step))
+
+
+def _own_sums(dy: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """This tower's sums, per channel, of gradient times normalised input and of the gradient.
+
+    Args:
+        deviation: 1 over the standard deviation.
+    """
+    if x.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    # The weight does not matter to these sums, but its dtype is the one that they are made in.
+    _, products, gradients = torch.ops.aten.native_batch_norm_backward(
+        dy, x, deviation, None, None, mean, deviation, True, eps, [False, True, True]
+    )
+    return products, gradients
+
+
+def _input_gradient(
+    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, eps: float, means: Tensor
+) -> Tensor:
+    """``scale * (dy - mean(dy) - normal * mean(dy * normal))``, with normal the normalised ``x``.
+
+    Args:
+        scale: weight over standard deviation.
+        means: over all towers, of what :func:`_own_sums` sums.
+    """
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    precise = mean.dtype
+    with_normal, constant = (means.view(2, -1) * -scale).unbind()
+    gradient = F.batch_norm(x.to(precise), mean, variance, with_normal, constant, False, 0.0, eps)
+    return gradient.addcmul_(dy.to(precise), _broadcast(scale, x)).to(x.dtype)
+
+
+def _differentiable_gradients(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias as a graph, for ``create_graph=True``: with the statistics computed again."""
+    dtype = _precise(x)
+    precise_x, dims, total = x.to(dtype), _dims(x), total.clamp(min=1).to(dtype)
+
+    def global_mean(values: Tensor) -> Tensor:
+        result: Tensor = _AllSum.apply(values.sum(dims), ctx.gather, f"differentiates the backward of {ctx.name}")
+        return result / total
+
+    centred = precise_x - _broadcast(global_mean(precise_x), x)
+    deviation = _broadcast((global_mean(centred.square()) + ctx.eps).rsqrt(), x)
+    normal = centred * deviation
+    dy = dy.to(dtype)
+    product = dy * normal
+    dx = deviation * (dy - _broadcast(global_mean(dy), x) - normal * _broadcast(global_mean(product), x))
+    if weight is not None:
+        dx = dx * _broadcast(weight.to(dtype), x)
+    return dx.to(x.dtype), product.sum(dims), dy.sum(dims)
+
+
+class _AllSum(torch.autograd.Function):
+    """The sum over all towers, whose gradient is the sum of all towers' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, gather: LabelledGather, purpose: str) -> Tensor:
+        ctx.gather, ctx.purpose = gather, purpose
+        return gather(purpose, values.double())[1].sum(0).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _AllSum.apply(gradient, ctx.gather, ctx.purpose), None, None
