@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class Recorder:
     """Records every parameter that is registered in a module while recording is on.
 
-    Nothing is kept alive: what the script throws away is forgotten. Modules are not changed; only the global
-    registration hooks of ``torch.nn`` are used, and only inside the scope.
+    Nothing is kept alive: what the script throws away is forgotten. Only the global registration hooks of
+    ``torch.nn`` are used, and only inside the scope; modules are changed by what ``start`` is given at most.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,20 @@ class Recorder:
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
         self._mirrored: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._depth = 0
+        self._scopes: list[Callable[[nn.Module], None] | None] = []
         self._hooks: list[Any] = []
         self._class_names: Counter[str] = Counter()
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self.pending = False
 
-    def start(self) -> None:
-        """Begin to record; may be nested."""
-        self._depth += 1
-        if self._depth == 1:
+    def start(self, adopt: Callable[[nn.Module], None] | None = None) -> None:
+        """Begin to record; may be nested.
+
+        Args:
+            adopt: is called with every module that is recorded inside, more than once; default the outer start's.
+        """
+        self._scopes.append(adopt or (self._scopes[-1] if self._scopes else None))
+        if len(self._scopes) == 1:
             self._hooks = [
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_buffer_registration_hook(self._on_buffer),
@@ -52,8 +56,8 @@ class Recorder:
 
     def stop(self) -> None:
         """End what the matching :meth:`start` began."""
-        self._depth -= 1
-        if self._depth == 0:
+        self._scopes.pop()
+        if not self._scopes:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
@@ -78,6 +82,8 @@ class Recorder:
             self._modules.pop(id(module), None)
             self._modules[id(module)] = weakref.ref(module)
         self.pending = True
+        if self._scopes and (adopt := self._scopes[-1]) is not None:
+            adopt(module)
 
     def add(self, module: nn.Module) -> None:
         """Record a module that exists already, with all in it."""
@@ -160,6 +166,14 @@ class Recorder:
                 if module._buffers:
                     found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
         return list(found.values())
+
+    def name_of_module(self, module: nn.Module) -> str | None:
+        """How a message calls a module: its path in a mirrored model, if it is in one."""
+        for name, root in self.roots():
+            for path, candidate in root.named_modules():
+                if candidate is module:
+                    return f"{name}.{path}" if path else name
+        return None
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules of all that was taken and still lives, with their names."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mirrored import metrics, seeds
+from mirrored.batch_norm import BatchNorms
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame, require_replica_context
 from mirrored.data.dataset import DistributedDataset
@@ -48,6 +49,7 @@ class Strategy:
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
+        batch_norms: normalises over the global batch; None at one tower.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Strategy:
         self._records = self._several or self._is_virtual
         self._accumulates = False
         self._recorder = Recorder()
+        self.batch_norms = BatchNorms(communicator, self._recorder.name_of_module) if self._several else None
         self._said: set[str] = set()
         # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
         self._streams_parted = self._is_virtual or (not self._several and seed is None)
@@ -98,22 +101,29 @@ class Strategy:
     # -- creating the model ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[Strategy]:
+    def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
         """What is created inside is mirrored: modules' parameters and buffers, on this tower's device.
 
         Re-entrant. On the first use after leaving (the first ``run``), names, shapes, dtypes and order are
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
         (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
+        Args:
+            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
+                and variance of the global batch when they train, and so need every tower's forward and backward;
+                see :mod:`mirrored.batch_norm`. Default: of each tower's share.
+
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
+            ValueError: ``sync_batch_norm`` with virtual towers.
         """
         self._check_here("scope()")
         if (current := current_frame()) is not None and current.replica is not None:
             raise RuntimeError("scope() was entered inside strategy.run(...); create the model outside of it")
         on_device = torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
+        self._check_batch_norm(sync_batch_norm)
         if self._records:
-            self._recorder.start()
+            self._recorder.start(self.batch_norms.adopt if self.batch_norms and sync_batch_norm else None)
         try:
             with frame(self, None), on_device:
                 yield self
@@ -121,13 +131,20 @@ class Strategy:
             if self._records:
                 self._recorder.stop()
 
-    def mirror(self, module: nn.Module) -> nn.Module:
+    def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
         """Mirror a module that was created outside the scope (loaded, copied); returns it.
 
         It has to lie on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.metrics`).
+
+        Args:
+            sync_batch_norm: as of :meth:`scope`; takes effect at once.
         """
         self._check_here("mirror()")
+        self._check_batch_norm(sync_batch_norm)
+        if self.batch_norms and sync_batch_norm:
+            for part in module.modules():
+                self.batch_norms.adopt(part)
         if self._several:
             metrics.prepare(module, self.communicator)
         if self._records:
@@ -421,6 +438,14 @@ class Strategy:
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline)
+
+    def _check_batch_norm(self, synchronised: bool) -> None:
+        if synchronised and self._is_virtual:
+            raise ValueError(
+                "sync_batch_norm=True normalises over the global batch, of which virtual towers compute one part after "
+                "the other: leave one of the two out (virtual towers' BatchNorm takes each part's statistics, on any "
+                "number of towers the same)"
+            )
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:
