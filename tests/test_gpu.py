@@ -207,6 +207,55 @@ def test_a_graphed_forward() -> None:
     assert results[0] == results[1]
 
 
+def batch_norm_over_both() -> list[float]:
+    """Uneven shares without waiting for the GPU, against plain layers; then each rank at another layer."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    makes = torch.nn.Identity, torch.nn.BatchNorm2d, torch.nn.BatchNorm2d
+    with strategy.scope(sync_batch_norm=True):
+        model = torch.nn.Sequential(*(make(4) for make in makes))
+    plain = torch.nn.Sequential(*(make(4) for make in makes)).to(strategy.device)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        whole = torch.randn(11, 4, 6, 6, generator=torch.Generator().manual_seed(0)).to(strategy.device, dtype)
+        own = slice(0, 4) if strategy.is_chief else slice(4, 11)
+        xs = [whole[own].clone().requires_grad_(), whole.clone().requires_grad_()]
+
+        def step(part: Tensor = xs[0]) -> Tensor:
+            model.zero_grad()
+            y = model(part)
+            (2 * y.float().pow(3).sum()).backward()
+            return y
+
+        strategy.run(step)
+        xs[0].grad = None
+        plain.load_state_dict(model.state_dict())
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = strategy.run(step)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        plain.zero_grad()
+        expected = plain(xs[1])
+        expected.float().pow(3).sum().backward()
+        assert y.dtype == dtype
+        assert_close([y, xs[0].grad / 2], [expected[own], xs[1].grad[own]], tolerance)
+        gradients = [[p.grad for p in m.parameters()] for m in (model, plain)]
+        assert_close(*gradients, 10 * tolerance)
+        assert_close(list(model.buffers()), list(plain.buffers()), 1e-4)
+    trained = [float(buffer.double().sum()) for buffer in model.buffers()]
+    norm = model[1 if strategy.is_chief else 2]
+    assert strategy.run(lambda: norm(xs[0])).isnan().all()
+    torch.cuda.synchronize()
+    with pytest.raises(mirrored.DisagreementError, match="tower 0 goes forward through Sequential.1, tower 1 goes"):
+        strategy.run(lambda: norm(xs[0]))
+    return trained
+
+
+def test_batch_norm_over_both() -> None:
+    results = on_one_gpu("from test_gpu import batch_norm_over_both as run")
+    assert results[0] == results[1]
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")
 def test_digits_on_the_gpu(tmp_path: pathlib.Path) -> None:
     for package in ("tqdm", "matplotlib", "safetensors"):
