@@ -593,6 +593,10 @@ def test_mistakes_are_named() -> None:
         run(lambda x: model(x).sum(1), x, sample_weight=torch.ones(3))
     with pytest.raises(RuntimeError, match="no_sync"), strategy.no_sync():
         run(lambda x: model(x).sum(1), x)
+    with pytest.raises(ValueError, match="sync_batch_norm"), strategy.scope(sync_batch_norm=True):
+        pass
+    with pytest.raises(ValueError, match="sync_batch_norm"):
+        strategy.mirror(model, sync_batch_norm=True)
     with pytest.raises(ValueError, match="backwards is -1"):
         strategy.load_state_dict({"backwards": -1})
 
