@@ -46,6 +46,27 @@ def test_gradient_of_an_all_gather_is_the_own_slice_of_the_sum() -> None:
     assert towers(through_all_gather) == [([0, 0, 1], [3]), ([0, 0, 1], [30, 300])]
 
 
+def twice_differentiated(strategy: mirrored.Strategy) -> list[float]:
+    """Of (x0 + x1)^3 on each of two towers, and of the joined values' cubes."""
+
+    def step() -> list[float]:
+        context, found = mirrored.get_replica_context(), []
+        for collect in (lambda x: context.all_reduce("sum", x), context.all_gather):
+            x = torch.tensor([[1.0, 2.0][strategy.topology.index]], requires_grad=True)
+            (first,) = torch.autograd.grad(collect(x).pow(3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+            found += [first.item(), second.item()]
+        return found
+
+    return strategy.run(step)
+
+
+def test_second_derivatives() -> None:
+    # What is differentiated is the sum over both towers. All-sum, s = 3: of 2 s³, 6 s²; of two such, 24 s.
+    # All-gather: of 2 x0³ + 2 x1³, 6 x²; of the sum of both, 12 x.
+    assert towers(twice_differentiated) == [[54, 72, 6, 12], [54, 72, 24, 24]]
+
+
 def through_structures(strategy: mirrored.Strategy) -> list[object]:
     r = strategy.topology.index
 

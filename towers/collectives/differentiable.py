@@ -7,6 +7,7 @@ all-mean, of an all-gather the own slice of the all-summed gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,10 +69,18 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        summed = values.all_reduce_together(ctx.comm, "sum", gradients)
+        summed = _all_sum(ctx.comm, gradients)
         if ctx.op == "mean":
             summed = [gradient / ctx.comm.size for gradient in summed]
         return None, None, *summed
+
+
+def _all_sum(comm: Communicator, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The gradients' sums over all towers; differentiable where a backward is to be (``create_graph=True``)."""
+    if torch.is_grad_enabled():
+        summed: tuple[Tensor, ...] = _AllReduce.apply(comm, "sum", *gradients)
+        return summed
+    return values.all_reduce_together(comm, "sum", gradients)
 
 
 class _AllGather(torch.autograd.Function):
@@ -85,7 +94,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        summed = values.all_reduce_together(ctx.comm, "sum", gradients)
+        summed = _all_sum(ctx.comm, gradients)
         own = [
             gradient.split(lengths, dim=ctx.axis)[ctx.comm.index]
             for gradient, lengths in zip(summed, ctx.lengths, strict=True)
