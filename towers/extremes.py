@@ -1,0 +1,44 @@
+"""Finding NaN and infinities, without waiting for a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def extremes(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in each tensor: NaN where there is one, else infinity where there is one.
+
+    Args:
+        tensors: real, complex (their parts count), sparse or integer ones, on one device or several.
+
+    Returns:
+        float64, shape ``(len(tensors),)``, on the device of the first; 0 for an empty tensor.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    device = tensors[0].device
+    ends = torch.stack([end.to(device, non_blocking=True) for tensor in tensors for end in _ends(tensor)]).double()
+    return torch.maximum(-ends[::2], ends[1::2])
+
+
+def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest element; NaN where there is one."""
+    dense = tensor._values() if tensor.is_sparse else tensor
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    if not real.numel():
+        zero = torch.zeros((), device=tensor.device)
+        return zero, zero
+    if real.dtype.itemsize == 1:
+        real = real.float()  # torch does not compare numbers of eight bits
+    low, high = torch.aminmax(real)
+    return low, high
+
+
+def what_is_not_finite(names: Sequence[str], highest: Tensor) -> dict[str, str]:
+    """Those of ``names`` whose extreme is not finite, and whether it is "nan" or "inf"."""
+    values = zip(names, highest.tolist(), strict=True)
+    return {name: "nan" if math.isnan(value) else "inf" for name, value in values if not math.isfinite(value)}

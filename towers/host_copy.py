@@ -1,0 +1,26 @@
+"""Reading a tensor's values later, so that nobody waits for a GPU now."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A copy of ``tensor`` on the host, under way from a GPU, or the tensor itself where it is on the host already."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._copy = tensor
+        if tensor.is_cuda:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def get(self) -> Tensor:
+        """The copy; waits for it where it has not come yet."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+            self._arrived = None
+        return self._copy
