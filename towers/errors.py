@@ -55,6 +55,10 @@ class MirrorError(TowersError):
     """The towers' models are not mirror images: names, shapes, dtypes, order or values differ."""
 
 
+class NonFiniteGradientError(TowersError):
+    """A tower contributed a gradient that is NaN or infinite; raised on all towers with one text, after averaging."""
+
+
 class ForkedError(TowersError):
     """The process was forked after its tower started; the copy has no place among the towers."""
 

@@ -46,6 +46,7 @@ from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.flags import Tail
 from towers.mirror import Named
+from towers.nonfinite import GradientWatch
 from towers.scatter import Scatter
 from towers.slots import Slot
 from towers.sparse import SparseSlot
@@ -77,6 +78,7 @@ class GradientAverager:
             cannot come between.
         bucket_bytes: size of a bucket.
         scatter: leave every tower the average of its own part where that can be, until gradients are used.
+        watch: looks at what this tower contributes.
 
     Attributes:
         generation: counts the layouts of buckets.
@@ -84,9 +86,15 @@ class GradientAverager:
     """
 
     def __init__(
-        self, channel: Communicator, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, scatter: bool = False
+        self,
+        channel: Communicator,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        scatter: bool = False,
+        watch: GradientWatch | None = None,
     ) -> None:
         self._channel = channel
+        self._watch = watch
         self._scale = channel.prescale
         self._bucket_bytes = bucket_bytes
         self._paused = False
@@ -379,6 +387,8 @@ class GradientAverager:
 
     @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
+        if self._watch is not None:
+            self._watch.look(bucket.slots)
         scale = 1.0 if self._by_tree else self._scale
         buffer = bucket.pack(self._channel, scale, touched, self._units, tail=not self._flags_apart)
         together = self._by_tree or self.scatters
@@ -399,6 +409,8 @@ class GradientAverager:
             self._launch(bucket)
         if missed:
             self._await(touched)
+        if self._watch is not None:
+            self._watch.look(self._sparse)
         for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 (slot.sum_by_tree if self._by_tree else slot.average)(self._channel)
@@ -406,6 +418,8 @@ class GradientAverager:
         self._in_cycle = False
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
+        if self._watch is not None:
+            self._watch.tell()
 
     def _adopt_order(self, arrivals: list[str]) -> None:
         """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
