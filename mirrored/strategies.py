@@ -11,6 +11,7 @@ import torch
 
 from mirrored import cluster
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.mirror_check import DEFAULT_INTERVAL, check_interval
 from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
@@ -20,6 +21,7 @@ from towers.collectives.connect import connect
 from towers.devices import Device
 from towers.job import Job
 from towers.log import get_logger
+from towers.nonfinite import check_action
 from towers.topology import DEVICES, STARTED_BY
 
 log = get_logger("mirrored")
@@ -61,13 +63,23 @@ class MirroredStrategy(Strategy):
         virtual_towers: how many parts the work of a step is cut into, a power of two that the number of towers divides.
             With :meth:`Strategy.backward` a run then has the same bits on any such number of towers, 1 included. CPU
             towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
+        mirror_check_interval: in every so many-th ``run`` (and in the second and the tenth) the towers compare their
+            parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a difference is a
+            MirrorError on all towers. Parameters that no optimizer steps only give a warning, and so do parameters that
+            are not finite. None: no such checks. Between GPUs the result is read by the tenth run after.
+        nonfinite_gradients: "ignore" (the default: a ``GradScaler`` makes infinities on purpose, and what it decides is
+            the same on all towers), "warn" or "raise": at the end of each backward say which tower contributed NaN or
+            infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero
+            the gradients and go on. It costs reading all gradients and one small collective a backward; GPUs are waited
+            for.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it the generators are equal on all towers (without it, as tower 0's happen to be)
             while data and model are made, and different from the first ``run`` on.
 
     Raises:
         ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher
-            started; or ``virtual_towers`` does not fit the number of towers.
+            started; ``virtual_towers`` does not fit the number of towers; or an option is none of its values.
+        DisagreementError: the towers were given different options.
         CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
         ClusterError: the launcher's variables are wrong.
         StartupError, HandshakeError: the towers did not all come, or do not belong together.
@@ -80,8 +92,12 @@ class MirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
+        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
+        check_interval(mirror_check_interval)
+        check_action(nonfinite_gradients)
         launcher = cluster.from_launcher(os.environ)
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
@@ -89,7 +105,17 @@ class MirroredStrategy(Strategy):
         resolver = launcher or LocalClusterResolver()
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer, virtual_towers)
+        super().__init__(
+            topology,
+            communicator,
+            resolver,
+            options,
+            seed,
+            shard_optimizer=shard_optimizer,
+            virtual_towers=virtual_towers,
+            mirror_check_interval=mirror_check_interval,
+            nonfinite_gradients=nonfinite_gradients,
+        )
         _announce(self, virtual_towers)
 
 
@@ -102,8 +128,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
-        devices, communication, shard_optimizer, virtual_towers, seed: as of :class:`MirroredStrategy`; ``devices`` are
-            this worker's.
+        devices, communication, shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, seed: as of
+            :class:`MirroredStrategy`; ``devices`` are this worker's.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
@@ -118,12 +144,26 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
+        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
+        check_interval(mirror_check_interval)
+        check_action(nonfinite_gradients)
         resolver = cluster.resolve(os.environ, cluster_resolver)
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, shard_optimizer, virtual_towers)
+        super().__init__(
+            topology,
+            communicator,
+            resolver,
+            options,
+            seed,
+            shard_optimizer=shard_optimizer,
+            virtual_towers=virtual_towers,
+            mirror_check_interval=mirror_check_interval,
+            nonfinite_gradients=nonfinite_gradients,
+        )
         _announce(self, virtual_towers)
 
 

@@ -22,15 +22,18 @@ from mirrored.data.shares import KnownShares, count_examples
 from mirrored.data.streams import PipelineDataset
 from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss, global_count
+from mirrored.mirror_check import MirrorCheck
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers, cut_for
 from towers import ForkedError, Topology, mirror
 from towers.collectives import values
+from towers.collectives.agreement import agree
 from towers.collectives.communicator import Communicator
 from towers.gradients import GradientAverager
 from towers.log import get_logger
+from towers.nonfinite import LoneWatch, watch_for
 from towers.sharding import OptimizerSharder
 
 log = get_logger("mirrored")
@@ -61,6 +64,8 @@ class Strategy:
         seed: int | None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
+        mirror_check_interval: int | None = None,
+        nonfinite_gradients: str = "ignore",
     ) -> None:
         self.topology = topology
         self.communicator = communicator
@@ -75,13 +80,14 @@ class Strategy:
         self._several = topology.size > 1
         self._cut = cut_for(topology, virtual_towers)
         self._is_virtual = virtual_towers is not None
-        self._records = self._several or self._is_virtual
         self._accumulates = False
+        self._runs = 0
         self._recorder = Recorder()
         self.batch_norms = BatchNorms(communicator, self._recorder.name_of_module) if self._several else None
         self._said: set[str] = set()
         # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
         self._streams_parted = self._is_virtual or (not self._several and seed is None)
+        self._lone_watch: LoneWatch | None = None
         if seed is not None:
             seeds.seed_all(seed)
         elif self._several:
@@ -89,14 +95,23 @@ class Strategy:
         self._averager: GradientAverager | None = None
         self._sharder: OptimizerSharder | None = None
         if self._several:
+            chosen = {"mirror_check_interval": mirror_check_interval, "nonfinite_gradients": nonfinite_gradients}
+            agree(communicator, "the strategy", chosen)
             channel = communicator.channel()
-            self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer)
+            watch = watch_for(channel, nonfinite_gradients)
+            self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer, watch=watch)
             self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
+            meet = self._averager.meet_for if shard_optimizer and channel.windows is not None else None
+            with_state = not shard_optimizer
+            self._mirror_check = MirrorCheck(communicator, mirror_check_interval, with_state=with_state, meet=meet)
             announce(self)
-        self._virtual = (
-            VirtualTowers(communicator, self._cut, self.known_shares, self._averager) if self._is_virtual else None
-        )
+        elif (watch := watch_for(communicator, nonfinite_gradients)) is not None:
+            self._lone_watch = LoneWatch(watch)
+        self._virtual: VirtualTowers | None = None
+        if self._is_virtual:
+            self._virtual = VirtualTowers(communicator, self._cut, self.known_shares, self._averager)
+        self._records = self._several or self._is_virtual or self._lone_watch is not None
 
     # -- creating the model ------------------------------------------------------------------------------
 
@@ -183,6 +198,7 @@ class Strategy:
                 "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
                 "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
             )
+        self._mirror_check.notice(optimizer)
         if self._sharder is not None:
             self._sharder.prepare(optimizer)
 
@@ -195,14 +211,20 @@ class Strategy:
         batch that ``args`` came from. Exceptions pass through unchanged.
 
         Raises:
-            MirrorError: on the first use, when the towers' models differ.
+            MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
+                hold the same parameters, optimizer state or optimizer settings any more.
             RuntimeError: inside another strategy's scope or run.
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
         if self._averager is not None:
             self._averager.refresh()
-        if self._records and self._recorder.pending:
+            if self._recorder.pending:
+                self._mirror_recorded()
+            self._runs += 1
+            if self._runs == self._mirror_check.due:
+                self._mirror_check.come_to(self._runs)
+        elif self._recorder.pending:
             self._mirror_recorded()
         if not self._streams_parted:
             self._part_streams()
@@ -294,16 +316,34 @@ class Strategy:
         if self._virtual is not None:
             self._virtual.step = backwards
 
+    def check_mirrored(self) -> None:
+        """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
+
+        All towers call it. Buffers are not compared (BatchNorm's running statistics are each tower's own), nor is
+        state with ``shard_optimizer=True``. At one tower there is nothing to do. On a GPU it waits for it.
+
+        Raises:
+            MirrorError: on all towers with one text: what differs, and which towers hold something else.
+            DisagreementError: on all towers, when some call something else.
+        """
+        self._check_here("check_mirrored()")
+        if self._several:
+            self._mirror_check.check_now(self._runs + 1)
+
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach gradient averaging to it."""
         tensors, lazy = self._recorder.take()
-        mirror.compare(self.communicator, tensors)
-        mirror.broadcast(self.communicator, [named.tensor for named in tensors])
+        if self._several:
+            mirror.compare(self.communicator, tensors)
+            mirror.broadcast(self.communicator, [named.tensor for named in tensors])
         for module in lazy:
             AfterFirstForward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
+        if self._lone_watch is not None:
+            self._lone_watch.add(parameters)
         if self._averager is not None:
             self._averager.add(parameters)
+            self._mirror_check.add(parameters)
             for _, root in self._recorder.roots():
                 metrics.prepare(root, self.communicator)
         if self._virtual is not None:

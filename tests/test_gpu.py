@@ -110,8 +110,8 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
 
 
 def step_without_waiting(part: str) -> list[float]:
-    """Steps that must not make the host wait for the GPU: an exception, where one does."""
-    strategy = mirrored.MirroredStrategy(seed=0)
+    """Steps that must not make the host wait for the GPU: an exception, where one does. The fourth has a check."""
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=4)
     with strategy.scope():
         model = make_mlp(torch.float32).to(strategy.device)
         unused = torch.nn.Linear(3, 3, device=strategy.device)
@@ -175,6 +175,65 @@ def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pyte
     two = on_one_gpu("from test_gpu import same_bits as run", "two")
     [one] = mirrored.launch(same_bits, ("one",), devices=["cuda:0"], timeout=120)
     assert two == [one, one]
+
+
+def find_a_changed_bit() -> list[Any]:
+    """The run in which a change before run 12 is an error, that error, and the one of a check at once."""
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=6)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        large = torch.nn.Linear(300, 200, device=strategy.device)
+    optimizer = torch.optim.Adam([*model.parameters(), *large.parameters()], lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(torch.ones(2, 5, device=strategy.device)).sum() + large.weight.square().sum()).backward()
+        optimizer.step()
+
+    run, texts = 0, []
+    try:
+        for run in range(1, 40):
+            if run == 12:
+                strategy.check_mirrored()
+                if strategy.topology.index == 1:
+                    large.weight.data.view(torch.int32)[100, 7] ^= 1
+            strategy.run(step)
+    except mirrored.MirrorError as error:
+        texts.append(str(error))
+    try:
+        strategy.check_mirrored()
+    except mirrored.MirrorError as error:
+        texts.append(str(error))
+    return [run, *texts]
+
+
+def test_a_changed_bit_is_found_later() -> None:
+    first, second = on_one_gpu("from test_gpu import find_a_changed_bit as run")
+    assert first == second
+    run, later, at_once = first
+    assert run == 18  # where the check after the one that found it is due
+    words = "parameter Linear.weight is no longer the same on all towers: tower 0 differs from tower 1."
+    assert later.startswith(words)
+    assert "when run 12 began; the towers were equal when run 10 began" in later
+    assert at_once.startswith(words)
+
+
+def train_into_nan() -> str:
+    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+    factor = float("nan") if strategy.topology.index == 1 else 1.0
+    try:
+        strategy.run(lambda: (model(torch.ones(2, 5, device=strategy.device)).sum() * factor).backward())
+    except mirrored.NonFiniteGradientError as error:
+        return str(error)
+    return ""
+
+
+def test_a_nan_is_named() -> None:
+    first, second = on_one_gpu("from test_gpu import train_into_nan as run")
+    assert first == second
+    assert "(nan on tower 1)" in first
 
 
 def train_with_a_graph(graphed: bool) -> list[float]:

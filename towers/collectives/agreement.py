@@ -61,3 +61,18 @@ def announce(
         Announcement(other["details"], message[message.index(b"\0") + 1 :])
         for other, message in zip(headers, messages, strict=True)
     ]
+
+
+def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
+    """See that all towers were given the same ``options``, JSON values by name.
+
+    Raises:
+        DisagreementError: on all towers, naming the first option that differs.
+    """
+    towers = [said.details for said in announce(comm, call, options)]
+    for tower, other in enumerate(towers):
+        for name, value in towers[0].items():
+            if other[name] != value:
+                raise DisagreementError(
+                    f"{call}: {name} is {value!r} on tower 0, but {other[name]!r} on tower {tower}; give all towers one"
+                )

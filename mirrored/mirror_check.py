@@ -1,0 +1,246 @@
+"""Are the towers still mirror images? Looked at now and then while they train (rule R1 of the design).
+
+Runs are counted, not optimizer steps: all towers come to a check together, also when one of them has stepped alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from towers import MirrorError
+from towers.collectives.communicator import Communicator
+from towers.equality import Comparison, Difference, Held, name_towers, start_comparison, who_differs
+from towers.extremes import extremes, what_is_not_finite
+from towers.host_copy import HostCopy
+from towers.log import get_logger
+from towers.mirror import Named
+
+log = get_logger("mirrored")
+
+DEFAULT_INTERVAL = 100
+
+_EARLY = (2, 10)  # the runs in which a script that is wrong from the start shows it
+_READ_AFTER = 10  # runs, by when a GPU has done what it was given before
+
+_PARAMETER, _KEPT, _STATE, _SETTING = "parameter", "parameter that no optimizer steps", "optimizer state", "setting"
+
+
+def check_interval(interval: int | None) -> None:
+    """See that ``interval`` is one.
+
+    Raises:
+        ValueError: it is neither None nor a positive whole number.
+    """
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+        raise ValueError(f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None")
+
+
+class MirrorCheck:
+    """Compares parameters, optimizer state and optimizer settings between the towers.
+
+    Args:
+        comm: the towers.
+        interval: runs from one check to the next; None for no checks but those that are asked for.
+        with_state: whether optimizer state is the same on all towers.
+        meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
+
+    Attributes:
+        due: the number of the run in which there is something to do; 0 for none.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        interval: int | None,
+        *,
+        with_state: bool = True,
+        meet: Callable[[str], None] | None = None,
+    ) -> None:
+        self._comm = comm
+        self._meet = meet
+        self._interval = interval
+        self._with_state = with_state
+        self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._class_names: Counter[str] = Counter()
+        self._under_way: _Check | None = None
+        self._last_equal: int | None = None
+        self._warned: set[str] = set()
+        self._read_later = comm.device.type == "cuda"
+        self.due = self._next(0)
+
+    def add(self, parameters: Sequence[Named]) -> None:
+        """These are mirrored from now on."""
+        self._parameters += [(named.name, weakref.ref(named.tensor)) for named in parameters]
+
+    def notice(self, optimizer: Optimizer) -> None:
+        """An optimizer of mirrored parameters is about to step."""
+        if optimizer not in self._optimizers:
+            name = type(optimizer).__name__
+            number = self._class_names[name]
+            self._class_names[name] += 1
+            self._optimizers[optimizer] = f"{name}[{number}]" if number else name
+
+    # -- when --------------------------------------------------------------------------------------------
+
+    def _next(self, run: int) -> int:
+        """The first check after ``run``."""
+        if self._interval is None:
+            return 0
+        regular = (run // self._interval + 1) * self._interval
+        return min([regular, *(early for early in _EARLY if early > run)])
+
+    def come_to(self, run: int) -> None:
+        """Do what is due at the beginning of ``run``.
+
+        Raises:
+            MirrorError: on all towers with one text: they are not mirror images any more.
+            DisagreementError: on all towers: some are not at this run.
+        """
+        earlier, self._under_way = self._under_way, None
+        self.due = self._next(run)
+        if earlier is not None:
+            self._judge(earlier)
+        if self._next(run - 1) == run:
+            check = self._start(f"run() number {run}", run)
+            if self._read_later:
+                self._under_way = check
+                self.due = min(self.due, run + _READ_AFTER)
+            else:
+                self._judge(check)
+
+    def check_now(self, run: int) -> None:
+        """Check all at once, before ``run`` has begun.
+
+        Raises:
+            MirrorError, DisagreementError: on all towers with one text.
+        """
+        check = self._start("check_mirrored()", run)
+        self._judge(check, everything=True)
+
+    # -- what --------------------------------------------------------------------------------------------
+
+    def _start(self, call: str, run: int) -> _Check:
+        optimizers = list(self._optimizers.items())
+        stepped = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
+        self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
+        living = [(name, p) for name, reference in self._parameters if _has_bits(p := reference())]
+        held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
+        held += [Held(name, _PARAMETER if id(p) in stepped else _KEPT, p.detach()) for name, p in living]
+        if self._with_state:
+            names = {id(p): name for name, p in living}
+            held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
+        if self._meet is not None:
+            self._meet(f"comes to {call}")
+        comparison = start_comparison(self._comm, call, held)
+        trained = [(name, p.detach()) for name, p in living if id(p) in stepped]
+        highest = HostCopy(extremes([p for _, p in trained]))
+        return _Check(run, comparison, [name for name, _ in trained], highest)
+
+    def _judge(self, check: _Check, *, everything: bool = False) -> None:
+        differences = check.comparison.differences()
+        serious = [one for one in differences if everything or one.kinds != [_KEPT]]
+        if serious:
+            raise MirrorError(self._text(check.run, [*serious, *(one for one in differences if one not in serious)]))
+        for one in differences:
+            if one.name not in self._warned:
+                self._warned.add(one.name)
+                log.warning(
+                    "%s is not the same on all towers: %s. No optimizer steps it, so training goes on",
+                    one.name,
+                    who_differs(one.groups),
+                )
+        if not differences:
+            self._last_equal = check.run
+        self._say_if_not_finite(check)
+
+    def _text(self, run: int, differences: Sequence[Difference]) -> str:
+        first, *others = differences
+        values = ""
+        if first.values is not None:
+            said = (f"{first.values[towers[0]]} on {name_towers(towers)}" for towers in first.groups)
+            values = f" ({', '.join(said)})"
+        counts = Counter(_called(other) for other in others)
+        counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
+        also = f" Also different: {counted}." if others else ""
+        before = f"; the towers were equal when run {self._last_equal} began" if self._last_equal is not None else ""
+        return (
+            f"{_called(first)} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}."
+            f"{also} This is how it was when run {run} began{before}. Look for what one tower does alone or in its own "
+            "way: optimizer.step(), a scheduler or a loaded state under `if strategy.is_chief:`, parameters or "
+            "averaged gradients changed by its own random numbers or data, a GPU or memory that fails. Then start "
+            "again from the last checkpoint"
+        )
+
+    def _say_if_not_finite(self, check: _Check) -> None:
+        if "not finite" in self._warned:
+            return
+        found = what_is_not_finite(check.names, check.highest.get())
+        if found:
+            self._warned.add("not finite")
+            name, kind = next(iter(found.items()))
+            more = f", and {len(found) - 1} more parameters are not finite" if len(found) > 1 else ""
+            log.warning(
+                "parameter %s holds %s on all towers%s, found when run %d began. MirroredStrategy(nonfinite_gradients="
+                '"raise") says which tower and which gradient it comes from',
+                name,
+                kind,
+                more,
+                check.run,
+            )
+
+
+class _Check:
+    """A check that was started.
+
+    Attributes:
+        run: the run that was about to begin.
+        names, highest: parameters that an optimizer steps, and their extremes.
+    """
+
+    def __init__(self, run: int, comparison: Comparison, names: Sequence[str], highest: HostCopy) -> None:
+        self.run, self.comparison, self.names, self.highest = run, comparison, names, highest
+
+
+def _called(difference: Difference) -> str:
+    """What a person calls the kind of thing that differs."""
+    kind = difference.kinds[0]
+    return _PARAMETER if kind == _KEPT else kind
+
+
+def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:
+    """The numbers with which an optimizer was made, as schedulers and scripts may have changed them since."""
+    for number, group in enumerate(optimizer.param_groups):
+        where = label if len(optimizer.param_groups) == 1 else f"group {number} of {label}"
+        for name in optimizer.defaults:
+            value = group.get(name)
+            if isinstance(value, Tensor) or _is_plain(value):
+                yield Held(f"{name} of {where}", _SETTING, value)
+
+
+def _has_bits(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, (int, float))
+
+
+def _states(optimizer: Optimizer, label: str, names: dict[int, str]) -> Iterator[Held]:
+    """The tensors that an optimizer keeps for mirrored parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                continue
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if _has_bits(value):
+                    yield Held(f"{key} of {names[id(parameter)]} ({label})", _STATE, value.detach())
