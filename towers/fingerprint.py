@@ -16,9 +16,9 @@ from torch import Tensor
 
 from towers.collectives.communicator import as_bytes
 
-COLUMNS = 2039  # a prime, so that no row of a weight matrix falls onto the columns of the one before
+COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the one before
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -68,15 +68,12 @@ class _Piece:
 def _pieces(owner: int, tensor: Tensor) -> list[_Piece]:
     """What of a tensor is mixed: all of a small one; of a large one its folded part and the rest."""
     memory = as_bytes(tensor)
-    width = next(size for size in (8, 4, 2, 1) if tensor.element_size() % size == 0)
-    if memory.storage_offset() % width:
-        memory = memory.clone()
-    rest = memory.view(_WORDS[width])
-    if memory.numel() <= 8 * COLUMNS:
-        return [_Piece(owner, rest, 0)] if rest.numel() else []
     if memory.storage_offset() % 8:
         memory = memory.clone()
+    width = 8 if memory.numel() % 8 == 0 else 4 if memory.numel() % 4 == 0 else 1
     rows = memory.numel() // (8 * COLUMNS)
+    if rows < 2:
+        return [_Piece(owner, memory.view(_WORDS[width]), 0)] if memory.numel() else []
     folded = 8 * COLUMNS * rows
     matrix = memory[:folded].view(torch.int64).view(rows, COLUMNS)
     pieces = [_Piece(owner, matrix.sum(0), 1 << 40), _Piece(owner, matrix.sum(1), 1 << 41)]
