@@ -157,7 +157,7 @@ class MirrorCheck:
                     one.name,
                     who_differs(one.groups),
                 )
-        if not differences:
+        if not differences and not everything:
             self._last_equal = check.run
         self._say_if_not_finite(check)
 
