@@ -6,6 +6,7 @@ import sys
 
 import allreduce
 import memory
+import mirror
 import scaling
 import step
 import virtual
@@ -13,6 +14,7 @@ import virtual
 BENCHMARKS = {
     "allreduce": allreduce.main,
     "memory": memory.main,
+    "mirror": mirror.main,
     "scaling": scaling.main,
     "step": step.main,
     "virtual": virtual.main,
