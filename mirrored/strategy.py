@@ -102,8 +102,8 @@ class Strategy:
             self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer, watch=watch)
             self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
-            meet = self._averager.meet_for if shard_optimizer and channel.windows is not None else None
-            with_state = not shard_optimizer
+            meet = None if self._sharder is None else self._sharder.meet_for
+            with_state = self._sharder is None
             self._mirror_check = MirrorCheck(communicator, mirror_check_interval, with_state=with_state, meet=meet)
             announce(self)
         elif (watch := watch_for(communicator, nonfinite_gradients)) is not None:

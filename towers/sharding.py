@@ -68,6 +68,14 @@ class OptimizerSharder:
         """Whether ``optimizer`` does the work of one that is shared out."""
         return optimizer in self._twins
 
+    def meet_for(self, purpose: str) -> None:
+        """Meet all towers where steps begin, so that one that steps alone finds the others come for something else.
+
+        Raises:
+            DisagreementError: on all towers, when some have.
+        """
+        self._exchange.begin(purpose)
+
     def prepare(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: see that its twin does it. All towers call it.
 
