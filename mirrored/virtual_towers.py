@@ -122,15 +122,16 @@ class VirtualTowers:
                     leaves, dtype = leaves + 1, loss.dtype
                     gradients = [parameter.grad for parameter in parameters]
                     subtree.add([*gradients, loss.detach().double(), *buffers.take()])
+            sums = subtree.total()
+            _give(parameters, sums[: len(parameters)])
+            said = self._tell({"leaves": leaves, "dtype": str(dtype), "changed": buffers.changed})
+            if self._averager is not None:
+                self._averager.sum_by_tree()
+            mean = self._combine(buffers, sums[len(parameters) :], said)
         except BaseException:
             _give(parameters, kept)
             buffers.restore()
             raise
-        sums = subtree.total()
-        _give(parameters, sums[: len(parameters)])
-        mean = self._combine(buffers, sums[len(parameters) :], leaves, dtype)
-        if self._averager is not None:
-            self._averager.sum_by_tree()
         _add(parameters, kept)
         return mean
 
@@ -162,19 +163,21 @@ class VirtualTowers:
             self._buffers = StepBuffers(modules)
         return self._buffers
 
+    def _tell(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What every tower did: how many of its virtual towers had examples, their losses' dtype, buffers changed."""
+        if self._comm.size == 1:
+            return [mine]
+        call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
+        return [other.details for other in announce(self._comm, call, mine)]
+
     @torch.no_grad()
-    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], leaves: int, dtype: torch.dtype) -> Tensor:
+    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], said: list[dict[str, Any]]) -> Tensor:
         """Add up losses and changes of buffers over the towers; gives the buffers their new values.
 
         Args:
             sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
-            leaves: how many of them had examples.
-            dtype: of the losses.
+            said: what :meth:`_tell` gave.
         """
-        said: list[Any] = [{"leaves": leaves, "dtype": str(dtype), "changed": buffers.changed}]
-        if self._comm.size > 1:
-            call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
-            said = [other.details for other in announce(self._comm, call, said[0])]
         active = [tower for tower, other in enumerate(said) if other["leaves"]]
         places = sorted({place for other in said for place in other["changed"]})
         loss = sums[0] if sums[0] is not None else torch.zeros((), dtype=torch.float64, device=self._comm.device)
@@ -187,8 +190,8 @@ class VirtualTowers:
             of_active = [rows[tower][1 + len(floats) :] for tower in active]
             buffers.compare(of_active, places)
             buffers.settle(floats, of_active[0], places, sum(other["leaves"] for other in said))
-            dtype = getattr(torch, said[active[0]]["dtype"].removeprefix("torch."))
-        return mean.to(dtype)
+        name: str = said[active[0] if active else 0]["dtype"]
+        return mean.to(getattr(torch, name.removeprefix("torch.")))
 
     def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Every tower's tensors, of which all have the same kinds, by one collective."""

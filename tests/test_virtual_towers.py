@@ -601,6 +601,39 @@ def test_mistakes_are_named() -> None:
         strategy.load_state_dict({"backwards": -1})
 
 
+def with_a_nan(strategy: mirrored.Strategy) -> tuple[str, list[str]]:
+    """The second of three batches has one, in the last virtual tower; the script leaves that batch out."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = make_data(48, torch.float32)
+    x[31, 2] = torch.nan
+    texts = []
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        try:
+            strategy.backward(lambda x: model(x).squeeze(1), x)
+        except mirrored.NonFiniteGradientError as error:
+            texts.append(str(error))
+        else:
+            optimizer.step()
+
+    for batch in strategy.distribute_dataset(TensorDataset(x), 16):
+        strategy.run(step, args=batch)
+    return digest([*model.parameters(), *model.buffers()]), texts
+
+
+def test_a_nan_is_named_and_may_be_skipped() -> None:
+    found = {count: virtual(with_a_nan, count=count, nonfinite_gradients="raise") for count in (1, 2, 4)}
+    for count, results in found.items():
+        for sha, texts in results:
+            assert sha == found[1][0][0], "the batch is left out as if it had not been"
+            assert len(texts) == 1
+            if count > 1:
+                assert f"nan on tower {count - 1}" in texts[0]
+
+
 def ordinary_backward(strategy: mirrored.Strategy) -> None:
     with strategy.scope():
         model = make_mlp()

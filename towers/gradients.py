@@ -308,10 +308,12 @@ class GradientAverager:
         for slot in self._slots:
             slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
         self._by_tree = True
-        self._finish()
-        self._by_tree = False
-        for slot in self._dense.values():
-            slot.make_plain()
+        try:
+            self._finish()
+        finally:
+            self._by_tree = False
+            for slot in self._dense.values():
+                slot.make_plain()
 
     def unsynced(self) -> dict[int, str]:
         """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
