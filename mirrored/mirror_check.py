@@ -109,25 +109,28 @@ class MirrorCheck:
         if earlier is not None:
             self._judge(earlier)
         if self._next(run - 1) == run:
-            check = self._start(f"run() number {run}", run)
+            check = self._start(f"run() number {run}", run, quick=run not in _EARLY)
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
             else:
                 self._judge(check)
 
-    def check_now(self, run: int) -> None:
+    def check_now(self, run: int, *, quick: bool = False) -> None:
         """Check all at once, before ``run`` has begun.
+
+        Args:
+            quick: as the regular checks do.
 
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        check = self._start("check_mirrored()", run)
+        check = self._start("check_mirrored()", run, quick=quick)
         self._judge(check, everything=True)
 
     # -- what --------------------------------------------------------------------------------------------
 
-    def _start(self, call: str, run: int) -> _Check:
+    def _start(self, call: str, run: int, *, quick: bool) -> _Check:
         optimizers = list(self._optimizers.items())
         stepped = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
         self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
@@ -139,7 +142,7 @@ class MirrorCheck:
             held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
         if self._meet is not None:
             self._meet(f"comes to {call}")
-        comparison = start_comparison(self._comm, call, held)
+        comparison = start_comparison(self._comm, call, held, quick=quick)
         trained = [(name, p.detach()) for name, p in living if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
         return _Check(run, comparison, [name for name, _ in trained], highest)

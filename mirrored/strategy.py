@@ -316,11 +316,14 @@ class Strategy:
         if self._virtual is not None:
             self._virtual.step = backwards
 
-    def check_mirrored(self) -> None:
+    def check_mirrored(self, *, quick: bool = False) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 
         All towers call it. Buffers are not compared (BatchNorm's running statistics are each tower's own), nor is
         state with ``shard_optimizer=True``. At one tower there is nothing to do. On a GPU it waits for it.
+
+        Args:
+            quick: as the regular checks do, which do not see words of a large tensor swapped with their neighbours.
 
         Raises:
             MirrorError: on all towers with one text: what differs, and which towers hold something else.
@@ -328,7 +331,7 @@ class Strategy:
         """
         self._check_here("check_mirrored()")
         if self._several:
-            self._mirror_check.check_now(self._runs + 1)
+            self._mirror_check.check_now(self._runs + 1, quick=quick)
 
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach gradient averaging to it."""

@@ -73,6 +73,20 @@ def test_order_counts(distance: int, values: tuple[float, float]) -> None:
     assert fingerprint(one) != fingerprint(other)
 
 
+def test_quick_fingerprints_see_changes_but_no_swap_of_neighbours() -> None:
+    tensor = torch.randn(BIG, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def quick(*places: tuple[int, int]) -> int:
+        other = tensor.clone()
+        for place, source in places:
+            other[place] = tensor[source]
+        return int(fingerprints([other], quick=True)[0])
+
+    assert quick((5, 6)) != quick()
+    assert quick((5, 5 + COLUMNS), (5 + COLUMNS, 5)) != quick()
+    assert quick((5, 6), (6, 5)) == quick()
+
+
 def test_a_fingerprint_is_of_the_tensor_alone() -> None:
     matrix = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     alone = fingerprint(matrix)
@@ -107,7 +121,7 @@ def change_one_bit(strategy: mirrored.Strategy, model: Net, optimizer: torch.opt
 
 def swap_values(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
     if strategy.topology.index == 0:
-        model.first.weight.data[[10, 20]] = model.first.weight.data[[20, 10]]
+        model.first.weight.data[[10, 900]] = model.first.weight.data[[900, 10]]
 
 
 def swap_parameters(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:

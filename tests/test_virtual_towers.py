@@ -46,7 +46,7 @@ def digest(values: Iterable[Tensor | float]) -> str:
     return found.hexdigest()
 
 
-def one_digest(fn: Callable[..., Any], *args: Any, counts: Iterable[int] = (1, 2, 4), **kwargs: Any) -> str:
+def one_digest(fn: Callable[..., Any], *args: Any, counts: Iterable[int] = (1, 2), **kwargs: Any) -> str:
     """The digest that ``fn(strategy, *args)`` returns on every tower of every number of towers."""
     found = {count: virtual(fn, *args, count=count, **kwargs) for count in counts}
     assert len({one for results in found.values() for one in results}) == 1, found
@@ -59,9 +59,9 @@ def one_digest(fn: Callable[..., Any], *args: Any, counts: Iterable[int] = (1, 2
 @pytest.mark.parametrize(
     ("model", "optimizer", "others"),
     [
-        ("cnn", "adamw", [("shared_memory", (2,)), ("shared_memory", (8,)), ("gloo", (4, 1, 2))]),
-        ("lstm", "sgd", [("gloo", (2,)), ("shared_memory", (4,))]),
-        ("transformer", "adam", [("shared_memory", (1, 2)), ("gloo", (4,))]),
+        ("cnn", "adamw", [("shared_memory", (8,)), ("gloo", (4, 1, 2))]),
+        ("lstm", "sgd", [("shared_memory", (4,))]),
+        ("transformer", "adam", [("gloo", (2,))]),
     ],
 )
 def test_training_is_the_same_to_the_bit(model: str, optimizer: str, others: list[Any]) -> None:
@@ -132,7 +132,7 @@ def accumulated(strategy: mirrored.Strategy) -> tuple[str, list[Tensor]]:
 def test_a_second_backward_adds() -> None:
     model, (x, y) = make_mlp(), make_data(16)
     (F.cross_entropy(model(x), y) + model(x).square().sum(1).mean()).backward()
-    found = [virtual(accumulated, count=count)[0] for count in (1, 2, 4)]
+    found = [virtual(accumulated, count=count)[0] for count in (1, 4)]
     assert len({one for one, _ in found}) == 1
     assert_close(found[0][1], [p.grad for p in model.parameters()], 1e-12)
 
@@ -158,7 +158,7 @@ def partly_used(strategy: mirrored.Strategy, parts: list[int]) -> tuple[str, Ten
 
 @pytest.mark.parametrize("parts", [[], [3], [0, 7], list(range(8))])
 def test_parameters_that_some_virtual_towers_use(parts: list[int]) -> None:
-    found = [one for count in (1, 2, 8) for one in virtual(partly_used, parts, count=count)]
+    found = [one for count in (1, 4) for one in virtual(partly_used, parts, count=count)]
     assert len({one for one, _ in found}) == 1
     if parts:
         assert torch.equal(found[0][1], torch.tensor([[0.0, 1.0]] * 2) * len(parts) / 8)
@@ -296,7 +296,7 @@ def with_buffers(strategy: mirrored.Strategy, examples: int) -> str:
 
 @pytest.mark.parametrize("examples", [11, 5])
 def test_buffers_of_all_sorts(examples: int) -> None:
-    one_digest(with_buffers, examples, counts=(1, 2, 8))
+    one_digest(with_buffers, examples, counts=(1, 4))
 
 
 class CountsExamples(nn.Module):
@@ -317,7 +317,7 @@ def counting(strategy: mirrored.Strategy) -> None:
         strategy.run(lambda x: strategy.backward(model, x), args=(x,))
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [1, 4])
 def test_integer_buffers_that_differ_are_named_on_all_towers(count: int) -> None:
     for error in failures_of(counting, count=count):
         assert isinstance(error, mirrored.MirrorError)
@@ -448,7 +448,7 @@ def sparse_table(strategy: mirrored.Strategy, also_dense: bool) -> tuple[str, bo
 
 @pytest.mark.parametrize("also_dense", [False, True])
 def test_sparse_gradients(also_dense: bool) -> None:
-    found = [one for count in (1, 2, 8) for one in virtual(sparse_table, also_dense, count=count)]
+    found = [one for count in (1, 4) for one in virtual(sparse_table, also_dense, count=count)]
     assert len({one for one, _, _ in found}) == 1
     assert {is_sparse for _, is_sparse, _ in found} == {not also_dense}
     if not also_dense:
@@ -540,8 +540,7 @@ def test_padding_and_masking_do_not_depend_on_the_number_of_towers(collate: Call
     alone = virtual(collating, collate, stream, count=1)[0]
     if collate is pad_and_mask:
         assert len({shape[1] for shape, _, _ in alone[1]}) > 1, "parts are padded differently"
-    for count in (2, 8):
-        assert {one for one, _ in virtual(collating, collate, stream, count=count)} == {alone[0]}
+    assert {one for one, _ in virtual(collating, collate, stream, count=4)} == {alone[0]}
 
 
 def without_virtual_towers(strategy: mirrored.Strategy) -> tuple[list[Tensor], Tensor]:
@@ -625,7 +624,7 @@ def with_a_nan(strategy: mirrored.Strategy) -> tuple[str, list[str]]:
 
 
 def test_a_nan_is_named_and_may_be_skipped() -> None:
-    found = {count: virtual(with_a_nan, count=count, nonfinite_gradients="raise") for count in (1, 2, 4)}
+    found = {count: virtual(with_a_nan, count=count, nonfinite_gradients="raise") for count in (1, 4)}
     for count, results in found.items():
         for sha, texts in results:
             assert sha == found[1][0][0], "the batch is left out as if it had not been"
