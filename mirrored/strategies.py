@@ -12,6 +12,7 @@ import torch
 from mirrored import cluster
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
 from mirrored.mirror_check import DEFAULT_INTERVAL, check_interval
+from mirrored.observer import observer
 from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
@@ -180,6 +181,8 @@ def _find_towers(
     gpus = devices.count_gpus()
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
+    if (watching := observer()) is not None:
+        requested = watching.devices(requested)
     chosen = devices.parse_all(requested) if requested is not None else None
     topology = resolver.topology
     if topology is not None:

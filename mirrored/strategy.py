@@ -23,6 +23,7 @@ from mirrored.data.streams import PipelineDataset
 from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss, global_count
 from mirrored.mirror_check import MirrorCheck
+from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
 from mirrored.scope import AfterFirstForward, Recorder
@@ -228,6 +229,8 @@ class Strategy:
             self._mirror_recorded()
         if not self._streams_parted:
             self._part_streams()
+        if (watching := observer()) is not None:
+            fn = watching.running(self, fn)
         with frame(self, ReplicaContext(self, (args, kwargs))):
             return fn(*args, **(kwargs or {}))
 
@@ -384,7 +387,10 @@ class Strategy:
             DisagreementError, ValueError, TypeError: on all towers alike.
         """
         self._check_here("reduce()")
-        return values.reduce(self.communicator, operation_name(op), value, axis)
+        result = values.reduce(self.communicator, operation_name(op), value, axis)
+        if (watching := observer()) is not None:
+            watching.returned(f"reduce({operation_name(op)!r})", result)
+        return result
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenate every tower's value along ``axis`` in tower order; every tower gets the result.
@@ -396,7 +402,10 @@ class Strategy:
             DisagreementError, ValueError, TypeError: on all towers alike; a scalar is a ValueError.
         """
         self._check_here("gather()")
-        return values.gather(self.communicator, value, axis)
+        result = values.gather(self.communicator, value, axis)
+        if (watching := observer()) is not None:
+            watching.returned("gather()", result)
+        return result
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of this process's towers: always one."""

@@ -16,6 +16,7 @@ from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
 from mirrored.data.order import Order
 from mirrored.data.shares import Cut, KnownShares, Share, cut
 from mirrored.data.transfer import Batch, to_device
+from mirrored.observer import observer
 from towers import DisagreementError
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -51,7 +52,7 @@ class DistributedDataset(ABC):
         self._check_agreement(epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in to_device(self._load(epoch, step), self._comm.device):
+            for batch, share in self._batches(epoch, step):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -65,6 +66,13 @@ class DistributedDataset(ABC):
             self._known.in_hand = in_hand_outside
         if self._newest is this:
             self._epoch, self._step, self._running = epoch + 1, 0, False
+
+    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+        def load(first: int) -> Iterator[Batch]:
+            return to_device(self._load(epoch, first), self._comm.device)
+
+        watching = observer()
+        return load(first) if watching is None else watching.batches(self, load, first)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -126,7 +134,11 @@ class DistributedDataset(ABC):
 
 
 class MapDataset(DistributedDataset):
-    """Examples by index: each tower loads its own share only."""
+    """Examples by index: each tower loads its own share only.
+
+    Attributes:
+        examples: how many the dataset has.
+    """
 
     def __init__(
         self,
@@ -139,6 +151,7 @@ class MapDataset(DistributedDataset):
         loader_settings: dict[str, Any],
     ) -> None:
         super().__init__(comm, cut, known, order.seed, settings)
+        self.examples = len(dataset)
         self._order = order
         self._sampler = _ShareSampler(order, cut)
         self._generator = torch.Generator()
