@@ -22,6 +22,7 @@ from mirrored.operations import ReduceOp
 from mirrored.options import CommunicationOptions
 from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mirrored.strategy import Strategy
+from mirrored.verification import verify
 from towers import (
     CannotStartError,
     CollectiveTimeoutError,
@@ -74,4 +75,5 @@ __all__ = [
     "in_cross_replica_context",
     "launch",
     "scale_regularization_loss",
+    "verify",
 ]

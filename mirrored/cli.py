@@ -30,8 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", help="the script, or with -m the module")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
-    parsed = parser.parse_args(arguments)
-    return _run(parser, parsed)
+    _add_verify(commands)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["verify"]:
+        end = words.index("--") if "--" in words else len(words)
+        parsed, unknown = parser.parse_known_args(words[:end])
+        return _verify(parser, parsed, [*unknown, *words[end + 1 :]])
+    return _run(parser, parser.parse_args(words))
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -46,6 +51,49 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     command = agent_command(job, program)
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="does a script compute the same on several towers as on one, and if not, why",
+        usage="mirrored verify [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
+        description="Runs a script on one tower and on several, compares losses, gradients, parameters, data and "
+        "reported values, and names the cause of the first difference. Exit code 0: the same; 1: not; 2: wrong usage. "
+        "Options that are not listed here, and all behind --, are the script's.",
+        allow_abbrev=False,
+    )
+    verify.add_argument("--towers", type=int, default=2, help="of the second run (default 2)")
+    verify.add_argument("--steps", type=int, default=5, help="of each optimizer that are compared (default 5)")
+    verify.add_argument("--exact", action="store_true", help="every bit counts (virtual towers)")
+    verify.add_argument("--tolerance", type=float, help="largest relative difference (default 1e-4 for float32)")
+    verify.add_argument("--devices", type=lambda text: text.split(","), help="one per tower; default: GPUs, else CPUs")
+    verify.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default 600)")
+    verify.add_argument("--show-output", action="store_true", help="show what the script prints in each run")
+    verify.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    verify.add_argument("script", help="the script, or with -m the module")
+
+
+def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
+    from mirrored.verification import verify
+
+    try:
+        report = verify(
+            parsed.script,
+            arguments,
+            towers=parsed.towers,
+            steps=parsed.steps,
+            exact=parsed.exact,
+            tolerance=parsed.tolerance,
+            devices=parsed.devices,
+            module=parsed.module,
+            timeout=parsed.timeout,
+            show_output=parsed.show_output,
+        )
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+    print(report)
+    return report.exit_code
 
 
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:

@@ -1,0 +1,204 @@
+"""Where N towers part from one: step by step, in the order in which things happen in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from mirrored.verification.seen import Loss, Result, Seen, Sketch, Step
+
+_TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
+_COARSE = 1e-1  # half precision, and autocast
+
+_NOISE = 1e-6  # of the largest root mean square among the gradients: below, one is rounding alone
+_SMALL = 1e-2  # a difference is relative to no less than this part of the model's root mean square
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first place where two runs differ.
+
+    Attributes:
+        step: number of the step, from 0.
+        kind: "loss", "gradient", "learning rate", "parameter" or "steps" (one run has made no more).
+        where: the tensor that differs most, else "".
+        amount: relative to one tower's value.
+    """
+
+    step: int
+    kind: str
+    where: str
+    amount: float
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """For comparing: which of two differences comes first."""
+        return self.step, KINDS.index(self.kind)
+
+
+KINDS = ("steps", "loss", "gradient", "learning rate", "parameter")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One step of both runs.
+
+    Attributes:
+        loss: (on one tower, on N together); None where it cannot be told.
+        optimizer: its number and class.
+        gradients, parameters: the largest relative difference, and of which tensor; None where a run ended in the step.
+        difference: the first one of this step, if there is one.
+    """
+
+    step: int
+    optimizer: tuple[int, str]
+    loss: tuple[float | None, float | None]
+    gradients: tuple[float, str]
+    parameters: tuple[float, str] | None
+    difference: Difference | None
+
+
+class Comparison:
+    """One tower's run beside that of N.
+
+    Args:
+        one: what the single tower has seen.
+        many: what each of N has seen.
+        tolerance: largest relative difference that counts as equal; None: by the parameters' dtype.
+        exact: every bit counts.
+    """
+
+    def __init__(self, one: Seen, many: Sequence[Seen], tolerance: float | None, exact: bool) -> None:
+        self.one = one
+        self.many = many
+        dtypes = {held.dtype for step in one.steps for held in step.after.values()} or {"float32"}
+        usual = _COARSE if one.autocast else max(_TOLERANCES.get(d, _COARSE) for d in dtypes)
+        self.tolerance = tolerance if tolerance is not None else usual
+        self._noisy: defaultdict[str, set[int]] = defaultdict(set)
+        self.exact = exact
+        self.rows: list[Row] = []
+        for at, (first, *others) in enumerate(zip(one.steps, *(seen.steps for seen in many), strict=False)):
+            self.rows.append(self._row(at, first, others))
+            if self.rows[-1].difference is not None:
+                break
+        self.first = self.rows[-1].difference if self.rows else None
+        made = {len(seen.steps) for seen in (one, *many)}
+        if self.first is None and len(made) > 1:
+            self.first = Difference(min(made), "steps", "", math.inf)
+
+    def loosely(self) -> Comparison:
+        """The same within the tolerance."""
+        return Comparison(self.one, self.many, self.tolerance, False)
+
+    def _row(self, at: int, one: Step, many: Sequence[Step]) -> Row:
+        losses = total_loss([one.losses]), total_loss([step.losses for step in many])
+        loss = 0.0
+        if None not in losses and not self.one.virtual:
+            loss = self._of_losses(losses[0], losses[1])  # type: ignore[arg-type]
+        self._note_noise(one, many[0])
+        gradients = self._largest(one.gradients, many[0].gradients)
+        stepped = one.after and many[0].after
+        parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
+        difference = None
+        rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
+        for kind, where, amount in (
+            ("loss", "", loss),
+            ("gradient", *gradients[::-1]),
+            ("learning rate", "", rates),
+            ("parameter", *(parameters or (0.0, ""))[::-1]),
+        ):
+            if self._counts(amount):
+                difference = Difference(at, kind, where, amount)
+                break
+        return Row(at, one.optimizer, losses, gradients, parameters, difference)
+
+    def _of_losses(self, one: float, many: float) -> float:
+        """Relative to the largest loss: one that passes through zero is not more exact there."""
+        if one == many or (math.isnan(one) and math.isnan(many)):
+            return 0.0
+        totals = (total_loss([step.losses]) for step in self.one.steps)
+        scale = max(abs(total) for total in (one, many, *totals) if total is not None and not math.isnan(total))
+        return abs(one - many) / scale if math.isfinite(one - many) else math.inf
+
+    def _counts(self, amount: float) -> bool:
+        return amount > (0.0 if self.exact else self.tolerance)
+
+    def _largest(
+        self,
+        one: Mapping[str, Sketch | None],
+        many: Mapping[str, Sketch | None],
+        without: Mapping[str, Collection[int]] | None = None,
+    ) -> tuple[float, str]:
+        """The largest relative difference among tensors, and which one has it; ``without`` some sampled places."""
+        size = max((_rms(held) for held in one.values() if held is not None), default=0.0)
+        worst = (0.0, "")
+        for name in {**one, **many}:
+            a, b = one.get(name), many.get(name)
+            if a is None and b is None:
+                continue
+            amount = math.inf
+            if a is not None and b is not None:
+                distance = a.distance(b, without.get(name, ()) if without and not self.exact else ())
+                scale = max(a.norm, _SMALL * size * math.sqrt(a.numel))
+                if self.exact and distance == 0.0 and a.digest != b.digest:
+                    distance = math.ulp(a.norm)
+                amount = distance / scale if distance and scale else 0.0 if not distance else math.inf
+            if amount > worst[0]:
+                worst = (amount, name)
+        return worst
+
+    def _note_noise(self, one: Step, many: Step) -> None:
+        """Note the sampled places whose gradients are rounding alone, and differ.
+
+        An optimizer that divides by the gradient's size (Adam) makes whole steps of them, in directions that mean
+        nothing: of a bias before a batch norm, of an attention's bias for its keys.
+        """
+        largest = max((_rms(held) for held in one.gradients.values() if held is not None), default=0.0)
+        for name, held in one.gradients.items():
+            other = many.gradients.get(name)
+            if held is not None and other is not None:
+                limit = max(self.tolerance * _rms(held), _NOISE * largest)
+                pairs = enumerate(zip(held.sample, other.sample, strict=False))
+                self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
+
+    def results(self) -> tuple[Result, Result] | None:
+        """The first value of ``reduce`` or ``gather`` that differs: (on one tower, on N)."""
+        for one, many in zip(self.one.results, self.many[0].results, strict=False):
+            if one.call.split("(")[0] != many.call.split("(")[0] or one.steps != many.steps:
+                return None
+            pairs = zip(one.values, many.values, strict=False)
+            if len(one.values) != len(many.values) or any(self._counts(relative(a, b)) for a, b in pairs):
+                return one, many
+        return None
+
+
+def relative(one: float, many: float) -> float:
+    """The difference of two numbers relative to the larger one; two that are not numbers are equal."""
+    if one == many or (math.isnan(one) and math.isnan(many)):
+        return 0.0
+    amount = abs(one - many) / max(abs(one), abs(many))
+    return amount if math.isfinite(amount) else math.inf
+
+
+def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:
+    """The loss whose gradient the towers' averaged gradients are, all backwards of a step together.
+
+    Shares of the global mean (``compute_average_loss``) add up, others are averaged as gradients are. None where
+    one loss mixes both, or the towers have made different numbers of backwards.
+    """
+    if len({len(losses) for losses in towers}) != 1 or not towers[0]:
+        return None
+    total = 0.0
+    for same in zip(*towers, strict=True):
+        kinds = {term.share for loss in same for term in loss.terms}
+        if len(kinds) > 1 or any(loss.value is None for loss in same):
+            return None
+        values = [loss.value for loss in same if loss.value is not None]
+        total += sum(values) / (1 if True in kinds else len(values))
+    return total
+
+
+def _rms(held: Sketch) -> float:
+    return held.norm / math.sqrt(held.numel) if held.numel else 0.0

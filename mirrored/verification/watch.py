@@ -1,0 +1,186 @@
+"""Watches the calls of torch that a script makes: losses, random numbers, batch norm, writes to parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mirrored.context import current_frame
+from mirrored.verification.loss_graph import scale_terms, terms_of
+from mirrored.verification.randomness import DRAWING, Place, draw_as_one_tower
+from mirrored.verification.repairs import LossFactor, batch_norm_over_towers
+from mirrored.verification.seen import Draw, Loss, Write
+
+if TYPE_CHECKING:
+    from mirrored.verification.record import Recorder
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+_NO_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
+
+_WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+
+def script_line() -> int | None:
+    """The line of the script that is being executed, if it is on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":
+            return frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def generator_state(device: torch.device) -> str:
+    """A digest of where torch's generators stand."""
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
+    if device.type == "cuda":
+        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Watcher(TorchFunctionMode):
+    """While it is entered, tells a recorder what the script does, and does what the recorder's repairs ask for.
+
+    So that one tower and several compute the same, dropout is left out (where it would have drawn is noted), and other
+    random numbers in ``run`` are this tower's part of those of the global batch.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            return self._backward(*args, **given)
+        if func is F.batch_norm:
+            return self._batch_norm(func, args, given)
+        if func in _DROPOUTS:
+            return self._dropout(func, args, given)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(func, args, given)
+        recorder = self._recorder
+        if name in DRAWING and recorder.run is not None:
+            return self._random(name, func, args, given)
+        if args and isinstance(args[0], Tensor) and recorder.pointers and not recorder.stepping and _writes(name, func):
+            self._note_write(args[0])
+        return func(*args, **given)
+
+    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        recorder = self._recorder
+        bound = inspect.signature(Tensor.backward).bind(loss, *args, **kwargs).arguments
+        bound.pop("self")
+        factor = 1.0
+        if recorder.run is not None:
+            recorder.run.trained = True
+            if recorder.repairs.loss is not LossFactor.NONE:
+                factor = recorder.repairs.loss.of(recorder.seen.towers, *recorder.share())
+        part = recorder.repairs.terms if factor != 1.0 else frozenset()
+        if loss.numel() == 1:
+            value = None if part else factor * float(loss.detach().double().real)
+            recorder.losses.append(Loss(value, terms_of(loss), script_line()))
+        scaled = scale_terms(loss, part, factor)
+        try:
+            with self:  # what backward computes anew (checkpoints) is watched, too
+                torch.autograd.backward(
+                    loss if part or factor == 1.0 else loss * factor,
+                    grad_tensors=bound.get("gradient"),
+                    retain_graph=bound.get("retain_graph"),
+                    create_graph=bound.get("create_graph", False),
+                    inputs=bound.get("inputs"),
+                )
+        finally:
+            for handle in scaled:
+                handle.remove()
+
+    def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        frame = current_frame()
+        replica = frame.replica if frame is not None else None
+        if not bound.arguments["training"] or replica is None or replica.num_replicas_in_sync == 1:
+            return func(*args, **kwargs)
+        if self._recorder.repairs.global_statistics:
+            return batch_norm_over_towers(replica, *bound.args)
+        layer = self._recorder.module_name()
+        self._recorder.batch_norms[layer] = None
+        try:
+            return func(*args, **kwargs)
+        except ValueError:  # a share of one example has no variance
+            self._recorder.seen.refused_by = layer
+            raise
+
+    def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["training"] and bound.arguments["p"] > 0 and not self._recorder.seen.virtual:
+            self.note_dropout(func.__name__, bound.arguments["input"])
+            bound.arguments["training"] = False
+        return func(*bound.args, **bound.kwargs)
+
+    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = 4  # of dropout_p among the arguments
+        probability = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+        if probability > 0 and not self._recorder.seen.virtual:
+            self.note_dropout(func.__name__, args[0] if args else kwargs["query"])
+            if len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+    def note_dropout(self, by: str, value: Tensor) -> None:
+        """A dropout on ``value`` is left out."""
+        self._recorder.seen.dropouts += 1
+        if self._recorder.run is not None:
+            state = generator_state(value.device)
+            examples = len(value) if value.dim() else 0
+            self._recorder.run.draws.append(Draw(by, script_line(), state, examples, dropout=True))
+
+    def _random(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        assert recorder.run is not None
+        state = generator_state(recorder.device())
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and kwargs.get("generator") is None and not recorder.seen.virtual:
+            number = len(recorder.seen.runs), len(recorder.run.draws)
+            place = Place(number, recorder.share(), recorder.tower, recorder.seen.towers)
+            followed = draw_as_one_tower(name, result, args, kwargs, place)
+            examples = len(result) if result.dim() else 0
+            recorder.run.draws.append(Draw(name, script_line(), state, examples, followed=followed))
+        return result
+
+    def _note_write(self, target: Tensor) -> None:
+        if target.layout != torch.strided:
+            return
+        name = self._recorder.pointers.get(target.untyped_storage().data_ptr())
+        if name is not None:
+            self._recorder.seen.writes.append(Write(name, script_line(), len(self._recorder.seen.steps)))
+
+    def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Leave out the dropout that a module's forward hands to torch inside other calls."""
+        if (
+            isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
+            and module.dropout
+            and not self._recorder.seen.virtual
+        ):
+            if module.training and inputs and isinstance(inputs[0], Tensor):
+                self.note_dropout(type(module).__name__, inputs[0])
+            module.dropout = 0.0
+
+
+def _writes(name: str, func: Any) -> bool:
+    if name.startswith("__"):
+        return name in _WRITING_OPERATORS or (name == "__set__" and func == Tensor.data.__set__)  # type: ignore[attr-defined]
+    return name.endswith("_") and name not in _NO_WRITES

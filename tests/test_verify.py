@@ -1,0 +1,265 @@
+"""Does ``mirrored.verify`` name what makes N towers differ from one? Each script holds one planted mistake."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from jobs import ROOT, make_data, make_mlp, run_program
+from torch import Tensor, nn
+
+import mirrored
+from mirrored.observer import observer
+from mirrored.verification import Cause, Report
+from mirrored.verification.loss_graph import terms_of
+from mirrored.verification.randomness import Place, draw_as_one_tower
+from mirrored.verification.seen import rows, sketch
+
+SCRIPTS = ROOT / "tests" / "verify_scripts"
+
+
+def line_of(script: str, text: str) -> int:
+    """The number of the one line of a script that contains ``text``."""
+    lines = (SCRIPTS / f"{script}.py").read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, start=1) if text in line]
+    return number
+
+
+def plain(report: Report) -> str:
+    """The report's text in one line."""
+    return re.sub(r"\s+", " ", str(report))
+
+
+@pytest.mark.parametrize(
+    ("script", "cause", "words", "place"),
+    [
+        # Row 35 of the list of bad inputs: uneven shares with a plain mean.
+        ("local_mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1", "F.cross_entropy"),
+        ("sum_loss", Cause.SUM_LOSS, "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
+        ("sum_and_penalty", Cause.SUM_LOSS, "by the number of towers: all 5 steps are equal", "loss.backward()"),
+        ("sum_over_global", Cause.SUM_OVER_GLOBAL_BATCH, "the sum of 4 values, divided by 8, and", "loss.backward()"),
+        ("divided_twice", Cause.DIVIDED_TWICE, "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
+        ("shared_stream", Cause.SHARED_RANDOM_STREAM, "at step 2 dropout", "model(x)"),
+        ("outside_scope", Cause.OUTSIDE_SCOPE, "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
+        ("changed_on_one_tower", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.2.weight", "clamp_"),
+        ("sharded_twice", Cause.SHARDED_TWICE, "has 24 examples on each of 2 towers, but 48 on one", None),
+        ("sharded_in_step", Cause.SHARDED_TWICE, "the model sees 4 examples on 2 towers, but 8 on one", None),
+        ("evaluation_padding", Cause.EVALUATION_PADDING, "after step 3 takes 12 examples on 2", "strategy.reduce"),
+        ("learning_rate", Cause.LEARNING_RATE, "of step 1 is 0.2 on 2 towers, but 0.1 on one", "lr=0.1"),
+        ("step_before_averaging", Cause.STEP_BEFORE_AVERAGING, "before the gradients are averaged", "optimizer.step()"),
+        ("schedule", Cause.SCHEDULE, "ExponentialLR has made 2 steps by then, on one tower 1", "num_replicas_in_sync"),
+    ],
+)
+def test_a_planted_mistake_is_named(script: str, cause: Cause, words: str, place: str | None) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py")
+    text = plain(report)
+    assert report.causes == (cause,), text
+    assert report.exit_code == 1
+    assert words in text
+    assert f"Cause [{cause.value}]" in text
+    if place is not None:
+        assert re.search(rf"line {line_of(script, place)}\b", text), text
+
+
+def test_batch_norm_on_local_statistics_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["28"])
+    assert report.causes == (Cause.BATCH_NORM,), report
+    assert "batch norm (Sequential.1) takes the statistics of each tower's own examples" in plain(report)
+    assert "sync_batch_norm=True" in plain(report)
+    assert "statistics of all towers' examples: all 5 steps are equal" in plain(report)
+
+
+def test_batch_norm_over_a_single_example_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["26"])
+    assert report.causes == (Cause.BATCH_NORM,), report
+    assert "a share is a single example" in plain(report)
+
+
+def test_shares_that_are_always_uneven_are_blamed_from_the_first_step() -> None:
+    report = mirrored.verify(SCRIPTS / "local_mean.py", towers=3, steps=1)
+    assert report.causes == (Cause.LOCAL_MEAN,), report
+    assert "In step 1 the batch of 8 is cut into shares of 3, 3 and 2" in plain(report)
+
+
+def test_two_mistakes_are_both_named() -> None:
+    report = mirrored.verify(SCRIPTS / "two_mistakes.py")
+    assert report.causes == (Cause.SUM_LOSS, Cause.LEARNING_RATE), report
+    assert "multiplied by the number of towers: step 1 is equal" in plain(report)
+    assert "one tower's learning rates: all 3 steps are equal" in plain(report)
+
+
+@pytest.mark.parametrize(
+    ("script", "steps", "compared", "words"),
+    [
+        ("right_ragged", 5, 5, "and so are the 5 results of reduce and gather"),
+        ("right_everything", 5, 5, "Dropout is left out of both runs"),
+        ("right_two_models", 5, 10, "Adam 1"),
+        ("right_noise", 5, 5, "Random numbers that run draws come from one stream"),
+    ],
+)
+def test_a_right_script_is_called_so(script: str, steps: int, compared: int, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py", steps=steps)
+    assert report.causes == (), report
+    assert report.exit_code == 0
+    assert len(report.rows) == compared
+    assert "The same: losses, gradients and parameters are equal within 0.0001" in plain(report)
+    assert words in plain(report)
+    losses = [row.loss for row in report.rows if row.loss != (None, None)]
+    assert len({loss for loss, _ in losses}) == len(losses) == steps  # something was trained
+    assert observer() is None  # nothing is left in the process that compares
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "words"),
+    [
+        (
+            "error everywhere",
+            Cause.FAILS_EVERYWHERE,
+            "on one tower, too (line {everywhere}): ValueError: planned failure",
+        ),
+        ("error on one", Cause.FAILS_ON_ONE, "fails on one tower (line {on one}), but not on 2"),
+        ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 tower 1 fails (line {on towers}): ValueError: planned"),
+        ("no towers", Cause.NO_TOWERS, "calls strategy.run of no strategy with 2 towers"),
+        ("no training", Cause.NOTHING_TRAINED, "makes no step of an optimizer"),
+        ("from the clock", Cause.NOT_REPRODUCIBLE, "two runs on one tower differ, too"),
+        ("full batches", Cause.OTHER_DATA, "16 examples on 2 towers, 8 on one: each tower takes a batch of the full"),
+        ("gradient on one tower", Cause.CHANGED_ON_ONE_TOWER, "where its gradient is not the same on all towers"),
+        ("epochs", Cause.STEPS, "12 steps on one tower, 6 on 2"),
+        ("mean of shares", Cause.REPORTED_VALUE, "add up: strategy.reduce('sum', loss)"),
+        ("random order", Cause.RANDOM_IN_RUN, "randperm (line {randperm}) draws random numbers inside run"),
+        (
+            "spread of the share",
+            Cause.UNKNOWN,
+            "Ruled out: the examples are the same; the towers' parameters are equal",
+        ),
+    ],
+)
+def test_other_causes(kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "other.py", [kind], steps=20 if kind == "epochs" else 2)
+    assert report.causes == (cause,), report
+    assert report.exit_code == 1
+    lines = {
+        "everywhere": line_of("other", '"error everywhere"') + 1,
+        "on one": line_of("other", '"error on one"') + 1,
+        "on towers": line_of("other", '"error on towers"') + 1,
+        "randperm": line_of("other", "randperm"),
+    }
+    assert words.format(**lines) in plain(report)
+
+
+def test_a_batch_that_every_tower_takes_whole_is_right_but_told() -> None:
+    report = mirrored.verify(SCRIPTS / "other.py", ["whole batches everywhere"], steps=2)
+    assert report.equal
+    assert "Every tower was given the whole batch" in plain(report)
+
+
+def test_exact_wants_every_bit() -> None:
+    report = mirrored.verify(SCRIPTS / "right_ragged.py", exact=True)
+    assert report.causes == (Cause.ROUNDING,), report
+    assert "differs in its last bits only" in plain(report)
+
+
+def test_the_command() -> None:
+    script = str(SCRIPTS / "other.py")
+    words = ["-m", "mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]
+    result = run_program(words)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.startswith(f"{script} on 1 tower and on 2: 2 steps compared within 0.0001\n")
+    assert "Cause [reported-value]" in result.stdout
+    assert result.stderr == ""  # what the script and its towers say is not shown
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["--towers", "1", __file__], "towers is 1, but one tower is compared with at least 2"),
+        (["--steps", "0", __file__], "steps is 0, but must be at least 1"),
+        (["--tolerance", "-1", __file__], "tolerance is -1.0, but must not be negative"),
+        (["--devices", "cpu:0", __file__], "towers is 2, but devices names 1"),
+    ],
+)
+def test_wrong_usage_is_code_2(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from mirrored.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_what_a_loss_is_made_of() -> None:
+    model = make_mlp()
+    x, y = make_data(6)
+    logits = model(x)
+    per_example = F.cross_entropy(logits, y, reduction="none")
+    penalty = model[0].weight.square().sum()
+    for loss, expected in (
+        (per_example.mean(), ["the mean of 6 values"]),
+        (F.cross_entropy(logits, y) / 2, ["the mean of 6 values, divided by 2"]),
+        (per_example.sum() / 6 * 0.5, ["the sum of 6 values, divided by 6, multiplied by 0.5"]),
+        (F.mse_loss(logits, torch.zeros(6, 3).double(), reduction="sum"), ["the sum of 18 values"]),
+        (per_example.mean() + 0.1 * penalty, ["the mean of 6 values", "the sum of 80 values, multiplied by 0.1"]),
+    ):
+        assert [str(term) for term in terms_of(loss)] == expected
+        assert not any(term.share for term in terms_of(loss))
+
+
+@pytest.mark.parametrize("numel", [10, 256, 100_000])
+def test_a_sketch_estimates_the_distance(numel: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(numel, generator=generator)
+    for size in (1e-5, 1e-2, 1.0):
+        b = a + size * torch.randn(numel, generator=generator)
+        true = float((a - b).norm())
+        assert true / 3 < sketch(a).distance(sketch(b)) < true * 3
+    assert sketch(a).distance(sketch(a.clone())) == 0
+    b = a.clone()
+    b[numel // 2 + 1] += 1  # no sampled place, for the largest
+    assert 0.3 < sketch(a).distance(sketch(b)) < 3
+    assert sketch(a).distance(sketch(torch.full_like(a, torch.nan))) == float("inf")
+
+
+def test_rows_tell_examples_apart() -> None:
+    x, y = make_data(6)
+    whole = rows([x, y, torch.tensor(3.0), torch.ones(2)])
+    assert len(set(whole)) == 6
+    assert rows([x[:4], y[:4]]) + rows([x[4:], y[4:]]) == whole
+    assert rows([x, y.flip(0)]) != whole
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "args"),
+    [
+        ("rand", (2,), ()),
+        ("randn_like", (), ()),
+        ("randint", (), (3, 9, (1,))),
+        ("uniform_", (3,), (None, 2.0, 5.0)),
+        ("normal", (2,), (1.0, 3.0)),
+    ],
+)
+def test_random_numbers_of_shares_are_those_of_the_batch(
+    name: str, shape: tuple[int, ...], args: tuple[object, ...]
+) -> None:
+    def draw(local: int, tower: int, towers: int) -> Tensor:
+        result = torch.full((local, *shape), -1.0)
+        place = Place((1, 2), (local, 7), tower, towers)
+        assert draw_as_one_tower(name, result, args, {}, place)
+        return result
+
+    whole = draw(7, 0, 1)
+    parts = [draw(local, tower, 3) for tower, local in enumerate((3, 2, 2))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert len(set(whole.flatten().tolist())) > 1
+    assert (whole != -1).all()
+
+
+def test_numbers_that_do_not_belong_to_examples_are_the_same_on_all_towers() -> None:
+    drawn = [torch.zeros(5), torch.zeros(5)]
+    for tower, result in enumerate(drawn):
+        assert draw_as_one_tower("randn", result, (5,), {}, Place((0,), (3 - tower, 5), tower, 2))
+    assert torch.equal(*drawn)
+    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, Place((0,), (3, 6), 0, 2))

@@ -1,0 +1,27 @@
+"""Wrong: the learning rate is multiplied by the number of towers, though the global batch stays."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mirrored
+
+strategy = mirrored.MirroredStrategy()
+with strategy.scope():
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * strategy.num_replicas_in_sync)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+data = torch.utils.data.TensorDataset(torch.randn(24, 5), torch.randint(0, 3, (24,)))
+train = strategy.distribute_dataset(data, 8, shuffle=True)
+
+
+def train_step(x, y):
+    optimizer.zero_grad()
+    mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+    optimizer.step()
+    schedule.step()
+
+
+for _ in range(3):
+    for batch in train:
+        strategy.run(train_step, args=batch)
