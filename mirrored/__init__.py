@@ -1,5 +1,7 @@
 """Train one PyTorch model on many devices, with the numbers of one."""
 
+from typing import TYPE_CHECKING
+
 from mirrored.cluster import (
     ClusterError,
     ClusterResolver,
@@ -22,7 +24,6 @@ from mirrored.operations import ReduceOp
 from mirrored.options import CommunicationOptions
 from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mirrored.strategy import Strategy
-from mirrored.verification import verify
 from towers import (
     CannotStartError,
     CollectiveTimeoutError,
@@ -38,6 +39,19 @@ from towers import (
     TowersError,
     launch,
 )
+
+if TYPE_CHECKING:
+    from mirrored.verification import verify
+else:
+
+    def __getattr__(name: str) -> object:
+        """``verify`` is loaded when it is used: every tower imports this package, and hardly any compares."""
+        if name == "verify":
+            from mirrored.verification import verify
+
+            return verify
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CannotStartError",
