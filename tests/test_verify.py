@@ -77,6 +77,12 @@ def test_batch_norm_over_a_single_example_is_named() -> None:
     assert "a share is a single example" in plain(report)
 
 
+def test_evaluation_that_drops_examples_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "evaluation_padding.py", ["drop"], steps=2)
+    assert report.causes == (Cause.EVALUATION_DROPS,), report
+    assert "the evaluation after step 2 takes 10 examples on 2 towers, 11 on one: 1 left out" in plain(report)
+
+
 def test_shares_that_are_always_uneven_are_blamed_from_the_first_step() -> None:
     report = mirrored.verify(SCRIPTS / "local_mean.py", towers=3, steps=1)
     assert report.causes == (Cause.LOCAL_MEAN,), report
@@ -96,6 +102,7 @@ def test_two_mistakes_are_both_named() -> None:
         ("right_ragged", 5, 5, "and so are the 5 results of reduce and gather"),
         ("right_everything", 5, 5, "Dropout is left out of both runs"),
         ("right_two_models", 5, 10, "Adam 1"),
+        ("right_padded", 5, 5, "The same"),
         ("right_noise", 5, 5, "Random numbers that run draws come from one stream"),
     ],
 )
@@ -127,6 +134,7 @@ def test_a_right_script_is_called_so(script: str, steps: int, compared: int, wor
         ("from the clock", Cause.NOT_REPRODUCIBLE, "two runs on one tower differ, too"),
         ("full batches", Cause.OTHER_DATA, "16 examples on 2 towers, 8 on one: each tower takes a batch of the full"),
         ("gradient on one tower", Cause.CHANGED_ON_ONE_TOWER, "where its gradient is not the same on all towers"),
+        ("change and fail", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.0.bias after step 1"),
         ("epochs", Cause.STEPS, "12 steps on one tower, 6 on 2"),
         ("mean of shares", Cause.REPORTED_VALUE, "add up: strategy.reduce('sum', loss)"),
         ("random order", Cause.RANDOM_IN_RUN, "randperm (line {randperm}) draws random numbers inside run"),

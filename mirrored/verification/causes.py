@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.seen import Draw, Run, Seen
+from mirrored.verification.seen import Draw, Run, Seen, comparable
 
 
 class Cause(enum.Enum):
@@ -75,83 +75,6 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + more
 
 
-def failure(one: Seen, many: Sequence[Seen]) -> Finding | None:
-    """The script ended in an exception in one run or in both."""
-    raised = [(tower, seen.raised) for tower, seen in enumerate(many) if seen.raised is not None]
-    if one.raised is not None:
-        error = f"{one.raised.kind}: {one.raised.text}"
-        if raised:
-            return Finding(
-                Cause.FAILS_EVERYWHERE,
-                f"the script fails on one tower, too{at_line(one.raised.line)}: {error}",
-                "make it run on one tower first",
-                one.raised.traceback,
-            )
-        return Finding(
-            Cause.FAILS_ON_ONE,
-            f"the script fails on one tower{at_line(one.raised.line)}, but not on {len(many)}: {error}",
-            "look for what takes for granted that there are several towers",
-            one.raised.traceback,
-        )
-    if not raised:
-        return None
-    layer = next((seen.refused_by for seen in many if seen.refused_by is not None), None)
-    if layer is not None:
-        return Finding(
-            Cause.BATCH_NORM,
-            f"batch norm ({layer}) takes the statistics of each tower's own examples, and cannot where a share is a "
-            "single example; one tower takes those of the whole batch",
-            BATCH_NORM_FIX,
-            next(f"{seen.raised.kind}: {seen.raised.text}" for seen in many if seen.refused_by and seen.raised),
-        )
-    tower, first = min(raised, key=lambda found: found[1].consequence)
-    error = f"on {len(many)} towers the script ends{at_line(first.line)} in {first.kind}: {first.text}"
-    for seen in many:
-        last = seen.steps[-1] if seen.steps and not seen.steps[-1].after else None
-        where = f"at step {len(seen.steps)}{at_line(last.line)}" if last is not None else ""
-        if last is not None and last.foreign:
-            return Finding(
-                Cause.OUTSIDE_SCOPE,
-                f"{some(last.foreign)} was made outside of strategy.scope(), so its gradient is each tower's own, and "
-                f"{last.optimizer[1]}.step() {where} would let the towers drift apart; one tower runs",
-                "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the "
-                "first run",
-                error,
-            )
-        if last is not None and last.unsynced:
-            return Finding(
-                Cause.STEP_BEFORE_AVERAGING,
-                f"{last.optimizer[1]}.step() {where} comes before the gradients are averaged: that of "
-                f"{last.unsynced[0]} was accumulated under strategy.no_sync(), which one tower does not notice",
-                "let the last backward before the step run outside of no_sync(); the step may stay where it is",
-                error,
-            )
-    return Finding(
-        Cause.FAILS_ON_TOWERS,
-        f"the script runs on one tower, but on {len(many)} tower {tower} fails{at_line(first.line)}: "
-        f"{first.kind}: {first.text}",
-        "see the error's own advice",
-        first.traceback,
-    )
-
-
-def nothing_to_compare(one: Seen, many: Sequence[Seen]) -> Finding | None:
-    """The script does not train, or does not use the towers."""
-    if not one.steps and not one.results and not any(seen.steps for seen in many):
-        return Finding(
-            Cause.NOTHING_TRAINED,
-            "the script makes no step of an optimizer, and calls neither strategy.reduce nor strategy.gather",
-            "give verify a script that trains",
-        )
-    if all(seen.towers != len(many) for seen in many):
-        return Finding(
-            Cause.NO_TOWERS,
-            f"the script calls strategy.run of no strategy with {len(many)} towers, so each tower trains for itself",
-            "make a mirrored.MirroredStrategy() and call strategy.run(train_step, args=batch)",
-        )
-    return None
-
-
 def shared_stream(many: Sequence[Seen]) -> Finding | None:
     """All towers draw the same random numbers for different examples."""
     for runs in zip(*(seen.runs for seen in many), strict=False):
@@ -174,72 +97,20 @@ def _size(run: Run) -> int:
     return run.shares[0][0] if run.shares else len(run.given)
 
 
-def drift(many: Sequence[Seen]) -> Finding | None:
-    """The towers' parameters differ from each other; with several towers that is always a mistake."""
-    for at, steps in enumerate(zip(*(seen.steps for seen in many), strict=False)):
-        entered = [next((run.entered for run in seen.runs if run.steps == at), {}) for seen in many]
-        before = [step.before for step in steps]
-        after = [{name: held.digest for name, held in step.after.items()} for step in steps]
-        for moment, digests in (("before", entered), ("during", before), ("after", after)):
-            if all(digests) and (names := [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]):
-                foreign = [name for name in names if any(name in step.foreign for step in steps)]
-                if foreign:
-                    return Finding(
-                        Cause.OUTSIDE_SCOPE,
-                        f"{some(foreign)} was made outside of strategy.scope(), and differs between the towers from "
-                        f"step {at + 1} on",
-                        "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module)",
-                        f"compared bit by bit at step {at + 1}",
-                    )
-                return _changed(many, at, moment, names)
-    return None
-
-
-def _changed(many: Sequence[Seen], at: int, moment: str, names: Sequence[str]) -> Finding:
-    steps = [seen.steps[at] for seen in many]
-    fix = "change it on all towers alike: not under `if strategy.is_chief:`, and not by values that differ"
-    if moment == "after":
-        gradients = [{name: step.gradients.get(name) for name in names} for step in steps]
-        what = "its gradient" if any(g != gradients[0] for g in gradients) else "the optimizer or its learning rate"
-        when = f"in step {at + 1}{at_line(steps[0].line)}, where {what} is not the same on all towers"
-    elif moment == "before":
-        when = f"after step {at}, outside of the optimizer" if at else "before step 1"
-    else:
-        when = f"in the run of step {at + 1}, before the optimizer's step"
-    lines: dict[int | None, list[int]] = {}
-    for tower, seen in enumerate(many):
-        for line in {write.line for write in seen.writes if write.steps == at and write.parameter in names}:
-            lines.setdefault(line, []).append(tower)
-    shown = f"the towers' bits were equal before, and differ {'at' if moment != 'after' else 'after'} step {at + 1}"
-    for line, towers in lines.items():
-        if len(towers) < len(many):
-            when += f", by line {line}" if line is not None else ""
-            only = ", ".join(map(str, towers))
-            return Finding(
-                Cause.CHANGED_ON_ONE_TOWER,
-                f"tower {only} alone changes {some(names)} {when}; from then on the towers are no mirror images",
-                fix,
-                shown,
-            )
-    return Finding(
-        Cause.CHANGED_ON_ONE_TOWER,
-        f"the towers are no mirror images: {some(names)} is changed {when}",
-        fix,
-        shown,
-    )
-
-
 def data(one: Seen, many: Sequence[Seen]) -> Finding | None:
     """The towers' shares together are not one tower's batch."""
     towers = len(many)
     for run, *shares in zip(one.runs, *(seen.runs for seen in many), strict=False):
         if not run.trained or not all(share.trained for share in shares):
             continue
+        if any(known.shares and known.shares[0][0] != len(known.given) for known in (run, *shares)):
+            continue  # the examples are not the arguments' first dimension
         given = [Counter(share.given) for share in shares]
         together = sum(given, Counter())
         batch = Counter(run.given)
         where = f"step {run.steps + 1}"
-        if together != batch and any(held != batch for held in given):
+        alike = comparable(batch, together)
+        if alike and together != batch and any(held != batch for held in given):
             return _other_batch(one, many, where, batch, together)
         fed = sum((Counter(share.fed) for share in shares), Counter())
         if all(held != batch for held in given) and fed != (whole := Counter(run.fed)) and not fed - whole:

@@ -164,13 +164,22 @@ class Comparison:
                 self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
 
     def results(self) -> tuple[Result, Result] | None:
-        """The first value of ``reduce`` or ``gather`` that differs: (on one tower, on N)."""
+        """The first result of ``reduce`` or ``gather`` that differs: (on one tower, on N).
+
+        Differences are relative to the largest value that this line of the script has got at this place.
+        """
+        sizes: defaultdict[tuple[str, int | None, int], float] = defaultdict(float)
+        for result in self.one.results:
+            for i, value in enumerate(result.values):
+                sizes[result.call, result.line, i] = max(sizes[result.call, result.line, i], abs(value))
         for one, many in zip(self.one.results, self.many[0].results, strict=False):
             if one.call.split("(")[0] != many.call.split("(")[0] or one.steps != many.steps:
                 return None
-            pairs = zip(one.values, many.values, strict=False)
-            if len(one.values) != len(many.values) or any(self._counts(relative(a, b)) for a, b in pairs):
+            if len(one.values) != len(many.values):
                 return one, many
+            for i, (a, b) in enumerate(zip(one.values, many.values, strict=True)):
+                if self._counts(min(relative(a, b), _part(abs(a - b), sizes[one.call, one.line, i]))):
+                    return one, many
         return None
 
 
@@ -180,6 +189,10 @@ def relative(one: float, many: float) -> float:
         return 0.0
     amount = abs(one - many) / max(abs(one), abs(many))
     return amount if math.isfinite(amount) else math.inf
+
+
+def _part(difference: float, size: float) -> float:
+    return difference / size if size and math.isfinite(difference) else math.inf
 
 
 def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:

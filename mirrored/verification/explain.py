@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding, at_line
 from mirrored.verification.compare import Comparison, Difference
+from mirrored.verification.drift import drift
+from mirrored.verification.failures import failure, nothing_to_compare
 from mirrored.verification.proved import batch_terms, counted, last_loss, name_proved, results
 from mirrored.verification.repairs import LossFactor, Repairs
 from mirrored.verification.seen import Seen
@@ -31,12 +33,12 @@ def explain(
         replay: runs the script on N towers again.
         again: runs the script on one tower again.
     """
-    for finding in (causes.failure(one, many), causes.nothing_to_compare(one, many)):
+    for finding in (failure(one, many), nothing_to_compare(one, many)):
         if finding is not None:
             return [finding]
     found = [finding for finding in (causes.shared_stream(many),) if finding is not None]
     strict = compare(many)
-    drifting = causes.drift(many)
+    drifting = drift(many)
     if drifting is not None:
         return [*found, drifting]
     other_data = causes.data(one, many)
@@ -50,7 +52,9 @@ def explain(
     if reported is not None:
         found.append(reported)
     if not found and strict.first is not None:
-        found.append(_rounding(strict.first))
+        found.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
+    elif not found and strict.results() is not None:
+        found.append(_rounding("what reduce and gather return"))
     return found
 
 
@@ -72,11 +76,10 @@ def _not_reproducible(one: Seen, again: Seen | None) -> Finding | None:
     )
 
 
-def _rounding(difference: Difference) -> Finding:
+def _rounding(what: str) -> Finding:
     return Finding(
         Cause.ROUNDING,
-        f"the {difference.kind} of step {difference.step + 1} differs in its last bits only "
-        f"({difference.amount:.1e}): several towers add up in another order than one",
+        f"{what} differs in its last bits only: several towers add up in another order than one",
         "for the same bits on any number of towers use virtual towers, else compare without --exact",
         "within the tolerance all is equal",
     )
@@ -115,7 +118,8 @@ def _candidates(comparison: Comparison, difference: Difference, present: Repairs
         yield bases[1]
     if present.loss is not LossFactor.NONE:
         return
-    uneven = len({seen.steps[difference.step].shares[0] for seen in many if seen.steps[difference.step].shares}) > 1
+    shares = [seen.steps[difference.step].shares for seen in many]
+    uneven = all(shares) and len({known[0] for known in shares}) > 1
     terms = batch_terms(last_loss(one, difference.step), last_loss(many[0], difference.step))
     for base in bases:
         for factor in (LossFactor.SHARE, LossFactor.TOWERS, LossFactor.BOTH):
@@ -149,7 +153,8 @@ def _unexplained(comparison: Comparison, found: Sequence[Finding]) -> Finding:
         )
     step = comparison.many[0].steps[at]
     tried = ["the examples are the same", "the towers' parameters are equal to each other"]
-    tried += [] if difference.kind == "learning rate" else ["the learning rates are equal"] if at == 0 else []
+    if difference.kind != "learning rate":
+        tried.append("the learning rates are equal")
     if difference.kind in ("loss", "gradient"):
         tried.append("no factor on the loss (the number of towers, the share's size, both) helps")
         tried.append(

@@ -9,7 +9,7 @@ from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding, at_line, some
 from mirrored.verification.compare import Comparison, Difference, relative
 from mirrored.verification.repairs import LossFactor, Repairs
-from mirrored.verification.seen import Loss, Seen, Term
+from mirrored.verification.seen import Loss, Seen, Term, comparable
 
 _LOSS_CAUSES = (
     Cause.LOCAL_MEAN,
@@ -174,12 +174,12 @@ def results(comparison: Comparison, found: Sequence[Finding]) -> Finding | None:
         whole = Counter(comparison.one.evaluated[steps])
         parts = [Counter(seen.evaluated.get(steps, [])) for seen in comparison.many]
         union = sum(parts, Counter())
-        if union == whole or all(part == whole for part in parts):
+        if union == whole or all(part == whole for part in parts) or not comparable(union, whole):
             continue
         more, fewer = union - whole, whole - union
         counts = f"{union.total()} examples on {towers} towers, {whole.total()} on one"
         shown = f"a comparison of the examples that the model was given, bit by bit; {told}"
-        if more:
+        if more and not fewer:
             kind = "taken twice" if not set(more) - set(whole) else "which one tower does not have (padding)"
             return Finding(
                 Cause.EVALUATION_PADDING,
@@ -188,12 +188,13 @@ def results(comparison: Comparison, found: Sequence[Finding]) -> Finding | None:
                 "be uneven or empty), and add up sums and counts with strategy.reduce('sum', …)",
                 shown,
             )
-        return Finding(
-            Cause.EVALUATION_DROPS,
-            f"the evaluation after step {steps} takes {counts}: {fewer.total()} are left out",
-            "share the evaluation's data out with strategy.distribute_dataset without drop_last",
-            shown,
-        )
+        if fewer and not more:
+            return Finding(
+                Cause.EVALUATION_DROPS,
+                f"the evaluation after step {steps} takes {counts}: {fewer.total()} left out",
+                "share the evaluation's data out with strategy.distribute_dataset without drop_last",
+                shown,
+            )
     if any(finding.cause in _LOSS_CAUSES for finding in found):
         return None  # it is the loss that is reported, most likely
     fix = "reduce sums and counts with 'sum' and divide afterwards; a mean of the towers' means is not the mean"

@@ -27,7 +27,7 @@ from mirrored.data.transfer import Batch
 from mirrored.observer import Observer
 from mirrored.strategy import Strategy
 from mirrored.verification.repairs import Repairs
-from mirrored.verification.seen import Draw, Loss, Result, Run, Seen, Step, rows, sketch
+from mirrored.verification.seen import Draw, Loss, Result, Run, Seen, Step, bits, rows, sketch
 from mirrored.verification.watch import Watcher, script_line
 from towers import tree as trees
 from towers.devices import Device
@@ -107,8 +107,8 @@ class Recorder(Observer):
                 return fn(*args, **kwargs)
             finally:
                 self.run = None
-                for by, state in others.items():
-                    if _other_generators()[by] != state:
+                for by, state in _other_generators().items():
+                    if others[by] != state:
                         run.draws.append(Draw(by, None, str(state), 0))
 
         return recorded
@@ -220,7 +220,7 @@ class Recorder(Observer):
             line=script_line(),
             losses=self.losses,
             gradients={n: None if p.grad is None else sketch(p.grad) for n, p in zip(names, parameters, strict=True)},
-            before={n: sketch(p).digest for n, p in zip(names, parameters, strict=True)},
+            before={n: bits(p) for n, p in zip(names, parameters, strict=True)},
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             schedules=_schedules(),
             foreign=foreign,
@@ -264,7 +264,7 @@ class Recorder(Observer):
                 self._parameters[name] = p
 
     def _digests(self) -> dict[str, str]:
-        return {name: sketch(p).digest for name, p in self._parameters.items()}
+        return {name: bits(p) for name, p in self._parameters.items()}
 
 
 def _other_generators() -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -55,12 +55,20 @@ class Sketch:
         return max(part if math.isfinite(part) else math.inf for part in parts)
 
 
-def sketch(tensor: Tensor) -> Sketch:
-    """The sketch of a dense or sparse tensor of any dtype on any device."""
+def bits(tensor: Tensor) -> str:
+    """A digest of a tensor's bits; it may be dense or sparse, of any dtype, on any device."""
+    return hashlib.blake2b(as_bytes(_on_host(tensor)).numpy().data, digest_size=16).hexdigest()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
     held = tensor.detach()
     held = held.to_dense() if held.layout != torch.strided else held
-    held = held.cpu().contiguous()
-    digest = hashlib.blake2b(as_bytes(held).numpy().data, digest_size=16).hexdigest()
+    return held.cpu().contiguous()
+
+
+def sketch(tensor: Tensor) -> Sketch:
+    """The sketch of a dense or sparse tensor of any dtype on any device."""
+    held = _on_host(tensor)
     flat = (torch.view_as_real(held) if held.is_complex() else held).reshape(-1)
     squares, projection = 0.0, 0.0
     for part in flat.split(_PIECE):
@@ -70,7 +78,7 @@ def sketch(tensor: Tensor) -> Sketch:
         projection += float(wide @ signs.to(torch.float64))
     step = max(1, math.ceil(flat.numel() / _SAMPLES))
     return Sketch(
-        digest,
+        bits(held),
         str(tensor.dtype).removeprefix("torch."),
         flat.numel(),
         math.sqrt(squares),
@@ -80,19 +88,28 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def rows(tensors: list[Tensor]) -> list[str]:
-    """A digest of every example of a batch: entry j of all its tensors with as many entries as the first.
+    """For every example of a batch its shape and a digest: entry j of all tensors with as many entries as the first.
 
     Batches of more than 4,096 examples are looked at up to there.
     """
     tensors = [tensor.detach() for tensor in tensors if tensor.dim() > 0 and tensor.layout == torch.strided]
     tensors = [tensor[:_ROWS].cpu().contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
+    form = " ".join(str(list(tensor.shape[1:])) for tensor in tensors)
     found = []
     for j in range(len(tensors[0]) if tensors else 0):
         digest = hashlib.blake2b(digest_size=12)
         for tensor in tensors:
             digest.update(as_bytes(tensor[j]).numpy().data)
-        found.append(digest.hexdigest())
+        found.append(f"{form}: {digest.hexdigest()}")
     return found
+
+
+def comparable(*batches: Iterable[str]) -> bool:
+    """Whether the examples of several :func:`rows` have one shape, so that equal ones have equal digests.
+
+    Each tower may pad its share to its own longest example.
+    """
+    return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +174,8 @@ class Run:
 
     Attributes:
         steps: optimizer steps done before.
-        given: digests of the examples in its arguments.
-        fed: digests of the examples that the outermost modules were called with.
+        given: the examples in its arguments, as :func:`rows` tells them.
+        fed: the examples that the outermost modules were called with.
         shares: (this tower's, all towers') examples of the distributed batches among its arguments.
         entered: digest of every known parameter's bits at its beginning.
         trained: whether it called backward.
@@ -233,8 +250,8 @@ class Seen:
         virtual: whether that strategy has virtual towers, with which random numbers do not depend on the towers.
         autocast: whether modules were called under ``torch.autocast``.
         datasets: examples of each distributed dataset, in the order in which they were first used.
-        evaluated: digests of the examples that the outermost modules were called with outside of training, by the
-            number of steps done before.
+        evaluated: the examples that the outermost modules were called with outside of training, by the number of
+            steps done before.
         dropouts: how many calls of a dropout were left out.
         refused_by: the batch norm layer that could not normalise a share of one example.
         counted: the lines of the script that name ``num_replicas_in_sync``.

@@ -1,4 +1,6 @@
-"""Wrong: a sampler for evaluation that repeats examples until all towers have as many."""
+"""Wrong: a sampler for evaluation that repeats examples until all towers have as many; with "drop", it drops some."""
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,9 @@ with strategy.scope():
 data = TensorDataset(torch.randn(24, 5), torch.randint(0, 3, (24,)))
 train = strategy.distribute_dataset(data, 8, shuffle=True)
 test_set = TensorDataset(torch.randn(11, 5), torch.randint(0, 3, (11,)))
-sampler = DistributedSampler(test_set, strategy.num_replicas_in_sync, strategy.topology.index, shuffle=False)
+sampler = DistributedSampler(
+    test_set, strategy.num_replicas_in_sync, strategy.topology.index, shuffle=False, drop_last="drop" in sys.argv
+)
 test = DataLoader(test_set, 4, sampler=sampler)
 
 

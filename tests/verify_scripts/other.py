@@ -52,5 +52,9 @@ epochs = 4 // strategy.num_replicas_in_sync if KIND == "epochs" else 4
 for _ in range(0 if KIND == "no training" else epochs):
     for batch in train:
         loss = strategy.run(train_step, args=batch)
+        if KIND == "change and fail" and strategy.num_replicas_in_sync > 1:
+            if strategy.is_chief:
+                model[0].bias.data.zero_()
+            raise mirrored.MirrorError("a check has found a difference")
         if KIND == "mean of shares":
             strategy.reduce("mean", loss)
