@@ -188,6 +188,11 @@ class Strategy:
         """Whether a backward has begun whose gradients are not averaged yet."""
         return self._averager is not None and self._averager.in_backward
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether steps are cut into virtual towers."""
+        return self._is_virtual
+
     def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer does another's work (:mod:`towers.sharding`)."""
         return self._sharder is not None and self._sharder.is_twin(optimizer)

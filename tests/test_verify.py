@@ -170,6 +170,13 @@ def test_exact_wants_every_bit() -> None:
     assert "differs in its last bits only" in plain(report)
 
 
+def test_virtual_towers_are_equal_to_the_bit() -> None:
+    report = mirrored.verify(SCRIPTS / "right_virtual.py", exact=True)
+    assert report.causes == (), report
+    assert "The same: gradients and parameters are equal to the bit, and so are the 5 results" in plain(report)
+    assert not report.dropouts  # nothing is left out
+
+
 def test_the_command() -> None:
     script = str(SCRIPTS / "other.py")
     words = ["-m", "mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]

@@ -94,8 +94,10 @@ class Comparison:
 
     def _row(self, at: int, one: Step, many: Sequence[Step]) -> Row:
         losses = total_loss([one.losses]), total_loss([step.losses for step in many])
+        if self.one.virtual:  # their backwards are those of the virtual towers, of which every tower has others
+            losses = None, None
         loss = 0.0
-        if None not in losses and not self.one.virtual:
+        if None not in losses:
             loss = self._of_losses(losses[0], losses[1])  # type: ignore[arg-type]
         self._note_noise(one, many[0])
         gradients = self._largest(one.gradients, many[0].gradients)

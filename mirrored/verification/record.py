@@ -90,7 +90,7 @@ class Recorder(Observer):
     def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
-            self.seen.virtual = bool(getattr(strategy, "virtual_towers", None))
+            self.seen.virtual = strategy.is_virtual
             run = Run(len(self.seen.steps))
             run.given = rows([leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             frame = current_frame()

@@ -76,7 +76,8 @@ class Report:
             ]
         if self.equal:
             also = f", and so are the {self.results} results of reduce and gather" if self.results else ""
-            lines += ["", f"The same: losses, gradients and parameters are equal {limit}{also}."]
+            losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
+            lines += ["", f"The same: {losses}gradients and parameters are equal {limit}{also}."]
         for finding in self.findings:
             lines += ["", *_wrapped(f"Cause [{finding.cause.value}]: ", finding.what + ".")]
             lines += _wrapped("Fix: ", finding.fix + ".")
