@@ -129,6 +129,11 @@ def test_a_right_script_is_called_so(script: str, steps: int, compared: int, wor
         ),
         ("error on one", Cause.FAILS_ON_ONE, "fails on one tower (line {on one}), but not on 2"),
         ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 tower 1 fails (line {on towers}): ValueError: planned"),
+        (
+            "death",
+            Cause.FAILS_ON_TOWERS,
+            "the run on 2 towers ended before its time: the process of tower 1 ended with",
+        ),
         ("no towers", Cause.NO_TOWERS, "calls strategy.run of no strategy with 2 towers"),
         ("no training", Cause.NOTHING_TRAINED, "makes no step of an optimizer"),
         ("from the clock", Cause.NOT_REPRODUCIBLE, "two runs on one tower differ, too"),

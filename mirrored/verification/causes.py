@@ -109,8 +109,7 @@ def data(one: Seen, many: Sequence[Seen]) -> Finding | None:
         together = sum(given, Counter())
         batch = Counter(run.given)
         where = f"step {run.steps + 1}"
-        alike = comparable(batch, together)
-        if alike and together != batch and any(held != batch for held in given):
+        if comparable(batch, together) and together != batch and any(held != batch for held in given):
             return _other_batch(one, many, where, batch, together)
         fed = sum((Counter(share.fed) for share in shares), Counter())
         if all(held != batch for held in given) and fed != (whole := Counter(run.fed)) and not fed - whole:

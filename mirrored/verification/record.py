@@ -192,7 +192,6 @@ class Recorder(Observer):
 
     # -- optimizers --------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strategy = strategy_with_towers()
@@ -232,7 +231,6 @@ class Recorder(Observer):
         self.seen.steps.append(step)
         self.stepping = True
 
-    @torch._disable_dynamo
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not self.stepping or not self._optimizers or all(optimizer is not known for known in self._optimizers):
             return

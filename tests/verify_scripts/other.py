@@ -1,5 +1,6 @@
 """Mistakes that the first argument chooses, each on an otherwise right script."""
 
+import os
 import sys
 import time
 
@@ -17,6 +18,8 @@ if KIND == "error on one" and strategy.num_replicas_in_sync == 1:
     raise ValueError("planned failure")
 if KIND == "error on towers" and strategy.topology.index == 1:
     raise ValueError("planned failure")
+if KIND == "death" and strategy.topology.index == 1:
+    os._exit(3)
 if KIND == "from the clock":
     torch.manual_seed(time.time_ns())
     strategy = mirrored.MirroredStrategy()
