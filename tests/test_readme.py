@@ -11,16 +11,35 @@ from jobs import ROOT, run_program
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_script_runs_on_one_and_on_two_towers(tmp_path: pathlib.Path) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAM, EXACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
+    """What the program prints on one and on two towers."""
     script = tmp_path / "train.py"
     script.write_text(program)
+    found = []
     for words in ([str(script)], ["-m", "mirrored", "run", "--towers", "2", str(script)]):
         result = run_program(words)
         assert result.returncode == 0, result.stderr
-        losses = re.findall(r"epoch \d: loss ([0-9.]+)", result.stdout)
-        assert len(losses) == 5
-        assert float(losses[-1]) < float(losses[0])
+        found.append([float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.e-]+)", result.stdout)])
+        assert len(found[-1]) == 5
+        assert found[-1][-1] < found[-1][0]
+    return found
+
+
+def test_the_script_runs_on_one_and_on_two_towers(tmp_path: pathlib.Path) -> None:
+    losses_of(PROGRAM, tmp_path)
+
+
+def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
+    first, step = EXACT.split("...\n")
+    program = re.sub(r"strategy = .*\n", first, PROGRAM)
+    program = re.sub(r"def train_step.*?\n\n\n", step + "\n\n", program, flags=re.DOTALL)
+    program = program.replace('strategy.reduce("sum", loss)', "loss").replace(":.4f}", "!r}")
+    assert program.count("strategy.backward(") == 1
+    one, two = losses_of(program, tmp_path)
+    assert one == two
 
 
 def test_the_commands_exist() -> None:
