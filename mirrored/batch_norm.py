@@ -148,6 +148,6 @@ def _new(plain: Any) -> Any:
 def _train(layer: _BatchNorm, x: Tensor) -> Tensor:
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
-    if strategy is None or strategy.batch_norms is None:
+    if strategy is None or strategy.engine.batch_norms is None:
         return _BatchNorm.forward(layer, x)
-    return strategy.batch_norms.normalise(layer, x)
+    return strategy.engine.batch_norms.normalise(layer, x)

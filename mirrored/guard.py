@@ -38,12 +38,12 @@ class OptimizerGuard:
         if strategy is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not parameters or strategy.is_twin(optimizer):
+        if not parameters or strategy.engine.is_twin(optimizer):
             return  # it is a part of a step that has been checked
         foreign = [p for p in parameters if not strategy.is_mirrored(p)]
         frame = current_frame()
         in_run = frame is not None and frame.strategy is strategy and frame.replica is not None
-        recorded = any(strategy.is_recorded(p) for p in foreign)
+        recorded = any(p in strategy.engine.recorder for p in foreign)
         if not in_run and len(foreign) == len(parameters) and not recorded:
             return
         if recorded:
@@ -54,19 +54,19 @@ class OptimizerGuard:
             )
         drifting = [p for p in foreign if p.grad is not None]
         if drifting:
-            names = ", ".join(strategy.parameter_name(p) for p in drifting[:3])
+            names = ", ".join(strategy.engine.recorder.name_of(p) for p in drifting[:3])
             more = f" and {len(drifting) - 3} more" if len(drifting) > 3 else ""
             raise MirrorError(
                 f"optimizer.step() on tower {strategy.topology.index} would change {names}{more}, which no scope "
                 "mirrored, so the towers would drift apart: create it inside strategy.scope(), or call "
                 "strategy.mirror(module) before training"
             )
-        if strategy.in_backward:
+        if strategy.engine.in_backward:
             raise MirrorError(
                 "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
-        unsynced = strategy.unsynced_gradients()
+        unsynced = strategy.engine.unsynced_gradients()
         stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]
         if stale:
             raise MirrorError(
@@ -75,7 +75,16 @@ class OptimizerGuard:
             )
         self._say_if_nothing_to_train(optimizer, parameters)
         if len(foreign) < len(parameters):
-            strategy.prepare_step(optimizer)
+            self._say_if_not_virtual(strategy)
+            strategy.engine.prepare_step(optimizer)
+
+    def _say_if_not_virtual(self, strategy: Strategy) -> None:
+        virtual = strategy.engine.virtual
+        if virtual is not None and virtual.step == 0:
+            strategy.say_once(
+                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
+                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
+            )
 
     def _say_if_nothing_to_train(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
         if optimizer in self._said_nothing_to_train or any(p.requires_grad for p in parameters):

@@ -11,7 +11,8 @@ import torch
 
 from mirrored import cluster
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
-from mirrored.mirror_check import DEFAULT_INTERVAL, check_interval
+from mirrored.engine import TrainingOptions
+from mirrored.mirror_check import DEFAULT_INTERVAL
 from mirrored.observer import observer
 from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
@@ -22,7 +23,6 @@ from towers.collectives.connect import connect
 from towers.devices import Device
 from towers.job import Job
 from towers.log import get_logger
-from towers.nonfinite import check_action
 from towers.topology import DEVICES, STARTED_BY
 
 log = get_logger("mirrored")
@@ -40,8 +40,8 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: Device = "cpu:0", *, virtual_towers: int | None = None, seed: int | None = None) -> None:
         chosen = devices.parse(device)
         devices.check_exist([chosen], devices.count_gpus())
-        options = CommunicationOptions()
-        super().__init__(Topology(), Alone(_use(chosen)), None, options, seed, virtual_towers=virtual_towers)
+        training = TrainingOptions(virtual_towers=virtual_towers)
+        super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed, training)
         if virtual_towers is not None:
             machine.share_out_threads(1, alone=True)
 
@@ -97,8 +97,7 @@ class MirroredStrategy(Strategy):
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
-        check_interval(mirror_check_interval)
-        check_action(nonfinite_gradients)
+        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
         launcher = cluster.from_launcher(os.environ)
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
@@ -106,18 +105,8 @@ class MirroredStrategy(Strategy):
         resolver = launcher or LocalClusterResolver()
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(
-            topology,
-            communicator,
-            resolver,
-            options,
-            seed,
-            shard_optimizer=shard_optimizer,
-            virtual_towers=virtual_towers,
-            mirror_check_interval=mirror_check_interval,
-            nonfinite_gradients=nonfinite_gradients,
-        )
-        _announce(self, virtual_towers)
+        super().__init__(topology, communicator, resolver, options, seed, training)
+        _announce(self)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -149,23 +138,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
-        check_interval(mirror_check_interval)
-        check_action(nonfinite_gradients)
+        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
         resolver = cluster.resolve(os.environ, cluster_resolver)
         options = communication or CommunicationOptions()
         topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(
-            topology,
-            communicator,
-            resolver,
-            options,
-            seed,
-            shard_optimizer=shard_optimizer,
-            virtual_towers=virtual_towers,
-            mirror_check_interval=mirror_check_interval,
-            nonfinite_gradients=nonfinite_gradients,
-        )
-        _announce(self, virtual_towers)
+        super().__init__(topology, communicator, resolver, options, seed, training)
+        _announce(self)
 
 
 @functools.cache
@@ -233,17 +211,17 @@ def _use(device: torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _announce(strategy: Strategy, virtual_towers: int | None) -> None:
+def _announce(strategy: Strategy) -> None:
     """The one line at the start that says how many towers, on what, by which backend, started how."""
     topology = strategy.topology
-    threads = machine.share_out_threads(topology.local_size, alone=virtual_towers is not None)
+    threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return
     where = strategy.device.type
     if where == "cuda":
         where = torch.cuda.get_device_name(strategy.device)
     workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
-    virtual = f" ({virtual_towers} virtual)" if virtual_towers is not None else ""
+    virtual = f" ({strategy.virtual_towers} virtual)" if strategy.virtual_towers is not None else ""
     log.info(
         "%d tower%s%s%s on %s, %s, %s, started by %s",
         topology.size,

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mirrored import metrics, seeds
-from mirrored.batch_norm import BatchNorms
+from mirrored import seeds
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame, require_replica_context
 from mirrored.data.dataset import DistributedDataset
@@ -20,22 +19,17 @@ from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.data.shares import KnownShares, count_examples
 from mirrored.data.streams import PipelineDataset
+from mirrored.engine import Engine, TrainingOptions
 from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss, global_count
-from mirrored.mirror_check import MirrorCheck
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
-from mirrored.scope import AfterFirstForward, Recorder
-from mirrored.virtual_towers import VirtualTowers, cut_for
-from towers import ForkedError, Topology, mirror
+from mirrored.virtual_towers import cut_for
+from towers import ForkedError, Topology
 from towers.collectives import values
-from towers.collectives.agreement import agree
 from towers.collectives.communicator import Communicator
-from towers.gradients import GradientAverager
 from towers.log import get_logger
-from towers.nonfinite import LoneWatch, watch_for
-from towers.sharding import OptimizerSharder
 
 log = get_logger("mirrored")
 
@@ -53,7 +47,8 @@ class Strategy:
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
-        batch_norms: normalises over the global batch; None at one tower.
+        virtual_towers: how many there are, if there are any.
+        engine: what is attached to models and optimizers.
     """
 
     def __init__(
@@ -63,10 +58,7 @@ class Strategy:
         resolver: ClusterResolver | None,
         options: CommunicationOptions,
         seed: int | None,
-        shard_optimizer: bool = False,
-        virtual_towers: int | None = None,
-        mirror_check_interval: int | None = None,
-        nonfinite_gradients: str = "ignore",
+        training: TrainingOptions,
     ) -> None:
         self.topology = topology
         self.communicator = communicator
@@ -75,44 +67,23 @@ class Strategy:
         self.num_replicas_in_sync = topology.size
         self.is_chief = topology.is_chief
         self.known_shares = KnownShares()
-        self._options = options
+        self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._pid = os.getpid()
         self._several = topology.size > 1
-        self._cut = cut_for(topology, virtual_towers)
-        self._is_virtual = virtual_towers is not None
+        self._cut = cut_for(topology, training.virtual_towers)
         self._accumulates = False
-        self._runs = 0
-        self._recorder = Recorder()
-        self.batch_norms = BatchNorms(communicator, self._recorder.name_of_module) if self._several else None
         self._said: set[str] = set()
         # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
-        self._streams_parted = self._is_virtual or (not self._several and seed is None)
-        self._lone_watch: LoneWatch | None = None
+        self._streams_parted = self.virtual_towers is not None or (not self._several and seed is None)
         if seed is not None:
             seeds.seed_all(seed)
         elif self._several:
             seeds.share(communicator)
-        self._averager: GradientAverager | None = None
-        self._sharder: OptimizerSharder | None = None
+        self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
         if self._several:
-            chosen = {"mirror_check_interval": mirror_check_interval, "nonfinite_gradients": nonfinite_gradients}
-            agree(communicator, "the strategy", chosen)
-            channel = communicator.channel()
-            watch = watch_for(channel, nonfinite_gradients)
-            self._averager = GradientAverager(channel, options.bucket_bytes, scatter=shard_optimizer, watch=watch)
-            self._sharder = OptimizerSharder(self._averager, channel) if shard_optimizer else None
             self._guard = OptimizerGuard(self)
-            meet = None if self._sharder is None else self._sharder.meet_for
-            with_state = self._sharder is None
-            self._mirror_check = MirrorCheck(communicator, mirror_check_interval, with_state=with_state, meet=meet)
             announce(self)
-        elif (watch := watch_for(communicator, nonfinite_gradients)) is not None:
-            self._lone_watch = LoneWatch(watch)
-        self._virtual: VirtualTowers | None = None
-        if self._is_virtual:
-            self._virtual = VirtualTowers(communicator, self._cut, self.known_shares, self._averager)
-        self._records = self._several or self._is_virtual or self._lone_watch is not None
 
     # -- creating the model ------------------------------------------------------------------------------
 
@@ -137,15 +108,8 @@ class Strategy:
         if (current := current_frame()) is not None and current.replica is not None:
             raise RuntimeError("scope() was entered inside strategy.run(...); create the model outside of it")
         on_device = torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
-        self._check_batch_norm(sync_batch_norm)
-        if self._records:
-            self._recorder.start(self.batch_norms.adopt if self.batch_norms and sync_batch_norm else None)
-        try:
-            with frame(self, None), on_device:
-                yield self
-        finally:
-            if self._records:
-                self._recorder.stop()
+        with self.engine.recording(sync_batch_norm), frame(self, None), on_device:
+            yield self
 
     def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
         """Mirror a module that was created outside the scope (loaded, copied); returns it.
@@ -157,56 +121,12 @@ class Strategy:
             sync_batch_norm: as of :meth:`scope`; takes effect at once.
         """
         self._check_here("mirror()")
-        self._check_batch_norm(sync_batch_norm)
-        if self.batch_norms and sync_batch_norm:
-            for part in module.modules():
-                self.batch_norms.adopt(part)
-        if self._several:
-            metrics.prepare(module, self.communicator)
-        if self._records:
-            self._recorder.add(module)
+        self.engine.add(module, sync_batch_norm)
         return module
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` is kept equal on all towers (at one tower: always)."""
-        return not self._several or self._recorder.is_mirrored(parameter)
-
-    def is_recorded(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was created in the scope and awaits the first ``run``."""
-        return parameter in self._recorder
-
-    def parameter_name(self, parameter: torch.Tensor) -> str:
-        """How messages call a parameter."""
-        return self._recorder.name_of(parameter)
-
-    def unsynced_gradients(self) -> dict[int, str]:
-        """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
-        return self._averager.unsynced() if self._averager is not None else {}
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are not averaged yet."""
-        return self._averager is not None and self._averager.in_backward
-
-    @property
-    def is_virtual(self) -> bool:
-        """Whether steps are cut into virtual towers."""
-        return self._is_virtual
-
-    def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer does another's work (:mod:`towers.sharding`)."""
-        return self._sharder is not None and self._sharder.is_twin(optimizer)
-
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of this strategy's parameters is about to step."""
-        if self._virtual is not None and self._virtual.step == 0:
-            self.say_once(
-                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
-                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
-            )
-        self._mirror_check.notice(optimizer)
-        if self._sharder is not None:
-            self._sharder.prepare(optimizer)
+        return self.engine.is_mirrored(parameter)
 
     # -- running -----------------------------------------------------------------------------------------
 
@@ -223,15 +143,7 @@ class Strategy:
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
-        if self._averager is not None:
-            self._averager.refresh()
-            if self._recorder.pending:
-                self._mirror_recorded()
-            self._runs += 1
-            if self._runs == self._mirror_check.due:
-                self._mirror_check.come_to(self._runs)
-        elif self._recorder.pending:
-            self._mirror_recorded()
+        self.engine.begin_run()
         if not self._streams_parted:
             self._part_streams()
         if (watching := observer()) is not None:
@@ -245,7 +157,7 @@ class Strategy:
         self._check_here("no_sync()")
         before, self._accumulates = self._accumulates, True
         try:
-            with self._averager.paused() if self._averager is not None else contextlib.nullcontext():
+            with self.engine.paused():
                 yield
         finally:
             self._accumulates = before
@@ -286,7 +198,8 @@ class Strategy:
         """
         self._check_here("backward()")
         replica = require_replica_context("strategy.backward")
-        if self._virtual is None:
+        virtual = self.engine.virtual
+        if virtual is None:
             loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
             loss.backward()
             mean: torch.Tensor = self.reduce("sum", loss.detach())
@@ -302,15 +215,15 @@ class Strategy:
         if denominator == "examples":
             total: torch.Tensor | float = global_count(local, replica)
         elif denominator == "weights" and isinstance(sample_weight, torch.Tensor):
-            total = self._virtual.total_weight(sample_weight, local)
+            total = virtual.total_weight(sample_weight, local)
         else:
             raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
         seed = self._seed if self._seed is not None else torch.initial_seed()
-        return self._virtual.backward(loss_fn, batch, sample_weight, local, total, seed)
+        return virtual.backward(loss_fn, batch, sample_weight, local, total, seed)
 
     def state_dict(self) -> dict[str, int]:
         """How many times :meth:`backward` was called: what the next one draws depends on that and on the seed."""
-        return {"backwards": self._virtual.step if self._virtual is not None else 0}
+        return {"backwards": self.engine.virtual.step if self.engine.virtual is not None else 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
@@ -321,8 +234,8 @@ class Strategy:
         backwards = state.get("backwards")
         if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 0:
             raise ValueError(f"state of a strategy: backwards is {backwards!r}, but must be a whole number from 0")
-        if self._virtual is not None:
-            self._virtual.step = backwards
+        if self.engine.virtual is not None:
+            self.engine.virtual.step = backwards
 
     def check_mirrored(self, *, quick: bool = False) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
@@ -338,32 +251,7 @@ class Strategy:
             DisagreementError: on all towers, when some call something else.
         """
         self._check_here("check_mirrored()")
-        if self._several:
-            self._mirror_check.check_now(self._runs + 1, quick=quick)
-
-    def _mirror_recorded(self) -> None:
-        """Make what was recorded equal on all towers and attach gradient averaging to it."""
-        tensors, lazy = self._recorder.take()
-        if self._several:
-            mirror.compare(self.communicator, tensors)
-            mirror.broadcast(self.communicator, [named.tensor for named in tensors])
-        for module in lazy:
-            AfterFirstForward(module, self._mirror_lazy)
-        parameters = [named for named in tensors if named.kind == "parameter"]
-        if self._lone_watch is not None:
-            self._lone_watch.add(parameters)
-        if self._averager is not None:
-            self._averager.add(parameters)
-            self._mirror_check.add(parameters)
-            for _, root in self._recorder.roots():
-                metrics.prepare(root, self.communicator)
-        if self._virtual is not None:
-            self._virtual.add([named.tensor for named in parameters], self._recorder.modules_with_buffers())
-
-    def _mirror_lazy(self, module: nn.Module) -> None:
-        """A lazy module has met its first batch, inside the forward of all towers."""
-        self._recorder.add(module)
-        self._mirror_recorded()
+        self.engine.check_mirrored(quick=quick)
 
     def _part_streams(self) -> None:
         """From the first run on, every tower has random streams of its own (dropout must differ)."""
@@ -495,14 +383,6 @@ class Strategy:
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline)
-
-    def _check_batch_norm(self, synchronised: bool) -> None:
-        if synchronised and self._is_virtual:
-            raise ValueError(
-                "sync_batch_norm=True normalises over the global batch, of which virtual towers compute one part after "
-                "the other: leave one of the two out (virtual towers' BatchNorm takes each part's statistics, on any "
-                "number of towers the same)"
-            )
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:

@@ -462,7 +462,7 @@ def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]
         strategy.run(lambda model=model: (model.weight * (r + 1)).sum().backward())
         found.append(float(model.weight.grad))
         del model
-    return found, len(strategy._averager._slots)
+    return found, len(strategy.engine.averager._slots)
 
 
 def test_models_that_are_gone_are_forgotten() -> None:
@@ -608,7 +608,7 @@ def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], 
     """The first layer is made last; tower 1 goes through the two branches the other way round."""
     with strategy.scope():
         model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("idle", "b", "a", "out", "first")})
-    averager = strategy._averager
+    averager = strategy.engine.averager
     layouts, losses = [], []
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(8, 8, generator=generator) for _ in model.parameters()]
@@ -645,7 +645,7 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
 
 
 def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
-    strategy._averager._flags_apart = True  # as between GPUs
+    strategy.engine.averager._flags_apart = True  # as between GPUs
     return fn(strategy)
 
 

@@ -680,7 +680,7 @@ def train_in_two_halves(
         return {}, {}, []
     if chief_alone:
         time.sleep(1.0)  # the others have ended
-    twin = strategy._sharder._known[optimizer].twin if shard else optimizer
+    twin = strategy.engine._sharder._known[optimizer].twin if shard else optimizer
     held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in twin.state.values()]
     return model.state_dict(), optimizer.state_dict(), held
 

@@ -90,7 +90,7 @@ class Recorder(Observer):
     def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
-            self.seen.virtual = strategy.is_virtual
+            self.seen.virtual = strategy.virtual_towers is not None
             run = Run(len(self.seen.steps))
             run.given = rows([leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             frame = current_frame()
@@ -195,7 +195,7 @@ class Recorder(Observer):
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strategy = strategy_with_towers()
-        if not parameters or (strategy is not None and strategy.is_twin(optimizer)):
+        if not parameters or (strategy is not None and strategy.engine.is_twin(optimizer)):
             return
         if self._counts.get(id(optimizer), 0) >= self._limit:
             raise Enough
@@ -208,7 +208,7 @@ class Recorder(Observer):
         names = [self._names[id(p)] for p in parameters]
         foreign, unsynced = [], []
         if strategy is not None:
-            held = strategy.unsynced_gradients()
+            held = strategy.engine.unsynced_gradients()
             for p, name in zip(parameters, names, strict=True):
                 if p.grad is not None and not strategy.is_mirrored(p):
                     foreign.append(name)
