@@ -78,6 +78,7 @@ class StepBuffers:
 
     Attributes:
         count: how many tensors :meth:`take` gives.
+        differing: of which integer buffers this tower's virtual towers made different things in this step, by place.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -99,6 +100,7 @@ class StepBuffers:
         self._before: list[Tensor] = []
         self._firsts: dict[int, Tensor] = {}
         self._doubts: dict[int, Tensor] = {}
+        self.differing: list[int] = []
         self.count = len(self._small) + sum(not buffer.is_integer for buffer in self._others)
 
     def holds(self, tensors: list[Tensor]) -> bool:
@@ -118,8 +120,9 @@ class StepBuffers:
         """
         for place, doubt in self._doubts.items():
             if doubt:
-                self._refuse(place)
+                self.refuse(place)
         self._doubts = {}
+        self.differing = []
         self._before = [_flat(dtype, buffers) for dtype, buffers in self._small.items()]
         self._firsts = {}
         for buffer in self._others:
@@ -134,11 +137,7 @@ class StepBuffers:
                 buffer.set(buffer.before)
 
     def take(self) -> list[Tensor | None]:
-        """After a virtual tower's forward: what it has changed the floating-point buffers by, to be added up.
-
-        Raises:
-            MirrorError: it made something else of an integer buffer than the one before it.
-        """
+        """After a virtual tower's forward: what it has changed the floating-point buffers by, to be added up."""
         changes: list[Tensor | None] = [
             _change(_flat(dtype, buffers), before)
             for (dtype, buffers), before in zip(self._small.items(), self._before, strict=True)
@@ -195,15 +194,20 @@ class StepBuffers:
                 buffer.set(torch.view_as_complex(value) if buffer.tensor.is_complex() else value)
 
     def _compare(self, place: int, first: Tensor, other: Tensor) -> None:
-        """See that an integer buffer is the same twice; on a GPU in the next step, since the host should not wait."""
+        """Note whether an integer buffer is the same twice; on a GPU in the next step, so that nobody waits for it."""
         if first.device.type == "cpu":
             if not torch.equal(first, other):
-                self._refuse(place)
+                self.differing.append(place)
         else:
             doubt = (first != other).any()
             self._doubts[place] = self._doubts[place] | doubt if place in self._doubts else doubt
 
-    def _refuse(self, place: int) -> None:
+    def refuse(self, place: int) -> None:
+        """Say that a buffer differs.
+
+        Raises:
+            MirrorError: always.
+        """
         raise MirrorError(
             f"buffer {self._others[place].name}, an integer one, is not the same after all virtual towers of a step; "
             "integers cannot be averaged: let it count steps, not examples"
@@ -222,6 +226,8 @@ class StepBuffers:
         for row in rows[1:]:
             for place, mine, first in zip(of_integers, row, rows[0], strict=True):
                 self._compare(place, first, mine)
+        if self.differing:
+            self.refuse(self.differing[0])
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -9,6 +9,7 @@ tower first, then across towers. As the tree is the same for every number of tow
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -124,7 +125,10 @@ class VirtualTowers:
                     subtree.add([*gradients, loss.detach().double(), *buffers.take()])
             sums = subtree.total()
             _give(parameters, sums[: len(parameters)])
-            said = self._tell({"leaves": leaves, "dtype": str(dtype), "changed": buffers.changed})
+            card = {"leaves": leaves, "dtype": str(dtype), "changed": buffers.changed, "differing": buffers.differing}
+            said = self._tell(card)
+            for differing in itertools.chain.from_iterable(other["differing"] for other in said):
+                buffers.refuse(differing)
             if self._averager is not None:
                 self._averager.sum_by_tree()
             mean = self._combine(buffers, sums[len(parameters) :], said)
@@ -164,7 +168,7 @@ class VirtualTowers:
         return self._buffers
 
     def _tell(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every tower did: how many of its virtual towers had examples, their losses' dtype, buffers changed."""
+        """What every tower did: how many of its virtual towers had examples, their losses' dtype, their buffers."""
         if self._comm.size == 1:
             return [mine]
         call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
