@@ -132,6 +132,11 @@ class Engine:
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach gradient averaging to it."""
         tensors, lazy = self.recorder.take()
+        if lazy and self.virtual is not None:
+            raise RuntimeError(
+                f"{type(lazy[0]).__name__} gets its shape in its first forward, which with virtual towers is that of "
+                "one part: call the model with an example before the first run"
+            )
         if self._several:
             mirror.compare(self._comm, tensors)
             mirror.broadcast(self._comm, [named.tensor for named in tensors])
@@ -153,7 +158,7 @@ class Engine:
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` is kept equal on all towers (at one tower: always)."""
-        return not self._several or self.recorder.is_mirrored(parameter)
+        return not (self._several or self.virtual is not None) or self.recorder.is_mirrored(parameter)
 
     # -- steps -------------------------------------------------------------------------------------------
 
@@ -188,7 +193,9 @@ class Engine:
     @property
     def in_backward(self) -> bool:
         """Whether a backward has begun whose gradients are not averaged yet."""
-        return self.averager is not None and self.averager.in_backward
+        if self.averager is not None:
+            return self.averager.in_backward
+        return self.virtual is not None and torch._C._current_graph_task_id() != -1
 
     def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer does another's work (:mod:`towers.sharding`)."""

@@ -128,7 +128,7 @@ def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
     return weights.reshape(*weights.shape, *[1] * (losses.dim() - weights.dim()))
 
 
-def global_count(local: int, replica: ReplicaContext) -> int:
+def global_count(local: int, replica: ReplicaContext, what: str = "the loss") -> int:
     """The number of examples of this step over all towers, of which this one has ``local``.
 
     Raises:
@@ -155,7 +155,7 @@ def global_count(local: int, replica: ReplicaContext) -> int:
     if len(fitting) != 1:
         sizes = ", ".join(f"{share.local} of {share.total}" for share in shares)
         raise ValueError(
-            f"the loss has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
+            f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
             "the number of entries over all towers is not known. Give one loss per example (for sequences "
             "loss.view(examples, -1).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
         )

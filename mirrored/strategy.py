@@ -13,11 +13,11 @@ from torch import nn
 
 from mirrored import seeds
 from mirrored.cluster import ClusterResolver
-from mirrored.context import ReplicaContext, announce, current_frame, frame, require_replica_context
+from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.data.shares import KnownShares, count_examples
+from mirrored.data.shares import KnownShares
 from mirrored.data.streams import PipelineDataset
 from mirrored.engine import Engine, TrainingOptions
 from mirrored.guard import OptimizerGuard
@@ -81,8 +81,9 @@ class Strategy:
         elif self._several:
             seeds.share(communicator)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
-        if self._several:
+        if self._several or self.virtual_towers is not None:
             self._guard = OptimizerGuard(self)
+        if self._several:
             announce(self)
 
     # -- creating the model ------------------------------------------------------------------------------
@@ -180,8 +181,11 @@ class Strategy:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
                 ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
                 (seed, step, virtual tower) only. It is not called for parts without examples.
-            batch: nested tensors, arrays and lists. What has as many entries as the share has examples is cut, all
-                else is passed as it is.
+            batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
+                and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
+                tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
+                are found in its dicts and tuples only. What does not belong to examples, and what carries a graph,
+                ``loss_fn`` makes or takes from outside.
             sample_weight: multiplies the losses; a number, or a tensor of shape ``(examples,)`` or the losses'.
             denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead of the number of
                 examples; weights must have the losses' shape then.
@@ -192,12 +196,15 @@ class Strategy:
 
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
-            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, or weights do not fit.
+            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, something in it cannot be
+                cut, or weights do not fit.
             TypeError: the number of examples in ``batch`` cannot be told.
             MirrorError: virtual towers made different things of an integer buffer.
         """
         self._check_here("backward()")
-        replica = require_replica_context("strategy.backward")
+        current = current_frame()
+        if current is None or current.replica is None:
+            raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         virtual = self.engine.virtual
         if virtual is None:
             loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
@@ -211,19 +218,25 @@ class Strategy:
             )
         if not batch:
             raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
-        local = count_examples(batch)
+        local = self.known_shares.local_of(batch)
+        if isinstance(sample_weight, torch.Tensor) and sample_weight.dim() and sample_weight.shape[0] != local:
+            raise ValueError(f"sample_weight of shape {tuple(sample_weight.shape)} does not fit {local} examples")
         if denominator == "examples":
-            total: torch.Tensor | float = global_count(local, replica)
+            total: torch.Tensor | float = global_count(local, current.replica, "the batch")
         elif denominator == "weights" and isinstance(sample_weight, torch.Tensor):
             total = virtual.total_weight(sample_weight, local)
         else:
             raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
-        seed = self._seed if self._seed is not None else torch.initial_seed()
-        return virtual.backward(loss_fn, batch, sample_weight, local, total, seed)
+        return virtual.backward(loss_fn, batch, sample_weight, local, total, self._stream_seed)
 
     def state_dict(self) -> dict[str, int]:
-        """How many times :meth:`backward` was called: what the next one draws depends on that and on the seed."""
-        return {"backwards": self.engine.virtual.step if self.engine.virtual is not None else 0}
+        """What the next :meth:`backward` draws depends on: the seed, and how many there were before."""
+        backwards = self.engine.virtual.step if self.engine.virtual is not None else 0
+        return {"seed": self._stream_seed, "backwards": backwards}
+
+    @property
+    def _stream_seed(self) -> int:
+        return self._seed if self._seed is not None else torch.initial_seed()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
@@ -231,11 +244,13 @@ class Strategy:
         Raises:
             ValueError: it is no such state.
         """
-        backwards = state.get("backwards")
-        if isinstance(backwards, bool) or not isinstance(backwards, int) or backwards < 0:
-            raise ValueError(f"state of a strategy: backwards is {backwards!r}, but must be a whole number from 0")
+        for key in ("seed", "backwards"):
+            number = state.get(key)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
+        self._seed = state["seed"]
         if self.engine.virtual is not None:
-            self.engine.virtual.step = backwards
+            self.engine.virtual.step = state["backwards"]
 
     def check_mirrored(self, *, quick: bool = False) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.

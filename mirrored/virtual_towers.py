@@ -9,9 +9,12 @@ tower first, then across towers. As the tree is the same for every number of tow
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mirrored import seeds
-from mirrored.data.shares import Cut, KnownShares, cut
+from mirrored.data.shares import Cut, KnownShares
 from mirrored.losses import expand_weights, sum_over
 from mirrored.virtual_buffers import StepBuffers, registered
 from towers import Topology
@@ -28,7 +31,30 @@ from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.gradients import GradientAverager
+from towers.sparse import add_sparse
 from towers.subtree import Subtree
+
+
+@dataclasses.dataclass
+class _Card:
+    """What one tower tells the others of its part of a step.
+
+    Attributes:
+        leaves: how many of its virtual towers had examples.
+        traced: whether a loss required a gradient.
+        dtype: of the losses.
+        layout, written, counted, differing: as of :class:`StepBuffers`.
+        names: of its buffers; asked for only where layouts differ: one tower may keep a model that others dropped.
+    """
+
+    leaves: int
+    traced: bool
+    dtype: str
+    layout: str
+    written: dict[str, int]
+    counted: list[str]
+    differing: list[str]
+    names: list[str] = dataclasses.field(default_factory=list)
 
 
 def cut_for(topology: Topology, virtual_towers: int | None) -> Cut:
@@ -106,29 +132,28 @@ class VirtualTowers:
         kept = [parameter.grad for parameter in parameters]
         self.step += 1
         aside = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
-        subtree, leaves, dtype = Subtree(), 0, torch.float32
+        subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
         try:
             with aside, seeds.undisturbed(self._comm.device):
-                for part, (start, end) in enumerate(self._cut.parts_of(local), start=self._cut.first):
+                for own, (start, end) in enumerate(self._cut.parts_of(local)):
                     if start == end:
                         subtree.add([None] * (len(parameters) + 1 + buffers.count))
                         continue
                     _give(parameters, [None] * len(parameters))
                     if leaves:
                         buffers.restore()
-                    seeds.seed_all(seeds.mix(seed, "virtual tower", self.step, part))
-                    inputs, weight = self._part((tuple(batch), sample_weight), local, leaves, start, end)
+                    seeds.seed_all(seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
+                    *inputs, weight = self._part(batch, sample_weight, local, own)
                     loss = _loss(loss_fn(*inputs), weight, end - start, total)
-                    loss.backward()
-                    leaves, dtype = leaves + 1, loss.dtype
+                    if loss.requires_grad:  # a part may have nothing to learn from
+                        loss.backward()
+                    leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
                     gradients = [parameter.grad for parameter in parameters]
                     subtree.add([*gradients, loss.detach().double(), *buffers.take()])
             sums = subtree.total()
             _give(parameters, sums[: len(parameters)])
-            card = {"leaves": leaves, "dtype": str(dtype), "changed": buffers.changed, "differing": buffers.differing}
-            said = self._tell(card)
-            for differing in itertools.chain.from_iterable(other["differing"] for other in said):
-                buffers.refuse(differing)
+            counts = buffers.layout, buffers.written, buffers.counted, buffers.differing
+            said = self._tell(_Card(leaves, traced, str(dtype), *counts), buffers)
             if self._averager is not None:
                 self._averager.sum_by_tree()
             mean = self._combine(buffers, sums[len(parameters) :], said)
@@ -139,16 +164,12 @@ class VirtualTowers:
         _add(parameters, kept)
         return mean
 
-    def _part(self, inputs: Any, local: int, number: int, start: int, end: int) -> Any:
-        """What one virtual tower gets of the inputs of all; tensors begin where freshly made ones do."""
-
-        def aligned(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.data_ptr() % _alignment(leaf):
-                return leaf.clone()
-            return leaf
-
-        pieces = cut(inputs, start, end, of=local, instead=lambda leaf: self._known.part(leaf, number))
-        return trees.map_leaves(aligned, pieces)
+    def _part(self, batch: Sequence[Any], weight: Any, local: int, own: int) -> list[Any]:
+        """What one virtual tower gets of batch and weight: copies, for views have other strides and alignment."""
+        parts = [self._known.part(value, self._cut, local, own) for value in batch]
+        parts.append(self._known.part(weight, self._cut, local, own, derived=True))
+        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, parts)
+        return copied
 
     @torch.no_grad()
     def total_weight(self, weight: Tensor, local: int) -> Tensor:
@@ -167,35 +188,55 @@ class VirtualTowers:
             self._buffers = StepBuffers(modules)
         return self._buffers
 
-    def _tell(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every tower did: how many of its virtual towers had examples, their losses' dtype, their buffers."""
-        if self._comm.size == 1:
-            return [mine]
-        call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
-        return [other.details for other in announce(self._comm, call, mine)]
+    def _tell(self, mine: _Card, buffers: StepBuffers) -> list[_Card]:
+        """What every tower did.
+
+        Raises:
+            MirrorError, RuntimeError: on all towers alike.
+        """
+        cards = [mine]
+        if self._comm.size > 1:
+            call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
+            cards = [_Card(**said.details) for said in announce(self._comm, call, dataclasses.asdict(mine))]
+        if len({card.layout for card in cards}) > 1:
+            for card, names in zip(cards, self._comm.all_gather_bytes(json.dumps(buffers.names).encode()), strict=True):
+                card.names = json.loads(names)
+        for name in itertools.chain.from_iterable(card.differing for card in cards):
+            buffers.refuse(name)
+        if any(card.leaves for card in cards) and not any(card.traced for card in cards):
+            raise RuntimeError("no loss that loss_fn returned requires a gradient; are all parameters frozen?")
+        return cards
 
     @torch.no_grad()
-    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], said: list[dict[str, Any]]) -> Tensor:
-        """Add up losses and changes of buffers over the towers; gives the buffers their new values.
+    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], said: list[_Card]) -> Tensor:
+        """Add up losses and buffers over the towers; gives the buffers their new values.
 
         Args:
             sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
-            said: what :meth:`_tell` gave.
         """
-        active = [tower for tower, other in enumerate(said) if other["leaves"]]
-        places = sorted({place for other in said for place in other["changed"]})
+        kept = set.intersection(*(set(card.names or buffers.names) for card in said))
+        written: Counter[str] = Counter()
+        for card in said:
+            written.update({name: count for name, count in card.written.items() if name in kept})
+        counted = sorted({name for card in said for name in card.counted if name in kept})
         loss = sums[0] if sums[0] is not None else torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        floats, integers = buffers.travelling(sums[1:], places)
+        floats, integers = buffers.travelling(sums[1:], kept, set(written), counted)
         rows = self._everybodys([loss, *floats, *integers])
         for column in zip(*(row[: 1 + len(floats)] for row in rows), strict=True):
             add_by_tree(column[0], column)
         mean, *floats = rows[0][: 1 + len(floats)]
+        active = [tower for tower, card in enumerate(said) if card.leaves]
         if active:
-            of_active = [rows[tower][1 + len(floats) :] for tower in active]
-            buffers.compare(of_active, places)
-            buffers.settle(floats, of_active[0], places, sum(other["leaves"] for other in said))
-        name: str = said[active[0] if active else 0]["dtype"]
-        return mean.to(getattr(torch, name.removeprefix("torch.")))
+            changed = []
+            for row, card in zip(rows, said, strict=True):
+                named = zip(counted, row[1 + len(floats) :], strict=True)
+                changed.append({name: value for name, value in named if name in card.counted})
+            buffers.compare(changed)
+            integers = [next(row[name] for row in changed if name in row) for name in counted]
+            leaves = sum(card.leaves for card in said)
+            buffers.settle(floats, integers, kept, written, counted, leaves)
+        dtype = said[active[0] if active else 0].dtype
+        return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 
     def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Every tower's tensors, of which all have the same kinds, by one collective."""
@@ -209,10 +250,6 @@ class VirtualTowers:
             ]
             for row in self._comm.all_gather(packed)
         ]
-
-
-def _alignment(tensor: Tensor) -> int:
-    return 64 if tensor.device.type == "cpu" else 512
 
 
 def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: Tensor | float) -> Tensor:
@@ -249,6 +286,9 @@ def _add(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
     """Add new gradients to those that were there before, as backward does."""
     for parameter, before in zip(parameters, kept, strict=True):
         if before is not None:
-            if parameter.grad is not None:
-                before.add_(parameter.grad)
-            parameter.grad = before
+            if parameter.grad is None:
+                parameter.grad = before
+            elif before.is_sparse or parameter.grad.is_sparse:
+                parameter.grad = add_sparse(before, parameter.grad)
+            else:
+                parameter.grad = before.add_(parameter.grad)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import pathlib
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -478,22 +480,22 @@ def test_iterable_data() -> None:
 
 
 def nested(strategy: mirrored.Strategy) -> str:
-    """A batch of a dict with texts, and a tensor that is no batch."""
+    """A batch of a dict with texts."""
     with strategy.scope():
         model = nn.Linear(1, 3)
     examples = [{"x": torch.tensor([float(i)]), "name": f"example {i}"} for i in range(12)]
     factors = torch.tensor([1.0, 2.0, 3.0])
 
-    def losses(batch: dict[str, Any], factors: Tensor) -> Tensor:
+    def losses(batch: dict[str, Any]) -> Tensor:
         assert batch["name"] == [f"example {int(x)}" for x in batch["x"]]
         return (model(batch["x"]) * factors).sum(1)
 
     for batch in strategy.distribute_dataset(examples, 12):
-        strategy.run(lambda batch: strategy.backward(losses, batch, factors), args=(batch,))
+        strategy.run(lambda batch: strategy.backward(losses, batch), args=(batch,))
     return digest([model.weight.grad])
 
 
-def test_nested_batches_and_other_tensors() -> None:
+def test_nested_batches() -> None:
     one_digest(nested)
 
 
@@ -541,6 +543,163 @@ def test_padding_and_masking_do_not_depend_on_the_number_of_towers(collate: Call
     if collate is pad_and_mask:
         assert len({shape[1] for shape, _, _ in alone[1]}) > 1, "parts are padded differently"
     assert {one for one, _ in virtual(collating, collate, stream, count=4)} == {alone[0]}
+
+
+def labels_and_sequences(examples: list[Tensor]) -> tuple[Tensor, list[Tensor], int, Tensor]:
+    """One label and one sequence for each example, how many there are, and the longest's length."""
+    lengths = torch.tensor([float(len(e)) for e in examples])
+    return lengths, list(examples), len(examples), lengths.max()
+
+
+def with_lists(strategy: mirrored.Strategy) -> tuple[list[float], list[list[float]]]:
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+    means, held = [], []
+
+    def losses(batch: Any) -> Tensor:
+        labels, sequences, count, longest = batch
+        assert count == len(labels) == len(sequences)
+        assert longest == labels.max()
+        return torch.stack([model(s.unsqueeze(1)).sum() for s in sequences])
+
+    for batch in strategy.distribute_dataset(sequences()[:24], 12, collate_fn=labels_and_sequences):
+        assert len(batch[0]) == len(batch[1]) == batch[2]
+        held.append([float(s.sum()) for s in batch[1]])
+        means.append(float(strategy.run(lambda batch: strategy.backward(losses, batch), args=(batch,))))
+    return means, held
+
+
+def test_batches_of_lists_are_collated_part_by_part() -> None:
+    sums = [float(s.sum()) for s in sequences()[:24]]
+    for count in (1, 2):
+        results = virtual(with_lists, count=count)
+        for means, _ in results:
+            assert means == pytest.approx([sum(sums[:12]) / 12, sum(sums[12:]) / 12])
+        shares = [share for step in zip(*(held for _, held in results), strict=True) for share in step]
+        assert [one for share in shares for one in share] == sums
+
+
+def padded_and_changed(strategy: mirrored.Strategy) -> None:
+    for batch in strategy.distribute_dataset(sequences(), 11, collate_fn=pad_and_mask):
+        strategy.run(lambda x: strategy.backward(lambda x: x.sum(1), x), args=(batch["x"] + 0,))
+
+
+def test_what_was_made_of_a_collated_batch_is_refused() -> None:
+    for error in failures_of(padded_and_changed, count=1):
+        with pytest.raises(ValueError, match="not one of the batch's own"):
+            raise error
+
+
+def with_a_model_that_the_chief_keeps(strategy: mirrored.Strategy) -> str:
+    """Folds: every one trains a new model, and the chief alone keeps the first."""
+    kept, losses = [], []
+    for fold in range(3):
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(5, 4 + 8 * fold), nn.BatchNorm1d(4 + 8 * fold), nn.Linear(4 + 8 * fold, 1))
+        for batch in strategy.distribute_dataset(TensorDataset(make_data(16, torch.float32)[0]), 16):
+            losses.append(strategy.run(lambda x, m=model: strategy.backward(lambda x: m(x).sum(1), x), args=batch))
+        if strategy.is_chief and fold == 0:
+            kept.append(model)
+    return digest([*losses, *model.buffers()])
+
+
+def test_a_model_that_one_tower_keeps_does_no_harm() -> None:
+    one_digest(with_a_model_that_the_chief_keeps)
+
+
+class Observes(nn.Module):
+    """A range that begins with infinities, and a value that is set; used by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("low", torch.tensor(float("inf")))
+        self.register_buffer("scale", torch.tensor(1e8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("row", torch.zeros(1).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x[0]) % 2:
+            self.low = torch.minimum(self.low, x.min().detach())
+            self.scale.fill_(0.125)
+            self.calls.data += 1
+        return self.weight * x.squeeze(1)
+
+
+def observing(strategy: mirrored.Strategy, first: int) -> dict[str, float]:
+    strategy_buffers = {}
+    with strategy.scope():
+        model = Observes()
+    data = torch.arange(float(first), 8).unsqueeze(1)[:: 1 + first]
+    for (x,) in strategy.distribute_dataset(TensorDataset(data), 8):
+        strategy.run(lambda x: strategy.backward(model, x), args=(x,))
+    for name, buffer in model.named_buffers():
+        strategy_buffers[name] = float(buffer.sum())
+    return strategy_buffers
+
+
+def test_buffers_that_are_set_begin_infinite_or_are_used_by_chance() -> None:
+    # All of 1, 3, 5, 7 write; the mean of the four is taken.
+    for count in (1, 4):
+        for found in virtual(observing, 1, count=count):
+            assert found == {"low": 4.0, "scale": 0.125, "calls": 1.0, "row": 0.0}
+    # Of 0 … 7 every other one: the rest keeps what was there.
+    found = [one for count in (1, 4) for one in virtual(observing, 0, count=count)]
+    assert all(one == found[0] for one in found)
+    assert found[0]["calls"] == 1
+    assert found[0]["scale"] == pytest.approx((1e8 + 0.125) / 2)
+
+
+def mixed_with_no_sync(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(5, 1)
+
+    def step(x: Tensor) -> None:
+        with strategy.no_sync():
+            model(x).sum().backward()
+        strategy.backward(lambda x: model(x).squeeze(1), x)
+
+    for batch in strategy.distribute_dataset(TensorDataset(make_data(16, torch.float32)[0]), 16):
+        strategy.run(step, args=batch)
+
+
+def test_gradients_of_no_sync_are_not_mixed_in() -> None:
+    for error in failures_of(mixed_with_no_sync, count=2):
+        assert isinstance(error, mirrored.TowersError)
+        assert "Linear.weight" in str(error) or "Linear.bias" in str(error)
+
+
+def partly_without_a_graph(strategy: mirrored.Strategy) -> str:
+    """Parts that have nothing to learn from; a sparse and then a dense gradient; views of a larger tensor."""
+    with strategy.scope():
+        table = nn.Embedding(20, 4, sparse=True)
+
+    def step(words: Tensor, x: Tensor) -> None:
+        strategy.backward(lambda w: table(w).sum((1, 2)) if 5 in w else w.sum(1) * 0.0, words)
+        strategy.backward(lambda x: ((x - x.mean(0)) / x.std(0) @ table.weight).sum(1), x[:, :20])
+
+    words, x = torch.arange(48).view(16, 3) % 20, torch.randn(16, 33, generator=torch.Generator().manual_seed(0))
+    for batch in strategy.distribute_dataset(TensorDataset(words, x), 16):
+        strategy.run(step, args=batch)
+    return digest([table.weight.grad])
+
+
+def test_parts_without_a_graph_and_views() -> None:
+    one_digest(partly_without_a_graph, counts=(1, 4))
+
+
+def test_a_model_that_was_dropped_is_let_go() -> None:
+    strategy = mirrored.OneDeviceStrategy(virtual_towers=2, seed=0)
+    x = make_data(8, torch.float32)[0]
+    with strategy.scope():
+        models = [nn.BatchNorm1d(5), nn.BatchNorm1d(5)]
+    strategy.run(lambda: strategy.backward(lambda x: models[0](x).sum(1), x))
+    gone = weakref.ref(models.pop(0))
+    gc.collect()
+    assert gone() is None
+    strategy.run(lambda: strategy.backward(lambda x: models[0](x).sum(1), x))
 
 
 def without_virtual_towers(strategy: mirrored.Strategy) -> tuple[list[Tensor], Tensor]:
@@ -596,8 +755,26 @@ def test_mistakes_are_named() -> None:
         pass
     with pytest.raises(ValueError, match="sync_batch_norm"):
         strategy.mirror(model, sync_batch_norm=True)
+    with pytest.raises(ValueError, match="shape \\(4,\\), but this tower's share has 8 examples"):
+        run(lambda x, factors: model(x).sum(1), x, torch.ones(4))
+    with pytest.raises(ValueError, match="has 8 examples"):
+        run(lambda x, words: model(x).sum(1), x, ["a", "b"])
+    with pytest.raises(ValueError, match=r"shape \(1,\) does not fit 8"):
+        run(lambda x: model(x).sum(1), x, sample_weight=torch.ones(1))
+    with pytest.raises(RuntimeError, match="all parameters frozen"):
+        run(lambda x: x.sum(1), x)
+    with pytest.raises(RuntimeError, match=r"for the function that strategy\.run"):
+        strategy.backward(lambda x: model(x).sum(1), x)
+    with pytest.raises(mirrored.MirrorError, match="no scope mirrored"):
+        outside = make_mlp()
+        outside(x).sum().backward()
+        strategy.run(torch.optim.SGD(outside.parameters(), lr=0.1).step)
+    with strategy.scope():
+        lazy = nn.LazyLinear(3)
+    with pytest.raises(RuntimeError, match="LazyLinear gets its shape in its first forward"):
+        strategy.run(lambda: lazy)
     with pytest.raises(ValueError, match="backwards is -1"):
-        strategy.load_state_dict({"backwards": -1})
+        strategy.load_state_dict({"seed": 0, "backwards": -1})
 
 
 def with_a_nan(strategy: mirrored.Strategy) -> tuple[str, list[str]]:

@@ -286,6 +286,11 @@ class GradientAverager:
         self._check_whole()
         if self._paused:
             raise TowersError(f"tower {self._channel.index} adds up gradients of all towers inside no_sync()")
+        if unsynced := self.unsynced():
+            raise TowersError(
+                f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
+                "no_sync and not averaged yet: adding up virtual towers' gradients would mix the two"
+            )
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             self.complete_if_held()
         if self._scatter is not None:

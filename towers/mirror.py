@@ -95,7 +95,7 @@ def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
     """Overwrite every tower's ``tensors`` by tower 0's, in place, in flat pieces of one dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        flat = _once(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
         groups.setdefault((flat.dtype, flat.device), []).append(flat)
     for group in groups.values():
         chunk: list[Tensor] = []
@@ -106,6 +106,14 @@ def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
                 chunk = []
         if chunk:
             _broadcast_chunk(comm, chunk)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """The same memory without the repetitions of ``expand``, which cannot be written to."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor]) -> None:

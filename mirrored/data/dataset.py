@@ -56,14 +56,16 @@ class DistributedDataset(ABC):
                 step += 1
                 if self._newest is this:
                     self._step = step
+                self._known.hold()
                 if isinstance(batch, Joined):
-                    self._known.add_parts(batch.whole, batch.parts)
+                    self._known.hold(*batch)
                     batch = batch.whole
                 self._known.add(batch, share)
                 self._known.in_hand = share
                 yield batch
         finally:
             self._known.in_hand = in_hand_outside
+            self._known.hold()
         if self._newest is this:
             self._epoch, self._step, self._running = epoch + 1, 0, False
 

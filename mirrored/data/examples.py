@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset, get_worker_info
 
 from mirrored import seeds
-from mirrored.data.shares import Cut, cut, join
+from mirrored.data.shares import Cut, cut
 
 _WITHOUT_RANDOMNESS = (TensorDataset, list, tuple, range)
 
@@ -69,7 +69,7 @@ def _own_randomness() -> contextlib.AbstractContextManager[None]:
 
 
 class Joined(NamedTuple):
-    """A share whose virtual towers' parts were collated one by one and do not fit together: padded differently, say.
+    """A share whose virtual towers' parts were collated one by one, since they may be padded differently, say.
 
     Attributes:
         whole: all of it, collated once more.
@@ -105,9 +105,6 @@ class ShareCollate:
                 parts.append(self._collate(examples[start:end]))
             if len(parts) == 1:
                 return parts[0]
-            joined = join(parts)
-            if joined is not None:
-                return joined
             seeds.seed_cpu(seeds_of(0))
             return Joined(self._collate(examples), tuple(parts))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class KnownShares:
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
-        self._parts = WeakIdKeyDictionary()
+        self._pieces: dict[int, tuple[Any, Sequence[Any]]] = {}
         self.in_hand: Share | None = None
 
     def add(self, batch: Any, share: Share) -> None:
@@ -79,17 +79,76 @@ class KnownShares:
             with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
                 self._shares[value] = share
 
-    def add_parts(self, batch: Any, parts: Sequence[Any]) -> None:
-        """Remember what virtual towers get in the place of pieces cut from the tensors and arrays of ``batch``."""
-        arrays = [[leaf for leaf in trees.leaves(tree) if _is_array(leaf)] for tree in (batch, *parts)]
-        if len({len(of_one) for of_one in arrays}) == 1:  # else a list of as many as there are examples, to be cut
-            for value, *pieces in zip(*arrays, strict=True):
-                self._parts[value] = pieces
+    def hold(self, whole: Any = None, parts: Sequence[Any] = ()) -> None:
+        """The newest batch was collated part by part: remember what stands for its tensors and structures in each."""
+        self._pieces = {}
+        if parts:
+            self._pair(whole, parts)
 
-    def part(self, value: Any, number: int) -> Any:
-        """What the virtual tower ``number`` of this tower gets in the place of a piece of ``value``, or None."""
-        pieces = self._parts.get(value) if _is_array(value) else None
-        return pieces[number] if pieces is not None else None
+    def _pair(self, whole: Any, parts: Sequence[Any]) -> None:
+        if not _is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
+            return
+        self._pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
+        if isinstance(whole, Mapping):
+            for key in whole:
+                self._pair(whole[key], [part[key] for part in parts])
+        elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
+            for value, *pieces in zip(whole, *parts, strict=True):
+                self._pair(value, pieces)
+
+    def local_of(self, batch: Sequence[Any]) -> int:
+        """How many examples of this tower the arguments of a step hold: as is known, else as their first array says.
+
+        Raises:
+            TypeError: it cannot be told.
+        """
+        leaves = list(trees.leaves(batch))
+        known = (share for leaf in leaves if (share := self.get(leaf)) is not None)
+        if (share := next(known, None)) is not None:
+            return share.local
+        if (array := next((leaf for leaf in leaves if _is_array(leaf) and len(leaf.shape)), None)) is not None:
+            return int(array.shape[0])
+        for value in batch:
+            if isinstance(value, list):
+                return len(value)
+        raise TypeError("the number of examples in the arguments of strategy.backward cannot be told")
+
+    def part(self, value: Any, cut: Cut, local: int, own: int, derived: bool = False) -> Any:
+        """What one of this tower's virtual towers gets of an argument of a step.
+
+        Args:
+            local: how many examples of this tower the step has.
+            own: which of this tower's virtual towers.
+            derived: a tensor that was made of the batch's tensors will do where parts were collated one by one.
+
+        Raises:
+            ValueError: a tensor, array or list has another number of entries.
+        """
+        if (found := self._pieces.get(id(value))) is not None:
+            return found[1][own]
+        if isinstance(value, Mapping):
+            return trees.like(value, {key: self.part(entry, cut, local, own) for key, entry in value.items()})
+        if isinstance(value, (list, tuple)):
+            if _is_structure(value) and not _holds_examples(value, local):
+                fields = [self.part(entry, cut, local, own) for entry in value]
+                return type(value)(*fields) if hasattr(value, "_fields") else type(value)(fields)
+        elif not _is_array(value) or len(value.shape) == 0:
+            return value
+        share = self.get(value) if _is_array(value) else None
+        entries = len(value)
+        if entries != (share.local if share is not None else local):
+            raise ValueError(
+                f"strategy.backward was given {_described(value)}, but this tower's share has {local} examples, so it "
+                "cannot be cut into virtual towers; what has no entry for each example, let loss_fn take from outside"
+            )
+        if share is None and self._pieces and _is_array(value) and not derived:
+            raise ValueError(
+                f"strategy.backward was given {_described(value)}, which is not one of the batch's own: a batch of a "
+                "collate_fn is collated anew for every virtual tower, so that padding and random choices do not depend "
+                "on the number of towers. Give the batch's own tensors to strategy.backward, and change them in loss_fn"
+            )
+        start, end = cut.parts_of(entries)[own]
+        return value[start:end]
 
     def get(self, value: Any) -> Share | None:
         """The share that ``value`` came with, or None."""
@@ -104,29 +163,23 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
 
 
-def cut(batch: Any, start: int, end: int, of: int | None = None, instead: Callable[[Any], Any] = lambda _: None) -> Any:
+def cut(batch: Any, start: int, end: int) -> Any:
     """Entries ``start`` to ``end`` of every tensor, array and list of a collated batch.
 
     Args:
         batch: nested dicts, tuples and lists whose leaves have the examples as their first dimension, as
             ``default_collate`` makes them; a list of texts counts as a leaf. Single numbers stay.
-        of: leaves with another number of entries stay, too.
-        instead: what to take in the place of a leaf's entries, if it gives anything.
 
     Raises:
         TypeError: something in it cannot be cut.
     """
     if isinstance(batch, Mapping):
-        return trees.like(batch, {key: cut(value, start, end, of, instead) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)) and _is_structure(batch) and not _holds_examples(batch, of):
-        parts = [cut(value, start, end, of, instead) for value in batch]
+        return trees.like(batch, {key: cut(value, start, end) for key, value in batch.items()})
+    if isinstance(batch, (list, tuple)) and _is_structure(batch):
+        parts = [cut(value, start, end) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, (bool, int, float)) or (_is_array(batch) and len(batch.shape) == 0):
         return batch  # one number for all examples
-    if (known := instead(batch)) is not None:
-        return known
-    if of is not None and (not hasattr(batch, "__len__") or isinstance(batch, (str, bytes)) or len(batch) != of):
-        return batch
     try:
         return batch[start:end]
     except (TypeError, IndexError, KeyError) as error:
@@ -136,32 +189,16 @@ def cut(batch: Any, start: int, end: int, of: int | None = None, instead: Callab
         ) from None
 
 
-def _holds_examples(batch: Sequence[Any], count: int | None) -> bool:
+def _holds_examples(value: Sequence[Any], count: int) -> bool:
     """Whether a list holds ``count`` examples rather than the fields of a batch of so many."""
-    arrays = [leaf for leaf in trees.leaves(batch) if _is_array(leaf)]
-    return len(batch) == count and not any(len(array.shape) and array.shape[0] == count for array in arrays)
+    arrays = [leaf for leaf in trees.leaves(value) if _is_array(leaf)]
+    return len(value) == count and not any(len(array.shape) and array.shape[0] == count for array in arrays)
 
 
-def join(parts: Sequence[Any]) -> Any:
-    """The batch that :func:`cut` cuts into these parts, or None where they do not fit together."""
-    first = parts[0]
-    if isinstance(first, Mapping):
-        fields = {key: join([part[key] for part in parts]) for key in first}
-        return None if any(field is None for field in fields.values()) else trees.like(first, fields)
-    if isinstance(first, (list, tuple)) and _is_structure(first):
-        if len({len(part) for part in parts}) > 1:
-            return None
-        columns = [join(column) for column in zip(*parts, strict=True)]
-        if any(column is None for column in columns):
-            return None
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if isinstance(first, torch.Tensor):
-        if first.dim() == 0 or len({(part.shape[1:], part.dtype) for part in parts}) > 1:
-            return None
-        return torch.cat(list(parts))
-    if isinstance(first, list):
-        return [value for part in parts for value in part]
-    return None
+def _described(value: Any) -> str:
+    if _is_array(value):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__} of {len(value)} entries"
 
 
 def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
