@@ -35,6 +35,17 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def seed_on(device: torch.device, seed: int) -> None:
+    """As :func:`seed_cpu`, and the generator of ``device``.
+
+    Unlike ``torch.manual_seed``, which notes a stack trace for each kind of device that has not been used yet (0.6 ms).
+    """
+    seed_cpu(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
 def share(comm: Communicator) -> None:
     """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
     numpy: Any = np.random.get_state(legacy=True)

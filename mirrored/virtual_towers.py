@@ -142,7 +142,7 @@ class VirtualTowers:
                     _give(parameters, [None] * len(parameters))
                     if leaves:
                         buffers.restore()
-                    seeds.seed_all(seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
+                    seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
                     *inputs, weight = self._part(batch, sample_weight, local, own)
                     loss = _loss(loss_fn(*inputs), weight, end - start, total)
                     if loss.requires_grad:  # a part may have nothing to learn from
