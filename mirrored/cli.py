@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -33,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["verify"]:
-        end = words.index("--") if "--" in words else len(words)
-        parsed, unknown = parser.parse_known_args(words[:end])
-        return _verify(parser, parsed, [*unknown, *words[end + 1 :]])
+        own, others = _split(words)
+        parsed, unknown = parser.parse_known_args(own)
+        return _verify(parser, parsed, [*unknown, *others])
     return _run(parser, parser.parse_args(words))
 
 
@@ -72,6 +73,26 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--show-output", action="store_true", help="show what the script prints in each run")
     verify.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     verify.add_argument("script", help="the script, or with -m the module")
+
+
+_VALUES = ("--towers", "--steps", "--tolerance", "--devices", "--timeout")
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of ``verify``, and those for the script: behind SCRIPT all but verify's own long options."""
+    own, others, known = [words[0]], list[str](), False
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "--":
+            others += rest
+        elif word in _VALUES:
+            own += [word, *itertools.islice(rest, 1)]
+        elif not known or word in ("--exact", "--show-output", "--help") or word.split("=")[0] in _VALUES:
+            own.append(word)
+            known = known or not word.startswith("-")
+        else:
+            others.append(word)
+    return own, others
 
 
 def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:

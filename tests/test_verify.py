@@ -163,6 +163,53 @@ def test_other_causes(kind: str, cause: Cause, words: str) -> None:
     assert words.format(**lines) in plain(report)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("half", "The same, as far as rounding lets one see: from step 1 on rounding alone makes more than 0.001"),
+        ("stack and time first", "Random numbers that run draws come from one stream"),
+        ("mean and next", "The script ends in StopIteration (line {next})"),
+        ("mean and count", "The script ends in AssertionError (line {count})"),
+        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2: verify ends the loop"),
+        ("times", "and so are the 10 results"),
+    ],
+)
+def test_what_only_looks_like_a_mistake(kind: str, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    assert report.causes == (), report
+    assert report.exit_code == 0
+    assert len(report.rows) == 5
+    lines = {
+        "next": line_of("right_but", "next(batches)"),
+        "count": line_of("right_but", "assert seen"),
+        "catch": line_of("right_but", "sys.exit"),
+    }
+    assert words.format(**lines) in plain(report)
+
+
+def test_rounding_beyond_the_tolerance_is_no_mistake() -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", ["mean"], tolerance=1e-8)
+    assert report.equal, report
+    assert report.rounding == 0
+    assert max(row.gradients[0] for row in report.rows) > 1e-8
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "words"),
+    [
+        ("half, local mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
+        ("step outside", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
+        ("gumbel", Cause.RANDOM_IN_RUN, "cannot be compared"),
+        ("integers", Cause.REPORTED_VALUE, "gives 1e+06 on 2 towers, but 1e+06 on one"),
+        ("more entries", Cause.REPORTED_VALUE, "gives 3 values on 2 towers, but 2 on one"),
+    ],
+)
+def test_what_does_not_look_like_a_mistake(kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    assert report.causes == (cause,), report
+    assert words in plain(report)
+
+
 def test_a_batch_that_every_tower_takes_whole_is_right_but_told() -> None:
     report = mirrored.verify(SCRIPTS / "other.py", ["whole batches everywhere"], steps=2)
     assert report.equal
@@ -200,6 +247,9 @@ def test_the_command() -> None:
         (["--steps", "0", __file__], "steps is 0, but must be at least 1"),
         (["--tolerance", "-1", __file__], "tolerance is -1.0, but must not be negative"),
         (["--devices", "cpu:0", __file__], "towers is 2, but devices names 1"),
+        (["--timeout", "0", __file__], "timeout is 0.0, but must be more than 0"),
+        (["tests"], "there is no file tests"),
+        (["-m", "mirrored.nowhere"], "there is no module mirrored.nowhere"),
     ],
 )
 def test_wrong_usage_is_code_2(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +259,15 @@ def test_wrong_usage_is_code_2(words: list[str], error: str, capsys: pytest.Capt
         main(["verify", *words])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    from mirrored.cli import _split
+
+    words = "verify --towers 3 -m train -momentum 0.9 --lr 1 --steps 2 -x model --exact -- --steps 7"
+    own, others = _split(words.split())
+    assert own == ["verify", "--towers", "3", "-m", "train", "--steps", "2", "--exact"]
+    assert others == ["-momentum", "0.9", "--lr", "1", "-x", "model", "--steps", "7"]
 
 
 def test_what_a_loss_is_made_of() -> None:
@@ -266,7 +325,7 @@ def test_random_numbers_of_shares_are_those_of_the_batch(
 ) -> None:
     def draw(local: int, tower: int, towers: int) -> Tensor:
         result = torch.full((local, *shape), -1.0)
-        place = Place((1, 2), (local, 7), tower, towers)
+        place = Place((1, 2), (7, *shape), [(local, 7)], tower, towers)
         assert draw_as_one_tower(name, result, args, {}, place)
         return result
 
@@ -280,6 +339,6 @@ def test_random_numbers_of_shares_are_those_of_the_batch(
 def test_numbers_that_do_not_belong_to_examples_are_the_same_on_all_towers() -> None:
     drawn = [torch.zeros(5), torch.zeros(5)]
     for tower, result in enumerate(drawn):
-        assert draw_as_one_tower("randn", result, (5,), {}, Place((0,), (3 - tower, 5), tower, 2))
+        assert draw_as_one_tower("randn", result, (5,), {}, Place((0,), (5,), [(3 - tower, 5)], tower, 2))
     assert torch.equal(*drawn)
-    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, Place((0,), (3, 6), 0, 2))
+    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, Place((0,), (6,), [(3, 6)], 0, 2))

@@ -78,6 +78,8 @@ def some(names: Sequence[str]) -> str:
 def shared_stream(many: Sequence[Seen]) -> Finding | None:
     """All towers draw the same random numbers for different examples."""
     for runs in zip(*(seen.runs for seen in many), strict=False):
+        if not all(run.trained for run in runs):
+            continue  # an evaluation that starts from one seed is meant to
         for draws in zip(*(run.draws for run in runs), strict=False):
             first: Draw = draws[0]
             per_example = first.dropout or all(d.examples == _size(r) for d, r in zip(draws, runs, strict=True))
@@ -121,6 +123,17 @@ def data(one: Seen, many: Sequence[Seen]) -> Finding | None:
                 "the examples given to run are the same ones; those given to the model are a part of them",
             )
     return None
+
+
+def data_compared(one: Seen, many: Sequence[Seen], at: int) -> bool:
+    """Whether the examples given to ``run`` for step number ``at`` could be compared."""
+    for run, *shares in zip(one.runs, *(seen.runs for seen in many), strict=False):
+        if run.trained and run.steps == at:
+            known = (run, *shares)
+            return all(k.given and (not k.shares or k.shares[0][0] == len(k.given)) for k in known) and comparable(
+                *(k.given for k in known)
+            )
+    return False
 
 
 def whole_batches(one: Seen, many: Sequence[Seen]) -> bool:

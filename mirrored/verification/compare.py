@@ -7,10 +7,12 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from mirrored.verification.seen import Loss, Result, Seen, Sketch, Step
+from mirrored.verification.rounding import MARGIN
+from mirrored.verification.seen import Loss, Seen, Sketch, Step
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
-_COARSE = 1e-1  # half precision, and autocast
+_COARSE = 1e-3  # half precision, and autocast: more is usual, and then shown to be rounding by a further run
+_RATES = 1e-9  # learning rates know no rounding
 
 _NOISE = 1e-6  # of the largest root mean square among the gradients: below, one is rounding alone
 _SMALL = 1e-2  # a difference is relative to no less than this part of the model's root mean square
@@ -35,10 +37,10 @@ class Difference:
     @property
     def place(self) -> tuple[int, int]:
         """For comparing: which of two differences comes first."""
-        return self.step, KINDS.index(self.kind)
+        return self.step, _PLACES[self.kind]
 
 
-KINDS = ("steps", "loss", "gradient", "learning rate", "parameter")
+_PLACES = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Row:
         optimizer: its number and class.
         gradients, parameters: the largest relative difference, and of which tensor; None where a run ended in the step.
         difference: the first one of this step, if there is one.
+        amounts: the differences of each kind.
+        rounding: whether a difference is beyond the tolerance, but no larger than rounding makes it.
     """
 
     step: int
@@ -58,6 +62,8 @@ class Row:
     gradients: tuple[float, str]
     parameters: tuple[float, str] | None
     difference: Difference | None
+    amounts: Mapping[str, float]
+    rounding: bool = False
 
 
 class Comparison:
@@ -68,9 +74,21 @@ class Comparison:
         many: what each of N has seen.
         tolerance: largest relative difference that counts as equal; None: by the parameters' dtype.
         exact: every bit counts.
+        unrest: what a single tower has seen whose numbers were moved by rounding: differences that are not well
+            above those between its run and the undisturbed one do not count.
+        through: do not end at the first difference.
     """
 
-    def __init__(self, one: Seen, many: Sequence[Seen], tolerance: float | None, exact: bool) -> None:
+    def __init__(
+        self,
+        one: Seen,
+        many: Sequence[Seen],
+        tolerance: float | None,
+        exact: bool,
+        unrest: Seen | None = None,
+        *,
+        through: bool = False,
+    ) -> None:
         self.one = one
         self.many = many
         dtypes = {held.dtype for step in one.steps for held in step.after.values()} or {"float32"}
@@ -78,19 +96,34 @@ class Comparison:
         self.tolerance = tolerance if tolerance is not None else usual
         self._noisy: defaultdict[str, set[int]] = defaultdict(set)
         self.exact = exact
+        self.unrest = unrest
+        self._rounding = Comparison(one, [unrest], tolerance, False, through=True) if unrest is not None else None
         self.rows: list[Row] = []
         for at, (first, *others) in enumerate(zip(one.steps, *(seen.steps for seen in many), strict=False)):
             self.rows.append(self._row(at, first, others))
-            if self.rows[-1].difference is not None:
+            if self.rows[-1].difference is not None and not through:
                 break
-        self.first = self.rows[-1].difference if self.rows else None
+        self.first = next((row.difference for row in self.rows if row.difference is not None), None)
         made = {len(seen.steps) for seen in (one, *many)}
         if self.first is None and len(made) > 1:
             self.first = Difference(min(made), "steps", "", math.inf)
 
     def loosely(self) -> Comparison:
         """The same within the tolerance."""
-        return Comparison(self.one, self.many, self.tolerance, False)
+        return Comparison(self.one, self.many, self.tolerance, False, self.unrest)
+
+    def of(self, many: Sequence[Seen]) -> Comparison:
+        """Another run on N towers, compared as this one was."""
+        return Comparison(self.one, many, self.tolerance, self.exact, self.unrest)
+
+    def beside(self, unrest: Seen) -> Comparison:
+        """The same, beside a run on one tower that was moved by rounding."""
+        return Comparison(self.one, self.many, self.tolerance, self.exact, unrest)
+
+    @property
+    def rounding_from(self) -> int | None:
+        """The first step in which rounding alone makes more than the tolerance."""
+        return next((row.step for row in self.rows if row.rounding), None)
 
     def _row(self, at: int, one: Step, many: Sequence[Step]) -> Row:
         losses = total_loss([one.losses]), total_loss([step.losses for step in many])
@@ -105,16 +138,20 @@ class Comparison:
         parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
         difference = None
         rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
-        for kind, where, amount in (
-            ("loss", "", loss),
-            ("gradient", *gradients[::-1]),
-            ("learning rate", "", rates),
-            ("parameter", *(parameters or (0.0, ""))[::-1]),
-        ):
-            if self._counts(amount):
-                difference = Difference(at, kind, where, amount)
+        where = {"gradient": gradients[1], "parameter": parameters[1] if parameters is not None else ""}
+        amounts = {
+            # With equal gradients it is the reading of the loss that differs, not the training.
+            "loss": loss if self.exact or gradients[0] > self.tolerance else 0.0,
+            "gradient": gradients[0],
+            "learning rate": rates,
+            "parameter": parameters[0] if parameters is not None else 0.0,
+        }
+        for kind, amount in amounts.items():
+            if amount > self._limit(kind, at):
+                difference = Difference(at, kind, where.get(kind, ""), amount)
                 break
-        return Row(at, one.optimizer, losses, gradients, parameters, difference)
+        beyond = any(amounts[kind] > self.tolerance for kind in ("loss", "gradient", "parameter"))
+        return Row(at, one.optimizer, losses, gradients, parameters, difference, amounts, beyond and difference is None)
 
     def _of_losses(self, one: float, many: float) -> float:
         """Relative to the largest loss: one that passes through zero is not more exact there."""
@@ -124,8 +161,17 @@ class Comparison:
         scale = max(abs(total) for total in (one, many, *totals) if total is not None and not math.isnan(total))
         return abs(one - many) / scale if math.isfinite(one - many) else math.inf
 
-    def _counts(self, amount: float) -> bool:
-        return amount > (0.0 if self.exact else self.tolerance)
+    def _limit(self, kind: str, at: int) -> float:
+        """The largest difference of a kind that does not count at a step."""
+        if self.exact:
+            return 0.0
+        if kind == "learning rate":
+            return min(_RATES, self.tolerance)
+        if self._rounding is None:
+            return self.tolerance
+        return max(
+            self.tolerance, MARGIN * max((row.amounts[kind] for row in self._rounding.rows[: at + 1]), default=0.0)
+        )
 
     def _largest(
         self,
@@ -165,25 +211,6 @@ class Comparison:
                 pairs = enumerate(zip(held.sample, other.sample, strict=False))
                 self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
 
-    def results(self) -> tuple[Result, Result] | None:
-        """The first result of ``reduce`` or ``gather`` that differs: (on one tower, on N).
-
-        Differences are relative to the largest value that this line of the script has got at this place.
-        """
-        sizes: defaultdict[tuple[str, int | None, int], float] = defaultdict(float)
-        for result in self.one.results:
-            for i, value in enumerate(result.values):
-                sizes[result.call, result.line, i] = max(sizes[result.call, result.line, i], abs(value))
-        for one, many in zip(self.one.results, self.many[0].results, strict=False):
-            if one.call.split("(")[0] != many.call.split("(")[0] or one.steps != many.steps:
-                return None
-            if len(one.values) != len(many.values):
-                return one, many
-            for i, (a, b) in enumerate(zip(one.values, many.values, strict=True)):
-                if self._counts(min(relative(a, b), _part(abs(a - b), sizes[one.call, one.line, i]))):
-                    return one, many
-        return None
-
 
 def relative(one: float, many: float) -> float:
     """The difference of two numbers relative to the larger one; two that are not numbers are equal."""
@@ -191,10 +218,6 @@ def relative(one: float, many: float) -> float:
         return 0.0
     amount = abs(one - many) / max(abs(one), abs(many))
     return amount if math.isfinite(amount) else math.inf
-
-
-def _part(difference: float, size: float) -> float:
-    return difference / size if size and math.isfinite(difference) else math.inf
 
 
 def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:

@@ -10,59 +10,89 @@ from mirrored.verification.causes import Cause, Finding, at_line
 from mirrored.verification.compare import Comparison, Difference
 from mirrored.verification.drift import drift
 from mirrored.verification.failures import failure, nothing_to_compare
-from mirrored.verification.proved import batch_terms, counted, last_loss, name_proved, results
+from mirrored.verification.proved import backward_shares, batch_terms, counted, last_loss, name_proved, results
 from mirrored.verification.repairs import LossFactor, Repairs
+from mirrored.verification.returned import differing
 from mirrored.verification.seen import Seen
 
 _MOST_REPAIRS = 4
 
-Compare = Callable[[Sequence[Seen]], Comparison]
+_ROUNDED = ("loss", "gradient", "parameter")
+
+_PLAIN = 100.0  # times the tolerance: two runs on one tower that part by more do not part by rounding
 
 Replay = Callable[[Repairs], Sequence[Seen] | None]
 """Runs the script on N towers once more, repaired; None where it fails then."""
 
+Alone = Callable[[bool], Seen | None]
+"""Runs the script on one tower once more, moved by rounding or not; None where it fails then."""
 
-def explain(
-    one: Seen, many: Sequence[Seen], compare: Compare, replay: Replay, again: Callable[[], Seen | None]
-) -> list[Finding]:
-    """All causes that are found, in the order in which they take effect.
+
+def explain(strict: Comparison, replay: Replay, alone: Alone) -> tuple[Comparison, list[Finding]]:
+    """All causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
-        one, many: what the runs on one tower and on N have seen.
-        compare: compares another run on N towers with that on one.
+        strict: one tower and N, as asked for.
         replay: runs the script on N towers again.
-        again: runs the script on one tower again.
+        alone: runs the script on one tower again.
     """
+    one, many = strict.one, strict.many
     for finding in (failure(one, many), nothing_to_compare(one, many)):
         if finding is not None:
-            return [finding]
+            return strict, [finding]
     found = [finding for finding in (causes.shared_stream(many),) if finding is not None]
-    strict = compare(many)
     drifting = drift(many)
     if drifting is not None:
-        return [*found, drifting]
+        return strict, [*found, drifting]
     other_data = causes.data(one, many)
     if other_data is not None:
-        return [*found, _not_reproducible(one, again()) or other_data]
-    comparison, repaired = _repair(strict.loosely(), compare, replay)
+        return strict, [*found, _not_reproducible(one, alone(False)) or other_data]
+    loose = strict.loosely()
+    comparison = _beside_rounding(loose, alone)
+    shown = strict if strict.exact else comparison
+    if comparison.first != loose.first:
+        random = _not_reproducible(one, alone(False), _PLAIN * comparison.tolerance)
+        if random is not None:
+            return shown, [*found, random]
+    comparison, repaired, tried = _repair(comparison, replay, alone)
     found += repaired
     if comparison.first is not None:
-        return [*found, _not_reproducible(one, again()) or _unexplained(comparison, found)]
-    reported = results(comparison, found)
-    if reported is not None:
-        found.append(reported)
-    if not found and strict.first is not None:
+        return shown, [*found, _not_reproducible(one, alone(False)) or _unexplained(comparison, found, tried)]
+    found += _reported(comparison, found, alone)
+    if not found and strict.exact and strict.first is not None:
         found.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
-    elif not found and strict.results() is not None:
+    elif not found and strict.exact and differing(strict, alone(False)) is not None:
         found.append(_rounding("what reduce and gather return"))
-    return found
+    return shown, found
 
 
-def _not_reproducible(one: Seen, again: Seen | None) -> Finding | None:
+def _beside_rounding(comparison: Comparison, alone: Alone) -> Comparison:
+    """The comparison, beside a run that was moved by rounding where that might explain the difference."""
+    if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.unrest is not None:
+        return comparison
+    unrest = alone(True)
+    return comparison.beside(unrest) if unrest is not None else comparison
+
+
+def _reported(comparison: Comparison, found: Sequence[Finding], alone: Alone) -> list[Finding]:
+    """What is wrong with the results of reduce and gather, where training is equal."""
+    if differing(comparison) is None:
+        return []
+    unrest = comparison.unrest or alone(True)
+    comparison = comparison.beside(unrest) if unrest is not None else comparison
+    pair = differing(comparison, alone(False))
+    if pair is None:
+        return []
+    told = f"what strategy.{pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
+    finding = _random(comparison, told, pair[1].steps) or results(comparison, pair, found)
+    return [finding] if finding is not None else []
+
+
+def _not_reproducible(one: Seen, again: Seen | None, tolerance: float | None = None) -> Finding | None:
     """Two runs on one tower are not the same either, so nothing can be said of N."""
     if again is None:
         return None
-    between = Comparison(one, [again], None, False).first
+    between = Comparison(one, [again], tolerance, False).first
     data = causes.data(one, [again])
     if between is None and data is None:
         return None
@@ -85,22 +115,28 @@ def _rounding(what: str) -> Finding:
     )
 
 
-def _repair(comparison: Comparison, compare: Compare, replay: Replay) -> tuple[Comparison, list[Finding]]:
-    """Change one thing after the other until nothing differs, or nothing that is tried helps."""
-    repairs, found = Repairs(), list[Finding]()
+def _repair(comparison: Comparison, replay: Replay, alone: Alone) -> tuple[Comparison, list[Finding], list[Repairs]]:
+    """Change one thing after the other until nothing differs, or nothing that is tried helps.
+
+    Returns:
+        The comparison with all that helped; the causes which that proves; what did not help with what is left.
+    """
+    repairs, found, tried = Repairs(), list[Finding](), list[Repairs]()
     while (difference := comparison.first) is not None and len(found) < _MOST_REPAIRS:
+        tried = []
         for more in _candidates(comparison, difference, repairs):
             seen = replay(more)
             if seen is None:
                 continue
-            after = compare(seen).loosely()
+            after = comparison.of(seen)
             if after.first is None or after.first.place > difference.place:
                 found += name_proved(comparison, difference, repairs, more, after)
-                comparison, repairs = after, more
+                comparison, repairs = _beside_rounding(after, alone), more
                 break
+            tried.append(more)
         else:
             break
-    return comparison, found
+    return comparison, found, tried
 
 
 def _candidates(comparison: Comparison, difference: Difference, present: Repairs) -> Iterator[Repairs]:
@@ -118,8 +154,7 @@ def _candidates(comparison: Comparison, difference: Difference, present: Repairs
         yield bases[1]
     if present.loss is not LossFactor.NONE:
         return
-    shares = [seen.steps[difference.step].shares for seen in many]
-    uneven = all(shares) and len({known[0] for known in shares}) > 1
+    uneven = len({local for local, _ in backward_shares(many, difference.step)}) > 1
     terms = batch_terms(last_loss(one, difference.step), last_loss(many[0], difference.step))
     for base in bases:
         for factor in (LossFactor.SHARE, LossFactor.TOWERS, LossFactor.BOTH):
@@ -127,7 +162,7 @@ def _candidates(comparison: Comparison, difference: Difference, present: Repairs
                 yield dataclasses.replace(base, loss=factor, terms=terms)
 
 
-def _unexplained(comparison: Comparison, found: Sequence[Finding]) -> Finding:
+def _unexplained(comparison: Comparison, found: Sequence[Finding], tried: Sequence[Repairs]) -> Finding:
     difference = comparison.first
     assert difference is not None
     towers, at = len(comparison.many), difference.step
@@ -141,30 +176,47 @@ def _unexplained(comparison: Comparison, found: Sequence[Finding]) -> Finding:
         )
     where = f" of {difference.where}" if difference.where else ""
     told = f"the {difference.kind}{where} at step {at + 1}{further} differs by {difference.amount:.1e}"
-    draws = [
-        d for run in comparison.many[0].runs if run.steps <= at for d in run.draws if not d.dropout and not d.followed
-    ]
-    if draws:
-        return Finding(
-            Cause.RANDOM_IN_RUN,
-            f"{told}, and {draws[0].by}{at_line(draws[0].line)} draws random numbers inside run: {towers} towers draw "
-            "others than one, as they should, so this script cannot be compared",
-            "draw them in the dataset, where they are seeded per example, or leave them out for the comparison",
-        )
-    step = comparison.many[0].steps[at]
-    tried = ["the examples are the same", "the towers' parameters are equal to each other"]
-    if difference.kind != "learning rate":
-        tried.append("the learning rates are equal")
-    if difference.kind in ("loss", "gradient"):
-        tried.append("no factor on the loss (the number of towers, the share's size, both) helps")
-        tried.append(
-            "global batch norm statistics do not either" if step.batch_norms else "no batch norm takes local statistics"
-        )
+    random = _random(comparison, told, at)
+    if random is not None:
+        return random
     loss = last_loss(comparison.many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
     return Finding(
         Cause.UNKNOWN,
-        f"{told}.{made} Ruled out: {'; '.join(tried)}",
+        f"{told}.{made} Ruled out: {'; '.join(_ruled_out(comparison, difference, tried))}",
         "look for what depends on the number of towers or on the size of the share: num_replicas_in_sync, len(x), "
         "statistics over the batch, a state that each tower keeps for itself",
     )
+
+
+def _random(comparison: Comparison, told: str, at: int) -> Finding | None:
+    """Random numbers that each tower draws for itself before step number ``at`` is over."""
+    draws = [
+        d for run in comparison.many[0].runs if run.steps <= at for d in run.draws if not (d.dropout or d.followed)
+    ]
+    if not draws:
+        return None
+    return Finding(
+        Cause.RANDOM_IN_RUN,
+        f"{told}, and {draws[0].by}{at_line(draws[0].line)} draws random numbers inside run: {len(comparison.many)} "
+        "towers draw others than one, as they should, so this script cannot be compared",
+        "draw them in the dataset, where they are seeded per example, or leave them out for the comparison",
+    )
+
+
+def _ruled_out(comparison: Comparison, difference: Difference, tried: Sequence[Repairs]) -> list[str]:
+    """What was looked at and is not the cause."""
+    one, many, at = comparison.one, comparison.many, difference.step
+    found = ["the examples are the same"] if causes.data_compared(one, many, at) else []
+    found.append("the towers' parameters are equal to each other")
+    if one.steps[at].rates == many[0].steps[at].rates:
+        found.append("the learning rates are equal")
+    for factor in dict.fromkeys(repairs.loss for repairs in tried if repairs.loss is not LossFactor.NONE):
+        found.append(f"multiplying each tower's loss by {factor.value} does not help")
+    if any(repairs.global_statistics for repairs in tried):
+        found.append("global batch norm statistics do not help")
+    elif not many[0].steps[at].batch_norms:
+        found.append("no batch norm takes local statistics")
+    if comparison.unrest is not None:
+        found.append("rounding makes less of a further run on one tower")
+    return found

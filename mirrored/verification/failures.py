@@ -13,6 +13,8 @@ from mirrored.verification.seen import Seen
 
 def failure(one: Seen, many: Sequence[Seen]) -> Finding | None:
     """The script ended in an exception in one run or in both."""
+    if cut_short(one, many):
+        return None
     raised = [(tower, seen.raised) for tower, seen in enumerate(many) if seen.raised is not None]
     if one.raised is not None:
         error = f"{one.raised.kind}: {one.raised.text}"
@@ -71,6 +73,21 @@ def failure(one: Seen, many: Sequence[Seen]) -> Finding | None:
         f"{first.kind}: {first.text}",
         "see the error's own advice",
         first.traceback,
+    )
+
+
+def cut_short(one: Seen, many: Sequence[Seen]) -> bool:
+    """Whether the script ended in an exception only because its loop was ended after the last step to be compared.
+
+    It did not find what it expected after a whole epoch, in the same place on one tower and on N.
+    """
+    if one.raised is None or not all(seen.cut for seen in (one, *many)):
+        return False
+    ends = [(seen.raised.kind, seen.raised.line) for seen in many if seen.raised and not seen.raised.consequence]
+    return (
+        bool(ends)
+        and all(end == (one.raised.kind, one.raised.line) for end in ends)
+        and all(seen.raised is not None and len(seen.steps) == len(one.steps) for seen in many)
     )
 
 

@@ -16,6 +16,8 @@ _UNCHANGED = ("Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze
 
 _MOST_TERMS = 64
 
+_MOST_ANCESTORS = 256
+
 
 def terms_of(loss: torch.Tensor) -> tuple[Term, ...]:
     """The summands of a loss, each followed inwards to the reduction that made it a scalar.
@@ -58,7 +60,7 @@ def _follow(
     elif name.startswith(_UNCHANGED) and len(inner) == 1:
         _follow(inner[0], branch, chain, share, found)
     elif name in ("Mean", "Sum"):
-        count = 1
+        share, count = share or _made_by_mirrored(node), 1
         for size in node._saved_self_sym_sizes:
             count *= int(size)
         found.append((Term((*chain, ("mean of" if name == "Mean" else "sum of", count)), share), branch))
@@ -67,7 +69,18 @@ def _follow(
         count = target.numel() if target is not None else 0
         found.append((Term((*chain, (reduction, count)), share), branch))
     else:
-        found.append((Term((*chain, (name, 0)), share), branch))
+        found.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node)), branch))
+
+
+def _made_by_mirrored(node: Any) -> bool:
+    """Whether ``compute_average_loss`` or ``scale_regularization_loss`` is not far within."""
+    seen, level = {node}, [node]
+    while level and len(seen) < _MOST_ANCESTORS:
+        if any(at.name().rsplit("::", 1)[-1].startswith("_ScaleGradient") for at in level):
+            return True
+        level = [inner for at in level for inner, _ in at.next_functions if inner is not None and inner not in seen]
+        seen.update(level)
+    return False
 
 
 def _constant(node: Any) -> float | None:

@@ -17,6 +17,7 @@ import torch
 
 from mirrored import seeds
 from mirrored.observer import observe
+from mirrored.verification.randomness import Shapes
 from mirrored.verification.record import Enough, Recorder
 from mirrored.verification.repairs import Repairs
 from mirrored.verification.seen import Raised, Seen
@@ -49,17 +50,24 @@ class Play:
     timeout: float
     show: bool
 
-    def on(self, towers: int, repairs: Repairs | None = None) -> list[Seen]:
+    def on(
+        self, towers: int, repairs: Repairs | None = None, shapes: Shapes | None = None, unrest: bool = False
+    ) -> list[Seen]:
         """Run the script on so many towers; what each has seen.
+
+        Args:
+            repairs: what is changed in this run.
+            shapes: of the random numbers that one tower has drawn.
+            unrest: whether the results of modules are moved by rounding.
 
         Raises:
             TowerFailedError: a tower died, or the time was over.
         """
-        arguments = (self, repairs or Repairs())
+        arguments = (self, repairs or Repairs(), shapes, unrest)
         return launch(_play, arguments, devices=self.devices[:towers], timeout=self.timeout)
 
 
-def _play(play: Play, repairs: Repairs) -> Seen:
+def _play(play: Play, repairs: Repairs, shapes: Shapes | None, unrest: bool) -> Seen:
     """What each tower's process runs."""
     if not play.show:
         _silence()
@@ -71,7 +79,7 @@ def _play(play: Play, repairs: Repairs) -> Seen:
     # The process comes from a fork server; loader workers come as they do in a script that python runs.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     gc.freeze()  # the recorder searches what the script makes, and nothing older
-    recorder = Recorder(play.steps, repairs)
+    recorder = Recorder(play.steps, repairs, shapes, unrest)
     observe(recorder)
     recorder.seen.counted = _lines_with(play, "num_replicas_in_sync")
     try:

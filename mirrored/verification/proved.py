@@ -9,7 +9,7 @@ from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding, at_line, some
 from mirrored.verification.compare import Comparison, Difference, relative
 from mirrored.verification.repairs import LossFactor, Repairs
-from mirrored.verification.seen import Loss, Seen, Term, comparable
+from mirrored.verification.seen import Loss, Result, Seen, Term, comparable
 
 _LOSS_CAUSES = (
     Cause.LOCAL_MEAN,
@@ -54,7 +54,7 @@ def _name_loss(comparison: Comparison, difference: Difference, factor: LossFacto
     shown = f"a further run in which each tower's loss was multiplied by {factor.value}: {reach}"
     fix = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
     if factor is LossFactor.SHARE:
-        sizes = [seen.steps[at].shares[0] for seen in many]
+        sizes = backward_shares(many, at)
         *others, last = [str(local) for local, _ in sizes]
         shares = f"{', '.join(others)} and {last}"
         even = "; with the even shares of the steps before it, it is" if at else ""
@@ -95,6 +95,12 @@ def _name_loss(comparison: Comparison, difference: Difference, factor: LossFacto
 def last_loss(seen: Seen, at: int) -> Loss | None:
     """The first loss of a step; where several optimizers step after one backward, of the step before."""
     return next((step.losses[0] for step in reversed(seen.steps[: at + 1]) if step.losses), None)
+
+
+def backward_shares(many: Sequence[Seen], at: int) -> Sequence[tuple[int, int]]:
+    """Every tower's share of the examples in a backward of a step: the first with uneven shares, if there is one."""
+    backwards = list(zip(*([loss.share for loss in seen.steps[at].losses] for seen in many), strict=False))
+    return next((shares for shares in backwards if len({local for local, _ in shares}) > 1), (backwards or [()])[0])
 
 
 def batch_terms(one: Loss | None, many: Loss | None) -> frozenset[int]:
@@ -159,17 +165,15 @@ def _name_rate(comparison: Comparison, difference: Difference, reach: str) -> Fi
     )
 
 
-def results(comparison: Comparison, found: Sequence[Finding]) -> Finding | None:
-    """Training is equal, once what was found is repaired; are the values that the script reports?"""
-    differing = comparison.results()
-    if differing is None:
-        return None
-    alone, together = differing
+def results(comparison: Comparison, pair: tuple[Result, Result], found: Sequence[Finding]) -> Finding | None:
+    """Training is equal, once what was found is repaired; why is a value that the script reports not?"""
+    alone, together = pair
     towers = len(comparison.many)
-    pairs = [(a, b) for a, b in zip(alone.values, together.values, strict=False) if a != b]
-    a, b = pairs[0] if pairs else (float("nan"), float("nan"))
+    a, b = max(zip(alone.values, together.values, strict=False), key=lambda ab: relative(*ab), default=(0.0, 0.0))
     where = f"strategy.{together.call}{at_line(together.line)} after step {together.steps}"
     told = f"{where} gives {b:g} on {towers} towers, but {a:g} on one"
+    if alone.count != together.count:
+        told = f"{where} gives {together.count} values on {towers} towers, but {alone.count} on one"
     for steps in sorted(comparison.one.evaluated):
         whole = Counter(comparison.one.evaluated[steps])
         parts = [Counter(seen.evaluated.get(steps, [])) for seen in comparison.many]
@@ -199,7 +203,9 @@ def results(comparison: Comparison, found: Sequence[Finding]) -> Finding | None:
         return None  # it is the loss that is reported, most likely
     fix = "reduce sums and counts with 'sum' and divide afterwards; a mean of the towers' means is not the mean"
     shares = {term.share for step in comparison.many[0].steps for loss in step.losses for term in loss.terms}
-    if "mean" in together.call and relative(b * towers, a) < 1e-3:
+    if alone.count != together.count:
+        fix = "give gather the same entries on any number of towers, or one from each tower"
+    elif "mean" in together.call and relative(b * towers, a) < 1e-3:
         fix = "shares of the global mean (compute_average_loss) add up: strategy.reduce('sum', loss)"
     elif "sum" in together.call and relative(b, a * towers) < 1e-3:
         fix = "values that are means, or equal on all towers, do not add up: strategy.reduce('mean', value)"

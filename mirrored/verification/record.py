@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -26,9 +24,11 @@ from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.transfer import Batch
 from mirrored.observer import Observer
 from mirrored.strategy import Strategy
+from mirrored.verification.randomness import Shapes
 from mirrored.verification.repairs import Repairs
+from mirrored.verification.rounding import Unrest
 from mirrored.verification.seen import Draw, Loss, Result, Run, Seen, Step, bits, rows, sketch
-from mirrored.verification.watch import Watcher, script_line
+from mirrored.verification.watch import Watcher, generator_state, other_generators, script_line
 from towers import tree as trees
 from towers.devices import Device
 from towers.topology import DEVICES
@@ -56,10 +56,16 @@ class Recorder(Observer):
         batch_norms: layers that took statistics of this tower alone since the last step.
         pointers: name of the known parameter whose memory begins there.
         stepping: whether an optimizer's step is under way.
+        shapes: of the random numbers that one tower has drawn, by run and draw; None on one tower.
+
+    Args:
+        unrest: whether the results of modules are moved by rounding.
     """
 
-    def __init__(self, limit: int, repairs: Repairs) -> None:
+    def __init__(self, limit: int, repairs: Repairs, shapes: Shapes | None = None, unrest: bool = False) -> None:
         self.seen = Seen()
+        self.shapes = shapes
+        self._unrest = Unrest() if unrest else None
         self.repairs = repairs
         self.run: Run | None = None
         self.tower = 0
@@ -101,13 +107,15 @@ class Recorder(Observer):
             if not self.seen.runs or self.seen.runs[-1].steps != run.steps:
                 run.entered = self._digests()
             self.seen.runs.append(run)
-            others = _other_generators()
-            self.run = run
+            others = other_generators()
+            self.run, self.watcher.drawn = run, generator_state(self.device())
             try:
                 return fn(*args, **kwargs)
             finally:
                 self.run = None
-                for by, state in _other_generators().items():
+                if generator_state(self.device()) != self.watcher.drawn and not self.seen.virtual:
+                    run.draws.append(Draw("a function of torch that is not followed", None, self.watcher.drawn, 0))
+                for by, state in other_generators().items():
                     if others[by] != state:
                         run.draws.append(Draw(by, None, str(state), 0))
 
@@ -126,21 +134,27 @@ class Recorder(Observer):
             at += 1
             yield item
             if self._over(self._limit) and not over_at_first:
+                self.seen.cut = True
                 return
             steps_here = sum(self._counts.values()) > done_at_first
             if steps_here and self._over(self._limit - 1) and isinstance(dataset, MapDataset) and at < len(dataset) - 1:
-                at = len(dataset) - 1
+                at, self.seen.cut = len(dataset) - 1, True
                 batches = load(at)
 
     def returned(self, call: str, result: Any) -> None:
-        values: list[float] = []
+        values: list[bool | int | float] = []
+        count = 0
         for leaf in trees.leaves(result):
             if isinstance(leaf, (bool, int, float)):
-                values.append(float(leaf))
+                values.append(leaf)
+                count += 1
             elif hasattr(leaf, "reshape") and not getattr(leaf, "is_sparse", False):
-                flat = leaf.reshape(-1)[:_RESULT_VALUES].tolist()
-                values += [float(value) for value in flat if isinstance(value, (bool, int, float))]
-        self.seen.results.append(Result(call, script_line(), len(self.seen.steps), tuple(values)))
+                flat = leaf.reshape(-1)
+                values += [v for v in flat[:_RESULT_VALUES].tolist() if isinstance(v, (bool, int, float))]
+                count += len(flat)
+        integers = frozenset(i for i, value in enumerate(values) if not isinstance(value, float))
+        numbers = tuple(map(float, values))
+        self.seen.results.append(Result(call, script_line(), len(self.seen.steps), numbers, integers, count))
 
     # -- what the watcher asks ---------------------------------------------------------------------------
 
@@ -181,9 +195,10 @@ class Recorder(Observer):
         if not (module.training and torch.is_grad_enabled()):
             self.seen.evaluated.setdefault(len(self.seen.steps), []).extend(examples)
 
-    def _after_module(self, module: nn.Module, inputs: object, output: object) -> None:
+    def _after_module(self, module: nn.Module, inputs: object, output: Any) -> Any:
         while self._modules and self._modules.pop() is not module:
             pass
+        return self._unrest.of(output) if self._unrest is not None else None
 
     def _living_roots(self) -> Iterator[tuple[str, nn.Module]]:
         for name, reference in self._roots:
@@ -198,6 +213,7 @@ class Recorder(Observer):
         if not parameters or (strategy is not None and strategy.engine.is_twin(optimizer)):
             return
         if self._counts.get(id(optimizer), 0) >= self._limit:
+            self.seen.cut = True
             raise Enough
         number = self._number_of(optimizer)
         self._name(parameters, number)
@@ -224,7 +240,6 @@ class Recorder(Observer):
             schedules=_schedules(),
             foreign=foreign,
             unsynced=unsynced,
-            shares=list(self.run.shares) if self.run is not None else [],
             batch_norms=list(self.batch_norms),
         )
         self.losses, self.batch_norms = [], {}
@@ -263,12 +278,6 @@ class Recorder(Observer):
 
     def _digests(self) -> dict[str, str]:
         return {name: bits(p) for name, p in self._parameters.items()}
-
-
-def _other_generators() -> dict[str, int]:
-    """Where the generators of Python and NumPy stand."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return {"Python's random": hash(random.getstate()), "numpy.random": hash((numpy[1].tobytes(), *numpy[2:]))}
 
 
 def _schedules() -> dict[str, int]:

@@ -9,8 +9,16 @@ import textwrap
 from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding
 from mirrored.verification.compare import Comparison, Row
+from mirrored.verification.failures import cut_short
+from mirrored.verification.rounding import MARGIN
+from mirrored.verification.seen import Raised
 
 _WIDTH = 100
+
+_ROUNDING = (
+    f"The towers differ by no more than {MARGIN:g} times what a further run on one tower did, in which the results "
+    "of all modules were moved in their last bits."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +36,8 @@ class Report:
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
         whole_batches: whether every tower was given the whole batch, instead of its share.
         results: how many values of ``reduce`` and ``gather`` were compared.
+        rounding: the number, from 0, of the step from which rounding alone makes more than the tolerance.
+        ended: the exception in which the script ended because its loop was cut short, on one tower as on N.
     """
 
     script: str
@@ -40,6 +50,8 @@ class Report:
     followed: bool
     whole_batches: bool
     results: int
+    rounding: int | None
+    ended: Raised | None
 
     @property
     def equal(self) -> bool:
@@ -74,10 +86,20 @@ class Report:
                 "",
                 "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
             ]
+        if self.ended is not None:
+            told = f"{self.ended.kind}{causes.at_line(self.ended.line)}, on one tower as on {self.towers}: "
+            told += "verify ends the loop after the last step; --steps compares more."
+            lines += ["", *_wrapped("The script ends in ", told)]
         if self.equal:
             also = f", and so are the {self.results} results of reduce and gather" if self.results else ""
             losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
-            lines += ["", f"The same: {losses}gradients and parameters are equal {limit}{also}."]
+            if self.rounding is None:
+                lines += ["", f"The same: {losses}gradients and parameters are equal {limit}{also}."]
+            else:
+                told = (
+                    f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
+                )
+                lines += ["", *_wrapped("The same, as far as rounding lets one see: ", told)]
         for finding in self.findings:
             lines += ["", *_wrapped(f"Cause [{finding.cause.value}]: ", finding.what + ".")]
             lines += _wrapped("Fix: ", finding.fix + ".")
@@ -114,6 +136,8 @@ def make_report(script: str, comparison: Comparison, findings: list[Finding]) ->
         followed=any(draw.followed for seen in comparison.many for run in seen.runs for draw in run.draws),
         whole_batches=causes.whole_batches(comparison.one, comparison.many),
         results=len(comparison.one.results),
+        rounding=comparison.rounding_from if not comparison.exact else None,
+        ended=comparison.one.raised if cut_short(comparison.one, comparison.many) else None,
     )
 
 

@@ -132,11 +132,19 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A call of ``backward``: the loss's value if it is known, what it is made of, and the script's line."""
+    """A call of ``backward``.
+
+    Attributes:
+        value: of the loss, if it is known.
+        terms: what it is made of.
+        line: of the script.
+        share: (this tower's, all towers') examples; (0, 0) where that is not known.
+    """
 
     value: float | None
     terms: tuple[Term, ...]
     line: int | None
+    share: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +157,7 @@ class Draw:
         examples: the first dimension of what was drawn.
         dropout: whether it was a dropout, which is left out.
         followed: whether the numbers were replaced by this tower's part of those of the global batch.
+        shape: of what was drawn.
     """
 
     by: str
@@ -157,6 +166,7 @@ class Draw:
     examples: int
     dropout: bool = False
     followed: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +212,6 @@ class Step:
         schedules: of each living scheduler, by class name and number, how many steps it has made.
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients hold parts that were never averaged.
-        shares: of the ``run`` it happened in.
         batch_norms: layers that took statistics of this tower alone since the last step.
     """
 
@@ -215,19 +224,26 @@ class Step:
     schedules: dict[str, int]
     foreign: list[str]
     unsynced: list[str]
-    shares: list[tuple[int, int]]
     batch_norms: list[str]
     after: dict[str, Sketch] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What ``strategy.reduce`` or ``strategy.gather`` returned, with the steps done before."""
+    """What ``strategy.reduce`` or ``strategy.gather`` returned, with the steps done before.
+
+    Attributes:
+        values: the first ones of each tensor.
+        integers: the places of ``values`` that hold integers.
+        count: how many values there are altogether.
+    """
 
     call: str
     line: int | None
     steps: int
     values: tuple[float, ...]
+    integers: frozenset[int]
+    count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +271,7 @@ class Seen:
         dropouts: how many calls of a dropout were left out.
         refused_by: the batch norm layer that could not normalise a share of one example.
         counted: the lines of the script that name ``num_replicas_in_sync``.
+        cut: whether a loop was ended before its time, because the last step to be compared was made.
     """
 
     towers: int = 1
@@ -270,3 +287,4 @@ class Seen:
     refused_by: str | None = None
     counted: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
+    cut: bool = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 
 import torch
 
@@ -11,6 +13,7 @@ from mirrored.verification.causes import Cause, Finding
 from mirrored.verification.compare import Comparison
 from mirrored.verification.explain import explain
 from mirrored.verification.play import Play, devices_for
+from mirrored.verification.randomness import Shapes, shapes_of
 from mirrored.verification.repairs import Repairs
 from mirrored.verification.report import Report, make_report
 from mirrored.verification.seen import Seen
@@ -50,7 +53,8 @@ def verify(
         steps: how many steps of each optimizer are compared.
         exact: every bit counts (virtual towers).
         tolerance: largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
-            1e-1 for half precision and autocast.
+            1e-3 for half precision and autocast. Larger ones count only where they are well above what rounding
+            makes of a further run on one tower. Learning rates and integers must be equal.
         devices: one per tower; default GPUs where there are enough, else CPU towers.
         timeout: seconds for each run.
         show_output: whether the chief's output is shown.
@@ -60,7 +64,7 @@ def verify(
 
     Raises:
         ValueError: an argument that cannot be.
-        FileNotFoundError: there is no such script.
+        FileNotFoundError: there is no such script, or no such module.
         CannotStartError: called inside a tower.
     """
     if towers < 2:
@@ -69,41 +73,58 @@ def verify(
         raise ValueError(f"steps is {steps}, but must be at least 1")
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}, but must not be negative")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout}, but must be more than 0")
     chosen = devices_for(towers, devices)
     towers_devices.check_exist(towers_devices.parse_all(chosen), torch.cuda.device_count())
     if len(chosen) != towers:
         raise ValueError(f"towers is {towers}, but devices names {len(chosen)}")
     name = os.fspath(script)
-    if not module and not os.path.exists(name):
+    if module and not _has_module(name):
+        raise FileNotFoundError(f"there is no module {name}")
+    if not module and not os.path.isfile(name):
         raise FileNotFoundError(f"there is no file {name}")
     play = Play(name, tuple(args), module, steps, chosen, machine.threads_per_tower(towers), timeout, show_output)
     runs: list[list[Seen]] = []
     for count in (1, towers):
         try:
-            runs.append(play.on(count))
+            runs.append(play.on(count, shapes=shapes_of(runs[0][0]) if runs else None))
         except TowerFailedError as error:
             return make_report(name, Comparison(Seen(), [Seen()] * towers, tolerance, exact), [_ended(count, error)])
     [one], many = runs
 
-    def compare(others: Sequence[Seen]) -> Comparison:
-        return Comparison(one, others, tolerance, exact)
+    shapes = shapes_of(one)
 
     def replay(repairs: Repairs) -> Sequence[Seen] | None:
-        return _unless_it_fails(play, towers, repairs)
+        return _unless_it_fails(play, towers, repairs, shapes)
 
-    def again() -> Seen | None:
-        found = _unless_it_fails(play, 1, Repairs())
+    def alone(unrest: bool) -> Seen | None:
+        found = _unless_it_fails(play, 1, unrest=unrest)
         return found[0] if found is not None else None
 
-    return make_report(name, compare(many), explain(one, many, compare, replay, again))
+    return make_report(name, *explain(Comparison(one, many, tolerance, exact), replay, alone))
 
 
-def _unless_it_fails(play: Play, towers: int, repairs: Repairs) -> list[Seen] | None:
+def _has_module(name: str) -> bool:
+    """Whether there is a module; finds out without importing the packages that it is in."""
+    top, *inner = name.split(".")
+    importlib.invalidate_caches()
+    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    for at in range(len(inner)):
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(".".join([top, *inner[: at + 1]]), spec.submodule_search_locations)
+    return spec is not None
+
+
+def _unless_it_fails(
+    play: Play, towers: int, repairs: Repairs | None = None, shapes: Shapes | None = None, unrest: bool = False
+) -> list[Seen] | None:
     try:
-        found = play.on(towers, repairs)
+        found = play.on(towers, repairs, shapes, unrest)
     except TowerFailedError:
         return None
-    return None if any(seen.raised is not None for seen in found) else found
+    return None if any(seen.raised is not None and not seen.cut for seen in found) else found
 
 
 def _ended(towers: int, error: TowerFailedError) -> Finding:

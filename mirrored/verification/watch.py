@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,12 +49,23 @@ def generator_state(device: torch.device) -> str:
     return digest.hexdigest()
 
 
+def other_generators() -> dict[str, int]:
+    """Where the generators of Python and NumPy stand."""
+    numpy: Any = np.random.get_state(legacy=True)
+    return {"Python's random": hash(random.getstate()), "numpy.random": hash((numpy[1].tobytes(), *numpy[2:]))}
+
+
 class Watcher(TorchFunctionMode):
     """While it is entered, tells a recorder what the script does, and does what the recorder's repairs ask for.
 
     So that one tower and several compute the same, dropout is left out (where it would have drawn is noted), and other
     random numbers in ``run`` are this tower's part of those of the global batch.
+
+    Attributes:
+        drawn: where torch's generators stood after the last draw in ``run`` that was noticed.
     """
+
+    drawn = ""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -89,7 +102,7 @@ class Watcher(TorchFunctionMode):
         part = recorder.repairs.terms if factor != 1.0 else frozenset()
         if loss.numel() == 1:
             value = None if part else factor * float(loss.detach().double().real)
-            recorder.losses.append(Loss(value, terms_of(loss), script_line()))
+            recorder.losses.append(Loss(value, terms_of(loss), script_line(), recorder.share()))
         scaled = scale_terms(loss, part, factor)
         try:
             with self:  # what backward computes anew (checkpoints) is watched, too
@@ -154,11 +167,15 @@ class Watcher(TorchFunctionMode):
         state = generator_state(recorder.device())
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and kwargs.get("generator") is None and not recorder.seen.virtual:
-            number = len(recorder.seen.runs), len(recorder.run.draws)
-            place = Place(number, recorder.share(), recorder.tower, recorder.seen.towers)
+            if state == self.drawn:  # else something before it has drawn, too
+                self.drawn = generator_state(recorder.device())
+            number = len(recorder.seen.runs) - 1, len(recorder.run.draws)
+            shape = recorder.shapes.get(number) if recorder.shapes is not None else tuple(result.shape)
+            place = Place(number, shape, recorder.run.shares, recorder.tower, recorder.seen.towers)
             followed = draw_as_one_tower(name, result, args, kwargs, place)
             examples = len(result) if result.dim() else 0
-            recorder.run.draws.append(Draw(name, script_line(), state, examples, followed=followed))
+            drawn = Draw(name, script_line(), state, examples, followed=followed, shape=tuple(result.shape))
+            recorder.run.draws.append(drawn)
         return result
 
     def _note_write(self, target: Tensor) -> None:
