@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from mirrored.verification.rounding import MARGIN
+from mirrored.verification.rounding import HALF_MARGIN, MARGIN
 from mirrored.verification.seen import Loss, Seen, Sketch, Step
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
@@ -95,6 +95,7 @@ class Comparison:
         usual = _COARSE if one.autocast else max(_TOLERANCES.get(d, _COARSE) for d in dtypes)
         self.tolerance = tolerance if tolerance is not None else usual
         self._noisy: defaultdict[str, set[int]] = defaultdict(set)
+        self.margin = HALF_MARGIN if usual >= _COARSE else MARGIN
         self.exact = exact
         self.unrest = unrest
         self._rounding = Comparison(one, [unrest], tolerance, False, through=True) if unrest is not None else None
@@ -170,7 +171,7 @@ class Comparison:
         if self._rounding is None:
             return self.tolerance
         return max(
-            self.tolerance, MARGIN * max((row.amounts[kind] for row in self._rounding.rows[: at + 1]), default=0.0)
+            self.tolerance, self.margin * max((row.amounts[kind] for row in self._rounding.rows[: at + 1]), default=0.0)
         )
 
     def _largest(

@@ -10,14 +10,13 @@ from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding
 from mirrored.verification.compare import Comparison, Row
 from mirrored.verification.failures import cut_short
-from mirrored.verification.rounding import MARGIN
 from mirrored.verification.seen import Raised
 
 _WIDTH = 100
 
 _ROUNDING = (
-    f"The towers differ by no more than {MARGIN:g} times what a further run on one tower did, in which the results "
-    "of all modules were moved in their last bits."
+    "The towers differ by no more than a few times what a further run on one tower did, in which the results of all "
+    "modules were moved in their last bits."
 )
 
 

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 
 from mirrored.verification.compare import Comparison, relative
-from mirrored.verification.rounding import MARGIN
 from mirrored.verification.seen import Result, Seen
 
 _Line = tuple[str, int | None]
@@ -54,7 +53,7 @@ def differing(comparison: Comparison, again: Seen | None = None) -> tuple[Result
             return alone, together
         for i, amount in enumerate(amounts(alone, together)):
             least = 0.0 if comparison.exact or i in alone.integers else comparison.tolerance
-            if amount > (least if comparison.exact else max(least, MARGIN * rounding[line])):
+            if amount > (least if comparison.exact else max(least, comparison.margin * rounding[line])):
                 return alone, together
     return None
 

@@ -10,6 +10,9 @@ from torch import Tensor
 MARGIN = 10.0
 """Differences up to so many times those that one tower shows when its last bits are moved are rounding."""
 
+HALF_MARGIN = 5.0
+"""The same for half precision and autocast, where every step of both runs is rounded visibly, not a few by chance."""
+
 # A sum of many numbers is off by several units of the last place; one of half precision is exact inside, so that few
 # results are rounded to the neighbouring number.
 _FULL = 0.5, 32.0  # how many of the numbers are moved, and by how many units of the last place
