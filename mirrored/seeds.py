@@ -66,6 +66,14 @@ def share(comm: Communicator) -> None:
         torch.cuda.set_rng_state(torch.tensor(chief["cuda"], dtype=torch.uint8), comm.device)
 
 
+def part(seed: int | None, tower: int) -> None:
+    """Give every tower random streams of its own from here on: dropout must differ. Without a seed tower 0 goes on."""
+    if seed is not None:
+        seed_all(mix(seed, "tower", tower))
+    elif tower > 0:
+        seed_all(mix(torch.initial_seed(), "tower", tower))
+
+
 def _cpu_state() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 

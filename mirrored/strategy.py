@@ -21,7 +21,7 @@ from mirrored.data.shares import KnownShares
 from mirrored.data.streams import PipelineDataset
 from mirrored.engine import Engine, TrainingOptions
 from mirrored.guard import OptimizerGuard
-from mirrored.losses import compute_average_loss, global_count
+from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
@@ -146,7 +146,8 @@ class Strategy:
         self._check_here("run()")
         self.engine.begin_run()
         if not self._streams_parted:
-            self._part_streams()
+            self._streams_parted = True
+            seeds.part(self._seed, self.topology.index)
         if (watching := observer()) is not None:
             fn = watching.running(self, fn)
         with frame(self, ReplicaContext(self, (args, kwargs))):
@@ -216,18 +217,7 @@ class Strategy:
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
                 "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"
             )
-        if not batch:
-            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
-        local = self.known_shares.local_of(batch)
-        if isinstance(sample_weight, torch.Tensor) and sample_weight.dim() and sample_weight.shape[0] != local:
-            raise ValueError(f"sample_weight of shape {tuple(sample_weight.shape)} does not fit {local} examples")
-        if denominator == "examples":
-            total: torch.Tensor | float = global_count(local, current.replica, "the batch")
-        elif denominator == "weights" and isinstance(sample_weight, torch.Tensor):
-            total = virtual.total_weight(sample_weight, local)
-        else:
-            raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
-        return virtual.backward(loss_fn, batch, sample_weight, local, total, self._stream_seed)
+        return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self._stream_seed)
 
     def state_dict(self) -> dict[str, int]:
         """What the next :meth:`backward` draws depends on: the seed, and how many there were before."""
@@ -267,14 +257,6 @@ class Strategy:
         """
         self._check_here("check_mirrored()")
         self.engine.check_mirrored(quick=quick)
-
-    def _part_streams(self) -> None:
-        """From the first run on, every tower has random streams of its own (dropout must differ)."""
-        self._streams_parted = True
-        if self._seed is not None:
-            seeds.seed_all(seeds.mix(self._seed, "tower", self.topology.index))
-        elif not self.is_chief:  # the chief goes on as a single tower would
-            seeds.seed_all(seeds.mix(torch.initial_seed(), "tower", self.topology.index))
 
     # -- values ------------------------------------------------------------------------------------------
 

@@ -50,14 +50,18 @@ class Buffer:
         return self.tensor.nbytes <= _SMALL_BYTES and not any(stride == 0 and size > 1 for stride, size in layout)
 
     @property
+    def _registered(self) -> Tensor | None:
+        module = self._module()
+        return module._buffers.get(self._key) if module is not None else self.tensor
+
+    @property
     def now(self) -> Tensor:
         """What is registered now; the forward may have put another tensor there.
 
         Raises:
             MirrorError: it is of another shape or dtype.
         """
-        module = self._module()
-        found = module._buffers.get(self._key) if module is not None else self.tensor
+        found = self._registered
         if found is None or found.shape != self.tensor.shape or found.dtype != self.tensor.dtype:
             raise MirrorError(
                 f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self.tensor.shape)}, and the forward of a "
@@ -67,7 +71,7 @@ class Buffer:
 
     @property
     def was_written(self) -> bool:
-        if self.now is not self.tensor or self.tensor._version != self._version:
+        if self._registered is not self.tensor or self.tensor._version != self._version:
             return True
         on_cpu = self.tensor.device.type == "cpu"
         return self.is_integer and self.is_small and on_cpu and not torch.equal(self.tensor, self.before)

@@ -2,7 +2,7 @@
 
 A global batch is cut into V parts, whatever the number of towers. For each part the random generators are seeded from
 (seed, step, part), the buffers are those from before the step, and forward and backward run on a fixed shape.
-Gradients, losses and changes of buffers are added up by one balanced binary tree over the V parts: subtrees inside a
+Gradients, losses and buffers are added up by one balanced binary tree over the V parts: subtrees inside a
 tower first, then across towers. As the tree is the same for every number of towers, so is every bit.
 """
 
@@ -16,14 +16,15 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mirrored import seeds
+from mirrored.context import ReplicaContext
 from mirrored.data.shares import Cut, KnownShares
-from mirrored.losses import expand_weights, sum_over
+from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.virtual_buffers import StepBuffers, registered
 from towers import Topology
 from towers import tree as trees
@@ -116,44 +117,26 @@ class VirtualTowers:
         loss_fn: Callable[..., Tensor],
         batch: Sequence[Any],
         sample_weight: Tensor | float | None,
-        local: int,
-        total: Tensor | float,
+        denominator: Literal["examples", "weights"],
+        replica: ReplicaContext,
         seed: int,
     ) -> Tensor:
-        """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``).
-
-        Args:
-            local: examples of this tower's share.
-            total: what the sum of all losses is divided by.
-        """
+        """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
+        if not batch:
+            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
+        local = self._known.local_of(batch)
+        total = self._total(local, sample_weight, denominator, replica)
         parameters = [p for reference in self._parameters if (p := reference()) is not None]
         buffers = self._step_buffers()
         buffers.begin()
         kept = [parameter.grad for parameter in parameters]
         self.step += 1
         aside = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
-        subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
         try:
             with aside, seeds.undisturbed(self._comm.device):
-                for own, (start, end) in enumerate(self._cut.parts_of(local)):
-                    if start == end:
-                        subtree.add([None] * (len(parameters) + 1 + buffers.count))
-                        continue
-                    _give(parameters, [None] * len(parameters))
-                    if leaves:
-                        buffers.restore()
-                    seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
-                    *inputs, weight = self._part(batch, sample_weight, local, own)
-                    loss = _loss(loss_fn(*inputs), weight, end - start, total)
-                    if loss.requires_grad:  # a part may have nothing to learn from
-                        loss.backward()
-                    leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
-                    gradients = [parameter.grad for parameter in parameters]
-                    subtree.add([*gradients, loss.detach().double(), *buffers.take()])
-            sums = subtree.total()
+                sums, card = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
-            counts = buffers.layout, buffers.written, buffers.counted, buffers.differing
-            said = self._tell(_Card(leaves, traced, str(dtype), *counts), buffers)
+            said = self._tell(card, buffers)
             if self._averager is not None:
                 self._averager.sum_by_tree()
             mean = self._combine(buffers, sums[len(parameters) :], said)
@@ -164,6 +147,58 @@ class VirtualTowers:
         _add(parameters, kept)
         return mean
 
+    def _compute(
+        self,
+        loss_fn: Callable[..., Tensor],
+        batch: Sequence[Any],
+        sample_weight: Tensor | float | None,
+        local: int,
+        total: Tensor | float,
+        seed: int,
+        parameters: Sequence[Tensor],
+        buffers: StepBuffers,
+    ) -> tuple[list[Tensor | None], _Card]:
+        """Forward and backward of this tower's virtual towers, one after the other.
+
+        Args:
+            local: examples of this tower's share.
+            total: what the sum of all losses is divided by.
+
+        Returns:
+            The sums over them of gradients, losses (float64) and what ``StepBuffers.take`` gives; and how it went.
+        """
+        subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
+        for own, (start, end) in enumerate(self._cut.parts_of(local)):
+            if start == end:
+                subtree.add([None] * (len(parameters) + 1 + buffers.count))
+                continue
+            _give(parameters, [None] * len(parameters))
+            if leaves:
+                buffers.restore()
+            seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
+            *inputs, weight = self._part(batch, sample_weight, local, own)
+            loss = _loss(loss_fn(*inputs), weight, end - start, total)
+            if loss.requires_grad:  # a part may have nothing to learn from
+                loss.backward()
+            leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
+            gradients = [parameter.grad for parameter in parameters]
+            subtree.add([*gradients, loss.detach().double(), *buffers.take()])
+        counts = buffers.layout, buffers.written, buffers.counted, buffers.differing
+        return subtree.total(), _Card(leaves, traced, str(dtype), *counts)
+
+    def _total(
+        self, local: int, weight: Tensor | float | None, denominator: str, replica: ReplicaContext
+    ) -> Tensor | float:
+        """What the sum of all losses is divided by: the examples of all towers, or their weights."""
+        tensor = weight if isinstance(weight, Tensor) and weight.dim() else None
+        if tensor is not None and tensor.shape[0] != local:
+            raise ValueError(f"sample_weight of shape {tuple(tensor.shape)} does not fit {local} examples")
+        if denominator == "examples":
+            return global_count(local, replica, "the batch")
+        if denominator == "weights" and tensor is not None:
+            return self._total_weight(tensor, local)
+        raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
+
     def _part(self, batch: Sequence[Any], weight: Any, local: int, own: int) -> list[Any]:
         """What one virtual tower gets of batch and weight: copies, for views have other strides and alignment."""
         parts = [self._known.part(value, self._cut, local, own) for value in batch]
@@ -172,10 +207,8 @@ class VirtualTowers:
         return copied
 
     @torch.no_grad()
-    def total_weight(self, weight: Tensor, local: int) -> Tensor:
+    def _total_weight(self, weight: Tensor, local: int) -> Tensor:
         """The sum of a weight of each example (or of its tokens) over all towers, in float64; 1 where it is 0."""
-        if weight.dim() == 0 or weight.shape[0] != local:
-            raise ValueError(f"sample_weight of shape {tuple(weight.shape)} does not fit {local} examples")
         sums = [weight[start:end].double().sum() for start, end in self._cut.parts_of(local)]
         everybodys = self._comm.all_gather(torch.stack(sums)).flatten()
         total = torch.empty_like(sums[0])

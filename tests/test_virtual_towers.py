@@ -581,6 +581,32 @@ def test_batches_of_lists_are_collated_part_by_part() -> None:
         assert [one for share in shares for one in share] == sums
 
 
+def two_collated_batches(strategy: mirrored.Strategy) -> tuple[str, set[int]]:
+    """Batches of two loops at once, with a loop over other data between loading and using them."""
+    with strategy.scope():
+        cell = nn.GRU(1, 4, batch_first=True)
+    widths: set[int] = set()
+
+    def losses(one: Tensor, other: Tensor) -> Tensor:
+        widths.update((one.shape[1], other.shape[1] + 100))
+        return cell(one.unsqueeze(2))[0].sum((1, 2)) + cell(other.unsqueeze(2))[0].sum((1, 2))
+
+    first = strategy.distribute_dataset(sequences(), 12, collate_fn=pad_and_mask)
+    second = strategy.distribute_dataset(sequences()[::-1], 12, collate_fn=pad_and_mask)
+    held_out = strategy.distribute_dataset(sequences()[:5], 5, collate_fn=pad_and_mask)
+    for one, other in zip(first, second, strict=True):
+        for _ in held_out:
+            pass
+        strategy.run(lambda *both: strategy.backward(losses, *both), args=(one["x"], other["x"]))
+    return digest(p.grad for p in cell.parameters()), widths
+
+
+def test_batches_of_several_loops_keep_their_parts() -> None:
+    alone = virtual(two_collated_batches, count=1)[0]
+    assert len(alone[1]) > 4, "parts are padded differently in both"
+    assert {one for one, _ in virtual(two_collated_batches, count=4)} == {alone[0]}
+
+
 def padded_and_changed(strategy: mirrored.Strategy) -> None:
     for batch in strategy.distribute_dataset(sequences(), 11, collate_fn=pad_and_mask):
         strategy.run(lambda x: strategy.backward(lambda x: x.sum(1), x), args=(batch["x"] + 0,))
@@ -849,6 +875,29 @@ def test_a_failed_loss_function_leaves_everything_as_it_was() -> None:
     assert torch.equal(norm.running_mean, torch.zeros(5).double())
     assert norm.num_batches_tracked == 0
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2**13))
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = torch.zeros(2**14)
+        return self.norm(x).sum(1)
+
+
+def test_a_buffer_that_grows_is_refused_and_all_are_given_back() -> None:
+    strategy = mirrored.OneDeviceStrategy(virtual_towers=2, seed=0)
+    with strategy.scope():
+        model = Grows()
+    x, _ = make_data(8, torch.float32)
+    with pytest.raises(mirrored.MirrorError, match="Grows.cache"):
+        strategy.run(lambda: strategy.backward(model, x))
+    assert model.cache.shape == (2**13,)
+    assert torch.equal(model.norm.running_mean, torch.zeros(5))
+    assert model.norm.num_batches_tracked == 0
 
 
 def test_batches_are_cut_by_virtual_towers() -> None:

@@ -47,13 +47,12 @@ from towers.errors import TowersError
 from towers.flags import Tail
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
+from towers.prediction import Prediction
 from towers.scatter import Scatter
 from towers.slots import Slot
 from towers.sparse import SparseSlot
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-
-_MAX_PATTERNS = 64
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -167,11 +166,10 @@ class GradientAverager:
         self._seen = self._kinds()
         self._in_cycle = False
         self._started: list[tuple[Bucket, Pending | None]] = []
-        self._everything = tuple(b.index for b in self.buckets if any(slot.trainable for slot in b.slots)) or (0,)
-        self._expected = self._everything
+        trainable = tuple(b.index for b in self.buckets if any(slot.trainable for slot in b.slots))
+        self._prediction = Prediction(trainable or (0,))
+        self._expected = self._prediction.next()
         self._next = 0
-        self._last: tuple[int, ...] | None = None
-        self._follows: dict[tuple[int, ...] | None, tuple[int, ...]] = {}
         self._hooks = [self._hook(slot) for slot in self._slots]
 
     def _hook(self, slot: Slot) -> Callable[[], None]:
@@ -375,7 +373,7 @@ class GradientAverager:
         self._in_cycle = True
         for bucket in self.buckets:
             bucket.count_missing()
-        self._expected = self._follows.get(self._last, self._everything)
+        self._expected = self._prediction.next()
         self._next = 0
         self._started = []
 
@@ -421,7 +419,10 @@ class GradientAverager:
         for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 (slot.sum_by_tree if self._by_tree else slot.average)(self._channel)
-        self._learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
+        self._prediction.learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
+        for bucket in self.buckets:
+            bucket.reset()
+        self._any_unsynced = False
         self._in_cycle = False
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
@@ -457,13 +458,3 @@ class GradientAverager:
         for bucket, tail in zip(buckets, tails, strict=True):
             bucket.settle(tail)
         return tails[-1]
-
-    def _learn(self, pattern: tuple[int, ...]) -> None:
-        """Remember what followed the backward before; equal on all towers, for all have seen the same."""
-        if len(self._follows) >= _MAX_PATTERNS:
-            self._follows.clear()
-        self._follows[self._last] = pattern
-        self._last = pattern
-        for bucket in self.buckets:
-            bucket.reset()
-        self._any_unsynced = False

@@ -18,6 +18,10 @@ class HostCopy:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
+    def has_come(self) -> bool:
+        """Whether :meth:`get` would not wait."""
+        return self._arrived is None or self._arrived.query()
+
     def get(self) -> Tensor:
         """The copy; waits for it where it has not come yet."""
         if self._arrived is not None:

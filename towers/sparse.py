@@ -21,38 +21,40 @@ class SparseSlot(Slot):
         The result is sparse and coalesced, unless some tower's gradient is dense (the embedding is also used
         as an ordinary matrix): then it is dense on all.
         """
-        parameter = self.parameter
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            gradient = self._nothing(channel.device)
-        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
-        if dense_somewhere.any():
+        gradient, all_sparse = self._gradient(channel)
+        if all_sparse:
+            mean = self._average_rows(channel, gradient.coalesce())
+        else:
             mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             channel.all_reduce(mean)
             mean /= channel.size
-        else:
-            mean = self._average_rows(channel, gradient.coalesce())
-        if parameter is not None:
-            parameter.grad = mean
-        self.arrived = self.unsynced = False
+        self._hand_out(mean)
 
     def sum_by_tree(self, channel: Communicator) -> None:
         """Replace the gradient by the sum over towers, in the order of a balanced tree, as :meth:`average` does."""
-        parameter = self.parameter
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            gradient = self._nothing(channel.device)
-        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
-        if dense_somewhere.any():
-            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
-            channel.sum_by_tree([total.view(-1)])
-        else:
+        gradient, all_sparse = self._gradient(channel)
+        if all_sparse:
             level = self._everybodys(channel, gradient.coalesce())
             while len(level) > 1:
                 level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
             total = level[0]
-        if parameter is not None:
-            parameter.grad = total
+        else:
+            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+            channel.sum_by_tree([total.view(-1)])
+        self._hand_out(total)
+
+    def _gradient(self, channel: Communicator) -> tuple[Tensor, bool]:
+        """What this tower contributes, and whether all towers' are sparse."""
+        parameter = self.parameter
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            gradient = self._nothing(channel.device)
+        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
+        return gradient, not dense_somewhere.any()
+
+    def _hand_out(self, gradient: Tensor) -> None:
+        if (parameter := self.parameter) is not None:
+            parameter.grad = gradient
         self.arrived = self.unsynced = False
 
     def _nothing(self, device: torch.device) -> Tensor:

@@ -56,16 +56,16 @@ class DistributedDataset(ABC):
                 step += 1
                 if self._newest is this:
                     self._step = step
-                self._known.hold()
+                self._known.drop(this)
                 if isinstance(batch, Joined):
-                    self._known.hold(*batch)
+                    self._known.hold(this, *batch)
                     batch = batch.whole
                 self._known.add(batch, share)
                 self._known.in_hand = share
                 yield batch
         finally:
             self._known.in_hand = in_hand_outside
-            self._known.hold()
+            self._known.drop(this)
         if self._newest is this:
             self._epoch, self._step, self._running = epoch + 1, 0, False
 

@@ -70,7 +70,7 @@ class KnownShares:
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
-        self._pieces: dict[int, tuple[Any, Sequence[Any]]] = {}
+        self._held: dict[object, dict[int, tuple[Any, Sequence[Any]]]] = {}
         self.in_hand: Share | None = None
 
     def add(self, batch: Any, share: Share) -> None:
@@ -79,22 +79,15 @@ class KnownShares:
             with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
                 self._shares[value] = share
 
-    def hold(self, whole: Any = None, parts: Sequence[Any] = ()) -> None:
-        """The newest batch was collated part by part: remember what stands for its tensors and structures in each."""
-        self._pieces = {}
-        if parts:
-            self._pair(whole, parts)
+    def hold(self, iterator: object, whole: Any, parts: Sequence[Any]) -> None:
+        """An iterator's newest batch was collated part by part: remember what stands for its tensors and structures."""
+        pieces: dict[int, tuple[Any, Sequence[Any]]] = {}
+        _pair(whole, parts, pieces)
+        self._held[iterator] = pieces
 
-    def _pair(self, whole: Any, parts: Sequence[Any]) -> None:
-        if not _is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
-            return
-        self._pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
-        if isinstance(whole, Mapping):
-            for key in whole:
-                self._pair(whole[key], [part[key] for part in parts])
-        elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
-            for value, *pieces in zip(whole, *parts, strict=True):
-                self._pair(value, pieces)
+    def drop(self, iterator: object) -> None:
+        """An iterator's newest batch is no longer in hand."""
+        self._held.pop(iterator, None)
 
     def local_of(self, batch: Sequence[Any]) -> int:
         """How many examples of this tower the arguments of a step hold: as is known, else as their first array says.
@@ -102,11 +95,10 @@ class KnownShares:
         Raises:
             TypeError: it cannot be told.
         """
-        leaves = list(trees.leaves(batch))
-        known = (share for leaf in leaves if (share := self.get(leaf)) is not None)
+        known = (share for leaf in trees.leaves(batch) if (share := self.get(leaf)) is not None)
         if (share := next(known, None)) is not None:
             return share.local
-        if (array := next((leaf for leaf in leaves if _is_array(leaf) and len(leaf.shape)), None)) is not None:
+        if (array := _first_array(batch)) is not None:
             return int(array.shape[0])
         for value in batch:
             if isinstance(value, list):
@@ -124,8 +116,9 @@ class KnownShares:
         Raises:
             ValueError: a tensor, array or list has another number of entries.
         """
-        if (found := self._pieces.get(id(value))) is not None:
-            return found[1][own]
+        for pieces in self._held.values():
+            if (found := pieces.get(id(value))) is not None:
+                return found[1][own]
         if isinstance(value, Mapping):
             return trees.like(value, {key: self.part(entry, cut, local, own) for key, entry in value.items()})
         if isinstance(value, (list, tuple)):
@@ -141,7 +134,7 @@ class KnownShares:
                 f"strategy.backward was given {_described(value)}, but this tower's share has {local} examples, so it "
                 "cannot be cut into virtual towers; what has no entry for each example, let loss_fn take from outside"
             )
-        if share is None and self._pieces and _is_array(value) and not derived:
+        if share is None and self._held and _is_array(value) and not derived:
             raise ValueError(
                 f"strategy.backward was given {_described(value)}, which is not one of the batch's own: a batch of a "
                 "collate_fn is collated anew for every virtual tower, so that padding and random choices do not depend "
@@ -157,6 +150,19 @@ class KnownShares:
         except TypeError:
             return None
         return found
+
+
+def _pair(whole: Any, parts: Sequence[Any], pieces: dict[int, tuple[Any, Sequence[Any]]]) -> None:
+    """Note, by the ``id`` of every array and structure in ``whole``, it and what stands for it in each part."""
+    if not _is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
+        return
+    pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
+    if isinstance(whole, Mapping):
+        for key in whole:
+            _pair(whole[key], [part[key] for part in parts], pieces)
+    elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
+        for value, *others in zip(whole, *parts, strict=True):
+            _pair(value, others, pieces)
 
 
 def _is_array(value: Any) -> bool:
@@ -206,15 +212,19 @@ def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
     return any(isinstance(item, (Mapping, list, tuple)) or _is_array(item) for item in value)
 
 
+def _first_array(batch: Any) -> Any:
+    """The first tensor or array that has a first dimension, or None."""
+    return next((leaf for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)), None)
+
+
 def count_examples(batch: Any) -> int:
     """The size of the first dimension of the first tensor or array (else list) in a batch.
 
     Raises:
         TypeError: there is none.
     """
-    for value in trees.leaves(batch):
-        if _is_array(value) and len(value.shape) > 0:
-            return int(value.shape[0])
+    if (array := _first_array(batch)) is not None:
+        return int(array.shape[0])
     if isinstance(batch, (list, tuple)):
         return len(batch)
     raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told")

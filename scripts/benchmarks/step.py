@@ -12,7 +12,6 @@ loops: what it differs from 1 is the noise of the machine. Times are in millisec
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,12 +93,7 @@ def _ratios(times: Times, base: str, name: str = "ours") -> list[float]:
 
 
 def _row(label: str, times: Times, base: str, name: str = "ours") -> str:
-    ratios = _ratios(times, base, name)
-    ours, other = (statistics.median(times[which]) * 1e3 for which in (name, base))
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return (
-        f"{label:<44}{ours:>9.2f}{other:>9.2f}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
-    )
+    return steps.row(label, times[name], times[base])
 
 
 def main(arguments: Sequence[str]) -> None:

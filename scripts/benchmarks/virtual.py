@@ -7,7 +7,6 @@ live in the same processes and take turns in blocks of steps; medians over the t
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 
 import models
@@ -86,11 +85,4 @@ def main(arguments: Sequence[str]) -> None:
         timing = (case, options.turns, options.seconds, options.implementation)
         times = mirrored.launch(_towers, timing, towers=options.towers)[0]
         for name, base in (("V = N", "ordinary"), ("V = 4 N", "accumulating")):
-            print(_row(f"{case}: {name} ÷ {base}", times[name], times[base]), flush=True)
-
-
-def _row(label: str, ours: list[float], other: list[float]) -> str:
-    ratios = [a / b for a, b in zip(ours, other, strict=True)]
-    first, _, last = statistics.quantiles(ratios, n=4)
-    medians = f"{statistics.median(ours) * 1e3:>9.2f}{statistics.median(other) * 1e3:>9.2f}"
-    return f"{label:<44}{medians}{statistics.median(ratios):>9.3f}{first:>9.3f}{last:>8.3f}"
+            print(steps.row(f"{case}: {name} ÷ {base}", times[name], times[base]), flush=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
+from towers.host_copy import HostCopy
 
 _WORDS = 16  # of a message's head: the count, a digest of the purpose, and its text
 _TEXT_BYTES = 8 * (_WORDS - 2)
@@ -19,15 +19,6 @@ _DIGEST_BYTES = 6  # a whole number that float64 holds exactly
 _MAX_HEADS = 4096  # kept for the next time
 
 Check = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """The heads of a message from GPUs, on their way to the host: there when ``copied`` has happened."""
-
-    copied: torch.cuda.Event
-    rows: Tensor
-    check: Check | None
 
 
 class LabelledGather:
@@ -45,7 +36,7 @@ class LabelledGather:
     def __init__(self, channel: Communicator) -> None:
         self._channel = channel
         self._heads: dict[tuple[str, torch.device], Tensor] = {}
-        self._unread: deque[_Heads] = deque()
+        self._unread: deque[tuple[HostCopy, Check | None]] = deque()  # heads of messages from GPUs
         self._longest = 0
 
     def foresee(self, numbers: int) -> None:
@@ -71,9 +62,9 @@ class LabelledGather:
             DisagreementError: on all towers, when they have come for different things; on GPUs by a later call.
         """
         capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        while self._unread and not capturing and self._unread[0].copied.query():
-            heads = self._unread.popleft()
-            _read(heads.rows, heads.check)
+        while self._unread and not capturing and self._unread[0][0].has_come():
+            heads, checked_by = self._unread.popleft()
+            _read(heads.get(), checked_by)
         self.foresee(values.numel())
         filling = values.new_zeros(self._longest - values.numel())
         packet = torch.cat([self._head(purpose, values.device), values, filling])
@@ -85,7 +76,7 @@ class LabelledGather:
         else:
             counts = torch.where((rows[:, 1] == rows[0, 1]).all(), counts, torch.nan)
             if not capturing:  # a graph's heads could not be read between its runs
-                self._read_later(rows[:, :_WORDS], check)
+                self._unread.append((HostCopy(rows[:, :_WORDS]), check))
         return counts, rows[:, _WORDS : _WORDS + values.numel()]
 
     def _head(self, purpose: str, device: torch.device) -> Tensor:
@@ -100,12 +91,6 @@ class LabelledGather:
                 self._heads.clear()
             self._heads[purpose, device] = head
         return head
-
-    def _read_later(self, heads: Tensor, check: Check | None) -> None:
-        on_host = torch.empty(heads.shape, dtype=heads.dtype, pin_memory=True).copy_(heads, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._unread.append(_Heads(copied, on_host, check))
 
 
 def _read(rows: Tensor, check: Check | None) -> None:
