@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mirrored.checkpoint import CheckpointError, CheckpointManager, LoadReport, Preempted, load_weights
 from mirrored.cluster import (
     ClusterError,
     ClusterResolver,
@@ -55,6 +56,8 @@ else:
 
 __all__ = [
     "CannotStartError",
+    "CheckpointError",
+    "CheckpointManager",
     "ClusterError",
     "ClusterResolver",
     "CollectiveTimeoutError",
@@ -64,6 +67,7 @@ __all__ = [
     "ForkedError",
     "HandshakeError",
     "InputContext",
+    "LoadReport",
     "LocalClusterResolver",
     "MirrorError",
     "MirroredStrategy",
@@ -72,6 +76,7 @@ __all__ = [
     "OneDeviceStrategy",
     "PeerLostError",
     "PortInUseError",
+    "Preempted",
     "ReduceOp",
     "ReplicaContext",
     "SlurmClusterResolver",
@@ -88,6 +93,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "launch",
+    "load_weights",
     "scale_regularization_loss",
     "verify",
 ]

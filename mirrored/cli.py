@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mirrored.checkpoint.errors import CheckpointError
 from towers import devices
 from towers.job import Job, agent_command
 
@@ -32,12 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("script", help="the script, or with -m the module")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     _add_verify(commands)
+    _add_checkpoint(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["verify"]:
         own, others = _split(words)
         parsed, unknown = parser.parse_known_args(own)
         return _verify(parser, parsed, [*unknown, *others])
-    return _run(parser, parser.parse_args(words))
+    parsed = parser.parse_args(words)
+    return _inspect(parsed.path) if parsed.command == "checkpoint" else _run(parser, parsed)
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -73,6 +76,29 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--show-output", action="store_true", help="show what the script prints in each run")
     verify.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     verify.add_argument("script", help="the script, or with -m the module")
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    checkpoint = commands.add_parser("checkpoint", help="look at checkpoints")
+    actions = checkpoint.add_subparsers(dest="action", required=True)
+    inspect = actions.add_parser(
+        "inspect",
+        help="what a checkpoint holds, and whether it is whole",
+        description="Prints what a checkpoint holds, after reading all of it and comparing its checksums. Exit code 1: "
+        "it is not whole.",
+    )
+    inspect.add_argument("path", help="a checkpoint's folder, or a folder of checkpoints, of which the newest is taken")
+
+
+def _inspect(path: str) -> int:
+    from mirrored.checkpoint.table import inspect
+
+    try:
+        print(inspect(path))
+    except CheckpointError as error:
+        print(f"mirrored: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 _VALUES = ("--towers", "--steps", "--tolerance", "--devices", "--timeout")

@@ -168,14 +168,22 @@ class Engine:
         Raises:
             MirrorError: the towers' models differ, or do not hold the same any more.
         """
-        if self.averager is not None:
-            self.averager.refresh()
-        if self.recorder.pending:
-            self._mirror_recorded()
+        self.settle()
         if self._mirror_check is not None:
             self._runs += 1
             if self._runs == self._mirror_check.due:
                 self._mirror_check.come_to(self._runs)
+
+    def settle(self) -> None:
+        """Make equal on all towers what was recorded since the last time; all of them call it.
+
+        Raises:
+            MirrorError: the towers' models differ.
+        """
+        if self.averager is not None:
+            self.averager.refresh()
+        if self.recorder.pending:
+            self._mirror_recorded()
 
     def check_mirrored(self, *, quick: bool) -> None:
         """See now that all towers hold the same."""
@@ -196,6 +204,11 @@ class Engine:
         if self.averager is not None:
             return self.averager.in_backward
         return self.virtual is not None and torch._C._current_graph_task_id() != -1
+
+    @property
+    def state_is_shared_out(self) -> bool:
+        """Whether each tower holds its part of the optimizers' state only."""
+        return self._sharder is not None
 
     def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer does another's work (:mod:`towers.sharding`)."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,24 +46,39 @@ def seed_on(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def state(device: torch.device) -> dict[str, Any]:
+    """Where the generators of Python, NumPy, torch and a GPU ``device`` stand: numbers, texts and tensors."""
+    version, internal, gauss = random.getstate()
+    numpy: Any = np.random.get_state(legacy=True)
+    return {
+        "python": [version, torch.tensor(internal), gauss],
+        "numpy": [str(numpy[0]), torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Let the generators go on where :func:`state` was taken; lists do for tensors. A GPU's is left out on a CPU.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: it is no such state.
+    """
+    version, internal, gauss = state["python"]
+    kind, key, *rest = state["numpy"]
+    random.setstate((version, tuple(torch.as_tensor(internal).tolist()), gauss))
+    np.random.set_state((kind, np.asarray(torch.as_tensor(key), dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8), device)
+
+
 def share(comm: Communicator) -> None:
     """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
-    numpy: Any = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
-        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]],
-        "torch": torch.get_rng_state().tolist(),
-        "cuda": torch.cuda.get_rng_state(comm.device).tolist() if comm.device.type == "cuda" else None,
-    }
-    chief = json.loads(comm.all_gather_bytes(json.dumps(state).encode() if comm.index == 0 else b"")[0])
-    if comm.index == 0:
-        return
-    version, internal, gauss = chief["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state((chief["numpy"][0], np.array(chief["numpy"][1], dtype=np.uint32), *chief["numpy"][2:]))
-    torch.set_rng_state(torch.tensor(chief["torch"], dtype=torch.uint8))
-    if chief["cuda"] is not None:
-        torch.cuda.set_rng_state(torch.tensor(chief["cuda"], dtype=torch.uint8), comm.device)
+    mine = json.dumps(state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
+    chief = comm.all_gather_bytes(mine.encode())[0]
+    if comm.index > 0:
+        set_state(json.loads(chief), comm.device)
 
 
 def part(seed: int | None, tower: int) -> None:

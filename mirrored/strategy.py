@@ -242,6 +242,27 @@ class Strategy:
         if self.engine.virtual is not None:
             self.engine.virtual.step = state["backwards"]
 
+    def streams(self) -> dict[str, Any]:
+        """Where this tower's random numbers stand: its generators, and whether they are its own yet.
+
+        Nested dicts and lists of numbers, texts and tensors.
+        """
+        return {"parted": self._streams_parted, "generators": seeds.state(self.device)}
+
+    def set_streams(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`streams` was taken, on this tower.
+
+        Raises:
+            ValueError, TypeError, KeyError, RuntimeError: it is no such state.
+        """
+        seeds.set_state(state["generators"], self.device)
+        self._streams_parted = bool(state["parted"])
+
+    def part_streams(self, key: object) -> None:
+        """Give every tower random streams of its own that depend on the seed, ``key`` and its index."""
+        seeds.seed_all(seeds.mix(self._stream_seed, key, "tower", self.topology.index))
+        self._streams_parted = True
+
     def check_mirrored(self, *, quick: bool = False) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 

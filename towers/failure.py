@@ -20,6 +20,9 @@ from towers.errors import PeerLostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+EXIT_PREEMPTED = 75
+"""Exit code of a program that was asked to stop, and is saved: EX_TEMPFAIL of sysexits.h, try again later."""
+
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0

@@ -88,6 +88,20 @@ class DistributedDataset(ABC):
     def _load(self, epoch: int, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs up to ``count`` (from 0) that are not done: ``for epoch in train.epochs(20):``.
+
+        In a run that is resumed the first is the epoch that was interrupted, whose loop then yields what is left of it,
+        perhaps nothing.
+        """
+        first = self._epoch + 1 if self._running else self._epoch
+        for epoch in range(first, count):
+            if (at := self._epoch + self._running) != epoch:
+                raise RuntimeError(
+                    f"epochs() is at epoch {epoch}, but the data at {at}: loop over the data once in each"
+                )
+            yield epoch
+
     def state_dict(self) -> dict[str, int]:
         """Where the next batch comes from: seed, epoch, step. Inside a loop, the batch in hand counts as done.
 

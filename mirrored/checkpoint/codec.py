@@ -1,0 +1,194 @@
+"""State as JSON and tensors, and back: nothing that is read can name code to run.
+
+JSON keeps None, booleans, numbers, texts and lists as they are; everything else is an object with one key that says
+what it is, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda items: collections.Counter(dict(items)),
+}
+_KEYS = (str, int, float, bool, tuple, type(None))
+
+
+class Encoder:
+    """Turns state into JSON values, and collects the tensors by name.
+
+    Attributes:
+        tensors: what was collected; detached, on their devices, not copied. A tensor that several places hold is there
+            once.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str, *, skip_code: bool = False) -> Any:
+        """The JSON value of ``value``.
+
+        Args:
+            path: where it stands, for names and messages.
+            skip_code: leave functions in dicts out, as learning-rate schedules have them.
+
+        Raises:
+            TypeError: something in it is no state (a function, an object); the text names where it is.
+        """
+
+        def inner(part: Any, key: object) -> Any:
+            return self.encode(part, f"{path}/{key}", skip_code=skip_code)
+
+        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": str(value)}
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, np.ndarray):
+            return {"array": self._tensor(_from_numpy(value, path), path)}
+        if isinstance(value, np.generic):
+            return {"scalar": inner(np.asarray(value), "")}
+        if type(value) is list:
+            return [inner(part, i) for i, part in enumerate(value)]
+        if type(value) in (tuple, set, frozenset, torch.Size):
+            kind = "size" if isinstance(value, torch.Size) else type(value).__name__
+            parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+            return {kind: [inner(part, i) for i, part in enumerate(parts)]}
+        if type(value) is collections.deque:
+            return {"deque": [inner(part, i) for i, part in enumerate(value)], "maxlen": value.maxlen}
+        if isinstance(value, Mapping):
+            return self._mapping(value, path, inner, skip_code)
+        if isinstance(value, (bytes, bytearray)):
+            return {"bytes": base64.b64encode(value).decode()}
+        if type(value) is complex:
+            return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        raise TypeError(
+            f"{path} is a {type(value).__name__}, which cannot be saved: checkpoints hold tensors, arrays, numbers, "
+            "texts and dicts, lists, tuples and sets of them, never code; leave it out of the state_dict"
+        )
+
+    def _mapping(
+        self, value: Mapping[Any, Any], path: str, inner: Callable[[Any, object], Any], skip_code: bool
+    ) -> Any:
+        kind = type(value).__name__ if type(value).__name__ in _MAPPINGS else "dict"
+        entries = [(key, part) for key, part in value.items() if not (skip_code and callable(part))]
+        for key, _ in entries:
+            if not isinstance(key, _KEYS):
+                raise TypeError(
+                    f"{path} has a {type(key).__name__} as a key, which cannot be saved; use texts or numbers"
+                )
+        if kind == "dict" and all(type(key) is str for key, _ in entries):
+            return {"dict": {key: inner(part, key) for key, part in entries}}
+        return {"items": [[inner(key, "key"), inner(part, key)] for key, part in entries], "kind": kind}
+
+    def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+            raise TypeError(
+                f"{path} is a {value.layout} tensor on {value.device}, which cannot be saved; save a dense one"
+            )
+        value = value.detach()
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (path,)
+        name = self._names.setdefault(key, path)
+        self.tensors.setdefault(name, value)
+        return {"tensor": name}
+
+
+def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
+    if value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.itemsize <= 16:
+        try:
+            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        except TypeError:
+            pass
+    raise TypeError(f"{path} is an array of {value.dtype}, which cannot be saved; use one of numbers")
+
+
+class Malformed(ValueError):
+    """What should be state is none."""
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The state that :meth:`Encoder.encode` was given.
+
+    Args:
+        tensor: gives a tensor by name; one without data ("meta") stands for an array, too.
+
+    Raises:
+        Malformed: it is no encoded state.
+    """
+    if value is None or isinstance(value, (bool, int, str, float)):
+        return value
+    if isinstance(value, list):
+        return [decode(part, tensor) for part in value]
+    if not isinstance(value, dict) or not value:
+        raise Malformed(f"an encoded value is a {type(value).__name__}")
+    kind = next(iter(value))
+    read = _DECODERS.get(kind)
+    if read is None:
+        raise Malformed(f"an encoded value is of kind {kind!r}, which this version does not know")
+    try:
+        return read(value, value[kind], tensor)
+    except Malformed:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
+        raise Malformed(f"an encoded {kind} cannot be read: {error}") from None
+
+
+def _sequence(content: Any, tensor: Callable[[str], Tensor]) -> list[Any]:
+    if not isinstance(content, list):
+        raise Malformed(f"a sequence is a {type(content).__name__}")
+    return [decode(part, tensor) for part in content]
+
+
+def _read_dict(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
+    return {key: decode(part, tensor) for key, part in content.items()}
+
+
+def _read_items(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
+    return _MAPPINGS[value["kind"]]([(decode(key, tensor), decode(part, tensor)) for key, part in content])
+
+
+def _read_tensor(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> Tensor:
+    if not isinstance(content, str):
+        raise Malformed(f"the name of a tensor is a {type(content).__name__}")
+    return tensor(content)
+
+
+def _array(tensor: Tensor) -> Any:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+_DECODERS: dict[str, Callable[[Any, Any, Callable[[str], Tensor]], Any]] = {
+    "dict": _read_dict,
+    "items": _read_items,
+    "tensor": _read_tensor,
+    "array": lambda _, content, tensor: _array(decode(content, tensor)),
+    "scalar": lambda _, content, tensor: decode(content, tensor)[()],
+    "tuple": lambda _, content, tensor: tuple(_sequence(content, tensor)),
+    "set": lambda _, content, tensor: set(_sequence(content, tensor)),
+    "frozenset": lambda _, content, tensor: frozenset(_sequence(content, tensor)),
+    "size": lambda _, content, tensor: torch.Size(_sequence(content, tensor)),
+    "deque": lambda value, content, tensor: collections.deque(_sequence(content, tensor), value["maxlen"]),
+    "float": lambda _, content, __: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
+    "bytes": lambda _, content, __: base64.b64decode(content, validate=True),
+    "complex": lambda _, content, tensor: complex(*_sequence(content, tensor)),
+    "dtype": lambda _, content, __: DTYPES[content],
+    "device": lambda _, content, __: torch.device(content),
+}

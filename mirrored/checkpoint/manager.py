@@ -1,0 +1,388 @@
+"""Checkpoints of a run: saved now and then, and gone on from."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pathlib
+import platform
+import signal
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mirrored.checkpoint.capture import capture
+from mirrored.checkpoint.disk import Disk, Lock
+from mirrored.checkpoint.errors import CheckpointError, Preempted
+from mirrored.checkpoint.folder import Folder, Opened, check_name, name_of
+from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
+from mirrored.checkpoint.places import writer_of
+from mirrored.checkpoint.restoring import Restored, restore
+from mirrored.checkpoint.stopping import DUE, STOP, Flags, StopSignals
+from mirrored.checkpoint.tracked import TrackedCalls, TrackedObject, track
+from mirrored.checkpoint.writer import Writer
+from mirrored.data.dataset import DistributedDataset
+from mirrored.strategy import Strategy
+from towers.collectives.agreement import announce
+from towers.failure import signal_name
+from towers.log import get_logger
+
+log = get_logger("mirrored")
+
+_LOCK = ".lock"
+_LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
+_STREAMS = "mirrored.streams"
+
+
+class CheckpointManager:
+    """Saves a run's whole state in a folder, and lets the run go on from there as if nothing had happened.
+
+    A checkpoint holds the given objects, the random numbers of every tower and the step. It is written beside the
+    others, flushed, and renamed, so at any instant what is there is whole. All towers make the same calls; one of them
+    writes, or one for each folder where hosts do not share it. Restored on the same number of towers (with virtual
+    towers: on any), a run ends in the bits of the run that was never interrupted.
+
+    ::
+
+        checkpoints = mirrored.CheckpointManager(
+            strategy, "results/run", {"model": model, "optimizer": optimizer, "train": train}, every_steps=100
+        )
+        with checkpoints.resume():
+            for epoch in train.epochs(20):
+                for x, y in train:
+                    strategy.run(train_step, args=(x, y))
+                    checkpoints.step()
+
+    Args:
+        strategy: whose towers.
+        folder: where; made when it is missing. One run at a time writes there.
+        objects: by name: models, optimizers, schedules, scalers, distributed datasets, metrics, and whatever else has
+            ``state_dict`` and ``load_state_dict``; dicts and lists of numbers, texts and tensors, which keep their
+            identity.
+        keep: how many of the newest steps are kept, at least 2. Checkpoints with a name of their own are kept always.
+        every_steps: :meth:`step` saves every so many steps.
+        every_seconds: :meth:`step` saves when so much time has passed since the last.
+        asynchronous: whether :meth:`step` and :meth:`save` return while a copy of the state is written; at most one is,
+            the next one waits for it. Costs the writing tower the state's size in memory.
+        grace_seconds: how long after SIGTERM or SIGINT the step may take to end and to be saved; see :meth:`resume`.
+        signals: which signals ask the run to stop.
+        disk: what writes; for tests.
+
+    Attributes:
+        steps: how many steps were counted, those before a restart included.
+        folder: the path.
+        stalled_seconds: how long :meth:`save` and :meth:`step` have held up training, all together.
+
+    Raises:
+        ValueError: a name or a number is none.
+        TypeError: an object has no state that could be saved.
+        CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        folder: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        *,
+        keep: int = 2,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        asynchronous: bool = True,
+        grace_seconds: float = 30.0,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        disk: Disk | None = None,
+    ) -> None:
+        _check_number("keep", keep, 2)
+        if every_steps is not None:
+            _check_number("every_steps", every_steps, 1)
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive")
+        if not grace_seconds > 0:
+            raise ValueError(f"grace_seconds is {grace_seconds!r}, but must be positive")
+        self._strategy = strategy
+        self._comm = strategy.communicator
+        self._tracked = [track(name, thing, strategy.is_mirrored) for name, thing in objects.items()]
+        self._own = [
+            TrackedObject("mirrored.strategy", strategy),
+            TrackedCalls(_STREAMS, strategy.streams, strategy.set_streams),
+        ]
+        self._has_data = any(isinstance(thing, DistributedDataset) for thing in objects.values())
+        self._every_steps, self._every_seconds = every_steps, every_seconds
+        self._asynchronous = asynchronous
+        self._signals = StopSignals(signals, grace_seconds)
+        self._flags = Flags(self._comm)
+        self.folder = pathlib.Path(folder)
+        self._folder = Folder(self.folder, disk or Disk())
+        self._writing_tower = writer_of(self._comm, self.folder)
+        self._writer: Writer | None = None
+        problem = ""
+        if self._writing_tower == self._comm.index:
+            self._writer = Writer(self._folder, keep)
+            problem = self._begin_writing()
+        self._raise_first("opens a folder of checkpoints", problem)
+        self.steps = 0
+        self.stalled_seconds = 0.0
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._in_flight = ""
+
+    def _begin_writing(self) -> str:
+        """Take the folder, and clear away what a killed run left; returns what is wrong."""
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                lock = Lock(self.folder / _LOCK)
+                weakref.finalize(self, lock.release)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return f"another process writes checkpoints into {self.folder}; give every run a folder of its own"
+                time.sleep(0.1)
+            except OSError as error:
+                return f"{self.folder / _LOCK} cannot be opened: {error.strerror}"
+        self._folder.clean()
+        return ""
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """A step of training is done: count it, save when it is time, and stop when that was asked for.
+
+        Raises:
+            Preempted: SIGTERM or SIGINT has come to some tower; the step is saved, and the program ends with exit code
+            75. CheckpointError: as of :meth:`save`.
+        """
+        self.steps += 1
+        mine = STOP if self._signals.received is not None else 0
+        if self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds:
+            mine |= DUE if self._comm.index == 0 else 0
+        wanted = self._flags.exchange(mine)
+        if wanted & STOP:
+            self._stop()
+        elif wanted & DUE or (self._every_steps is not None and self.steps % self._every_steps == 0):
+            self.save()
+
+    def save(self, name: str | None = None, *, wait: bool | None = None) -> None:
+        """Save the state as it is now. All towers call it.
+
+        Args:
+            name: keeps this checkpoint under a name of its own, such as "best"; default: that of the step.
+            wait: return when it is on the disk; default: not where ``asynchronous``.
+
+        Raises:
+            ValueError: ``name`` is none for a checkpoint; or, on all towers, the towers are at different steps.
+            TypeError: on all towers: something cannot be saved.
+            CheckpointError: on all towers: this one, or the one that was still being written, could not be written.
+                Those that were there are there still.
+            DisagreementError: on all towers: some call something else.
+        """
+        chosen = check_name(name) if name is not None else name_of(self.steps)
+        wait = not self._asynchronous if wait is None else wait
+        started = time.monotonic()
+        if self._in_flight:
+            self.wait()
+        shared_out = self._strategy.engine.state_is_shared_out
+        complete = self._writer is not None or not shared_out or self._comm.windows is None
+        everything = [*self._tracked, *self._own]
+        captured = capture(self._comm, everything, self.steps, self._writer is not None, complete)
+        if self._writer is not None and captured is not None:
+            manifest = self._manifest(captured.objects, captured.own)
+            (self._writer.write if wait else self._writer.start)(chosen, manifest, captured.tensors)
+        self._in_flight = chosen
+        if not self._has_data and self._comm.index == 0:
+            self._has_data = True
+            log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
+        if wait:
+            self.wait()
+        if name is None:
+            self._saved_step = self.steps
+        self._saved_at = time.monotonic()
+        self.stalled_seconds += self._saved_at - started
+
+    def wait(self) -> None:
+        """Return when nothing is being written. All towers call it.
+
+        Raises:
+            CheckpointError: on all towers: the checkpoint that was being written could not be.
+        """
+        name, self._in_flight = self._in_flight, ""
+        if not name:
+            return
+        problem = ""
+        if self._writer is not None:
+            self._writer.wait()
+            problem = self._writer.outcome()
+        if problem:
+            problem = f"checkpoint {self.folder / name} could not be written ({problem}); earlier ones are as they were"
+            self._saved_step = None
+        self._raise_first(f"waits for checkpoint {name}", problem)
+
+    def _raise_first(self, call: str, problem: str) -> None:
+        for tower, said in enumerate(announce(self._comm, call, problem)):
+            if said.details:
+                raise CheckpointError(f"tower {tower}: {said.details}" if self._comm.size > 1 else said.details)
+
+    def _manifest(self, objects: dict[str, Any], own: list[dict[str, Any]]) -> Manifest:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.steps,
+            "towers": self._comm.size,
+            "virtual_towers": self._strategy.virtual_towers,
+            "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "objects": objects,
+            "own": own,
+        }
+
+    # -- going on ----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def resume(self) -> Iterator[Restored | None]:
+        """Go on from the newest checkpoint that all towers have, or start anew; save at the end.
+
+        Inside, the first SIGTERM or SIGINT on any tower lets all of them finish the same step, save, and end with exit
+        code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
+        :meth:`step` nothing is interrupted.
+
+        Yields what was restored; None where there was nothing.
+
+        Raises:
+            CheckpointError: on all towers: there are checkpoints, but none is whole, or none that all have; or the
+                newest does not fit what is here.
+        """
+        with self._signals:
+            yield self.restore_newest()
+            if self._saved_step != self.steps:
+                self.save(wait=True)
+            self.wait()
+
+    @property
+    def latest(self) -> str | None:
+        """The name of the newest step's checkpoint in this tower's folder."""
+        steps = self._folder.steps()
+        return name_of(steps[-1]) if steps else None
+
+    def restore_newest(self) -> Restored | None:
+        """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
+
+        Raises:
+            CheckpointError: as of :meth:`resume`.
+        """
+        self.wait()
+        mine = self._folder.steps()
+        towers = [said.details for said in announce(self._comm, "looks for checkpoints", mine)]
+        common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
+        known = {step: tower for tower, steps in reversed(list(enumerate(towers))) for step in steps}
+        if not known:
+            return None
+        if max(known) not in common:
+            self._warn(_why_not_newest(max(known), towers))
+        problem = ""
+        for step in common:
+            problem = self._problem_of(name_of(step))
+            if not problem:
+                return self.restore(name_of(step))
+            self._warn(f"{problem}; the checkpoint before it is used, if there is one")
+        if not common:
+            newest = max(known)
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is there for all towers (step {newest} is for tower {known[newest]}): "
+                "copy it to the hosts that have none, or remove it to start anew"
+            )
+        raise CheckpointError(
+            f"none of the {len(common)} checkpoints in {self.folder} can be used: {problem}; remove them to start anew"
+        )
+
+    def _problem_of(self, name: str) -> str:
+        """What is wrong with a checkpoint in some folder; empty when nothing is. Read once for each folder."""
+        problem = ""
+        if self._writer is not None:
+            try:
+                Opened(self.folder / name).close()
+            except CheckpointError as error:
+                problem = str(error)
+        said = [s.details for s in announce(self._comm, f"checks checkpoint {name}", problem)]
+        return next((f"tower {i}: {p}" if self._comm.size > 1 else p for i, p in enumerate(said) if p), "")
+
+    def restore(self, name: str) -> Restored:
+        """Restore a checkpoint of this folder by its name. All towers call it.
+
+        Raises:
+            ValueError: it is no name of a checkpoint.
+            CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
+        """
+        check_name(name)
+        self.wait()
+        if problem := self._problem_of(name):
+            raise CheckpointError(problem)
+        opened, problem = None, ""
+        try:
+            opened = Opened(self.folder / name, check=False)
+        except CheckpointError as error:
+            problem = str(error)
+        self._raise_first(f"opens checkpoint {name}", problem)
+        assert opened is not None
+        try:
+            self._strategy.engine.settle()
+            found = restore(self._comm, [*self._tracked, *self._own], opened)
+        finally:
+            opened.close()
+        self.steps = found.step
+        if _STREAMS in found.of_first_tower:
+            self._strategy.part_streams(f"resumed at step {found.step}")
+        self._saved_step = found.step if name == name_of(found.step) else None
+        if self._comm.index == 0:
+            log.info("goes on from %s, after step %d%s", opened.path, found.step, _remark(found, self._comm.size))
+        return found
+
+    def _warn(self, text: str) -> None:
+        if self._comm.index == 0:
+            log.warning("%s", text)
+
+    # -- stopping ----------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        if self._in_flight:
+            self.wait()
+        if self._saved_step != self.steps:
+            self.save(wait=True)
+        self._comm.barrier()  # whoever ends first makes its launcher end the others
+        if self._comm.index == 0:
+            by = self._signals.received
+            reason = signal_name(by) if by is not None else "another tower's signal"
+            log.info(
+                "stopped by %s after step %d, which is saved; the same command goes on from there", reason, self.steps
+            )
+        raise Preempted(self.steps)
+
+
+def _why_not_newest(newest: int, towers: Sequence[Sequence[int]]) -> str:
+    has, has_not = ([str(i) for i, steps in enumerate(towers) if (newest in steps) is there] for there in (True, False))
+    return (
+        f"the checkpoint of step {newest} is there for tower {', '.join(has)}, but not for tower {', '.join(has_not)}: "
+        "the newest that all have is used"
+    )
+
+
+def _remark(found: Restored, towers: int) -> str:
+    parts = []
+    if found.towers != towers:
+        parts.append(f"by {found.towers} towers, now {towers}")
+    own = [name for name in found.of_first_tower if not name.startswith("mirrored.")]
+    if own:
+        parts.append(f"all take tower 0's where towers differed in {', '.join(own)}")
+    if left := [name for name in found.left if not name.startswith("mirrored.")]:
+        parts.append(f"without its {', '.join(left)}")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def _check_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, but must be a whole number from {least}")

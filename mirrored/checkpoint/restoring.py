@@ -1,0 +1,139 @@
+"""Taking a checkpoint on: everything is checked on all towers before anything is changed on one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mirrored.checkpoint.capture import own_name
+from mirrored.checkpoint.codec import Malformed, decode
+from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import Opened
+from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer, keep
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What a run goes on from.
+
+    Attributes:
+        name: of the checkpoint.
+        step: after which it was saved.
+        towers: how many there were.
+        left: names of what is in the checkpoint and was not asked for.
+        of_first_tower: names of what was saved for each tower, and of which every tower has taken tower 0's, because
+            there were another number of towers.
+    """
+
+    name: str
+    step: int
+    towers: int
+    left: tuple[str, ...] = ()
+    of_first_tower: tuple[str, ...] = ()
+
+
+class _Reader:
+    """One tower's view of an opened checkpoint."""
+
+    def __init__(self, opened: Opened, tower: int, towers: int) -> None:
+        self._opened = opened
+        manifest = opened.manifest
+        own = manifest["own"]
+        self.same_towers = manifest["towers"] == towers and len(own) == towers
+        self._tower = tower if self.same_towers else 0
+        self._objects = {**manifest["objects"], **(own[tower] if self.same_towers else {})}
+        self._names = set(opened.tensors.names)
+        self._each = {name.rpartition("@")[0] for name in self._names if "@" in name}
+        self._different = {name for theirs in own for name in theirs}
+        self.names = list(manifest["objects"])
+
+    def differs(self, name: str) -> bool:
+        """Whether an object was another on each tower."""
+        return name in self._different or any(each.startswith(f"{name}/") for each in self._each)
+
+    def decode(self, name: str, *, data: bool) -> Any:
+        """The state of an object; without ``data``, its tensors are empty shells.
+
+        Raises:
+            CheckpointError: the checkpoint is malformed.
+        """
+
+        def tensor(path: str) -> Tensor:
+            mine = own_name(path, self._tower)
+            found = mine if mine in self._names else path
+            return self._opened.tensors.read(found) if data else self._opened.tensors.describe(found)
+
+        try:
+            return decode(self._objects[name], tensor)
+        except (Malformed, RecursionError) as error:
+            raise CheckpointError(f"{self._opened.path}: {name} cannot be read: {error}") from None
+
+
+def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> Restored:
+    """Give everything that is tracked its state of the checkpoint; all towers call it.
+
+    Raises:
+        CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
+    """
+    reader = _Reader(opened, comm.index, comm.size)
+    _agree(comm, opened, "", "checks a checkpoint", *_problems(reader, tracked))
+    # What cannot be checked beforehand goes first, and can go back.
+    first = [one for one in tracked if not isinstance(one, (TrackedModule, TrackedOptimizer))]
+    others = [one for one in tracked if isinstance(one, (TrackedModule, TrackedOptimizer))]
+    before: list[tuple[Tracked, Any]] = []
+    failed = []
+    for one in first:
+        try:
+            state = reader.decode(one.name, data=True)
+            before.append((one, keep(one.state())))
+            one.load(state)
+        except Exception as error:  # whatever a stranger's load_state_dict raises
+            failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
+            break
+    try:
+        _agree(comm, opened, "", "takes a checkpoint on", *failed)
+    except CheckpointError:
+        for one, state in reversed(before):
+            one.load(state)
+        raise
+    for one in others:
+        one.load(reader.decode(one.name, data=True))
+    manifest = opened.manifest
+    taken = {one.name for one in tracked}
+    return Restored(
+        opened.path.name,
+        manifest["step"],
+        manifest["towers"],
+        tuple(name for name in reader.names if name not in taken),
+        () if reader.same_towers else tuple(name for name in reader.names if name in taken and reader.differs(name)),
+    )
+
+
+def _problems(reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
+    found = []
+    for one in tracked:
+        if one.name not in reader.names:
+            found.append(f"it holds no {one.name!r}, only {', '.join(n for n in reader.names if '.' not in n)}")
+            continue
+        try:
+            problem = one.problem(reader.decode(one.name, data=False))
+        except CheckpointError as error:
+            problem = str(error)
+        if problem:
+            found.append(f"{one.name}: {problem}")
+    return found
+
+
+def _agree(comm: Communicator, opened: Opened, prefix: str, call: str, *problems: str) -> None:
+    for tower, said in enumerate(announce(comm, call, list(problems))):
+        if said.details:
+            where = f" on tower {tower}" if comm.size > 1 else ""
+            raise CheckpointError(
+                f"checkpoint {opened.path} does not fit what is here{where}, nothing was changed: "
+                + "; ".join(said.details)
+            )

@@ -1,0 +1,175 @@
+"""Tensors in a file: the safetensors format, written in pieces and read without trust.
+
+The format (https://github.com/huggingface/safetensors): the header's length in 8 bytes, the header as JSON, then the
+tensors one after another. dtypes that it does not know are kept as bytes; what they are stands in the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mirrored.checkpoint.codec import DTYPES, Malformed
+from towers.collectives.communicator import as_bytes
+
+_FORMAT = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+_DTYPES = {name: dtype for dtype, name in _FORMAT.items()}
+
+_PIECE = 2**23  # bytes that are written and hashed at a time
+
+
+class Layout:
+    """Where tensors lie in a file.
+
+    Args:
+        tensors: by name; of any dtype and strides.
+
+    Attributes:
+        header: what stands before the first tensor.
+        nbytes: how long all tensors are together.
+        unusual: for the manifest, what of dtype, shape and strides the file does not tell.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # Large elements first, so that all are aligned.
+        self._tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+        self.unusual: dict[str, dict[str, Any]] = {}
+        entries: dict[str, Any] = {}
+        end = 0
+        for name, tensor in self._tensors.items():
+            dtype, shape = _FORMAT.get(tensor.dtype), list(tensor.shape)
+            if dtype is None:
+                self.unusual[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
+                dtype, shape = "U8", [tensor.nbytes]
+            if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
+                self.unusual.setdefault(name, {})["strides"] = list(tensor.stride())
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
+            end += tensor.nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes = end
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The file's contents as the tensors are now."""
+        yield memoryview(self.header)
+        for tensor in self._tensors.values():
+            data = as_bytes(tensor).cpu()
+            for piece in data.split(_PIECE) if data.numel() else ():
+                yield memoryview(piece.numpy())
+
+    def copy_to(self, memory: Tensor) -> None:
+        """Copy all tensors into ``memory``, flat bytes on the CPU, :attr:`nbytes` long."""
+        end = 0
+        for tensor in self._tensors.values():
+            place = memory[end : end + tensor.nbytes]
+            end += tensor.nbytes
+            if tensor.numel() and tensor.dtype in _FORMAT and place.storage_offset() % tensor.element_size() == 0:
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+            elif tensor.numel():
+                place.copy_(as_bytes(tensor))
+
+    def pieces_of(self, memory: Tensor) -> Iterator[memoryview]:
+        """The file's contents as they were when they were copied to ``memory``."""
+        yield memoryview(self.header)
+        for piece in memory[: self.nbytes].split(_PIECE) if self.nbytes else ():
+            yield memoryview(piece.numpy())
+
+
+class TensorFile:
+    """Tensors of a file that is open already, read one by one when they are asked for.
+
+    Args:
+        path: leads to the open file.
+        unusual: as of :class:`Layout`.
+
+    Raises:
+        Malformed: it is no such file.
+    """
+
+    def __init__(self, path: str, unusual: Mapping[str, Any]) -> None:
+        self._unusual = unusual
+        try:
+            self._file = safe_open(path, framework="pt").__enter__()
+            self.names = list(self._file.keys())
+        except (SafetensorError, OSError, UnicodeDecodeError) as error:
+            raise Malformed(f"it is no safetensors file: {error}") from None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of its own, on the CPU.
+
+        Raises:
+            Malformed: there is none, or it is not what the manifest says.
+        """
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise Malformed(f"there is no tensor {name!r} in it: {error}") from None
+        unusual = self._unusual.get(name)
+        if unusual is None:
+            return tensor
+        try:
+            return as_it_was(tensor, unusual)
+        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError) as error:
+            raise Malformed(f"tensor {name!r} is not what the manifest says: {error}") from None
+
+    def describe(self, name: str) -> Tensor:
+        """A tensor without data ("meta") that has the shape and dtype of one in the file.
+
+        Raises:
+            Malformed: as of :meth:`read`.
+        """
+        try:
+            entry = self._file.get_slice(name)
+            unusual = self._unusual.get(name, {})
+            shape = unusual["shape"] if "shape" in unusual else entry.get_shape()
+            dtype = DTYPES[unusual["dtype"]] if "dtype" in unusual else _DTYPES[entry.get_dtype()]
+            return torch.empty(shape, dtype=dtype, device="meta")
+        except (SafetensorError, TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+
+def as_it_was(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
+    """A tensor as it was before it was laid out: dtype, shape and strides of :attr:`Layout.unusual`.
+
+    Raises:
+        TypeError, ValueError, KeyError, RuntimeError: that does not fit.
+    """
+    if "dtype" in unusual:
+        tensor = tensor.view(DTYPES[unusual["dtype"]]).view(unusual["shape"])
+    if "strides" in unusual:
+        strides = unusual["strides"]
+        if len(strides) != tensor.dim() or sorted(strides) != sorted(_dense(tensor.shape, strides)):
+            raise ValueError(f"strides {strides} do not fit shape {tuple(tensor.shape)}")
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+    return tensor
+
+
+def _dense(shape: torch.Size, strides: list[int]) -> list[int]:
+    """The strides of a dense tensor whose dimensions lie in the order that ``strides`` say."""
+    found, step = [0] * len(strides), 1
+    for dimension in sorted(range(len(strides)), key=lambda i: (strides[i], -i)):
+        found[dimension] = step if shape[dimension] != 1 else strides[dimension]
+        step *= shape[dimension]
+    return found if math.prod(shape) else list(strides)

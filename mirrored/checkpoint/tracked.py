@@ -1,0 +1,209 @@
+"""The things whose state is saved, each in its own way."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
+
+IsMirrored = Callable[[Tensor], bool]
+
+
+class Tracked(ABC):
+    """One thing that is saved, by name.
+
+    Attributes:
+        name: how the user calls it.
+        skip_code: whether functions in its state are left out.
+    """
+
+    skip_code = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Its state now."""
+
+    @abstractmethod
+    def load(self, state: Any) -> None:
+        """Take a state on. It may become part of what is tracked."""
+
+    def problem(self, state: Any) -> str | None:
+        """Why ``state``, whose tensors may be without data, does not fit, as far as can be seen before."""
+        return None
+
+    def is_equal_everywhere(self, value: Tensor) -> bool:
+        """Whether a tensor of its state is known to be the same on all towers."""
+        return False
+
+
+class TrackedModule(Tracked):
+    """A model, whose parameters are mirrored; its buffers may be each tower's own."""
+
+    def __init__(self, name: str, module: nn.Module, is_mirrored: IsMirrored) -> None:
+        super().__init__(name)
+        self._module = module
+        self._is_mirrored = is_mirrored
+        self._mirrored: set[int] = set()
+
+    def state(self) -> Any:
+        self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
+        return self._module.state_dict()
+
+    def is_equal_everywhere(self, value: Tensor) -> bool:
+        return value.data_ptr() in self._mirrored
+
+    def problem(self, state: Any) -> str | None:
+        if not isinstance(state, Mapping):
+            return f"it is saved as a {type(state).__name__}, not as a model"
+        return mismatch(self._module.state_dict(), state)
+
+    def load(self, state: Any) -> None:
+        self._module.load_state_dict(state)
+
+
+class TrackedOptimizer(Tracked):
+    """An optimizer, whose state is the same on all towers where its parameters are."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, is_mirrored: IsMirrored) -> None:
+        super().__init__(name)
+        self._optimizer = optimizer
+        self._is_mirrored = is_mirrored
+        self._mirrored = False
+
+    def state(self) -> Any:
+        self._mirrored = all(self._is_mirrored(p) for group in self._optimizer.param_groups for p in group["params"])
+        return self._optimizer.state_dict()
+
+    def is_equal_everywhere(self, value: Tensor) -> bool:
+        return self._mirrored
+
+    def problem(self, state: Any) -> str | None:
+        groups = self._optimizer.param_groups
+        try:
+            saved = [len(group["params"]) for group in state["param_groups"]]
+            shapes = {
+                number: entry.get("exp_avg", entry.get("momentum_buffer")) for number, entry in state["state"].items()
+            }
+        except (TypeError, KeyError, AttributeError):
+            return "it is not saved as an optimizer"
+        here = [len(group["params"]) for group in groups]
+        if saved != here:
+            return f"its groups have {here} parameters here, and {saved} in the checkpoint"
+        for number, p in enumerate(p for group in groups for p in group["params"]):
+            moment = shapes.get(number)
+            if isinstance(moment, Tensor) and moment.shape != p.shape and not is_lazy(p):
+                return f"parameter {number} has shape {_shape(p)} here, and {_shape(moment)} in the checkpoint"
+        return None
+
+    def load(self, state: Any) -> None:
+        self._optimizer.load_state_dict(state)
+
+
+class TrackedContainer(Tracked):
+    """A dict or a list that the script keeps its progress in; its contents are replaced, it stays the same object."""
+
+    def __init__(self, name: str, container: dict[Any, Any] | list[Any]) -> None:
+        super().__init__(name)
+        self._container = container
+
+    def state(self) -> Any:
+        return self._container
+
+    def problem(self, state: Any) -> str | None:
+        if not isinstance(state, dict if isinstance(self._container, dict) else list):
+            return f"it is a {type(self._container).__name__} here, and a {type(state).__name__} in the checkpoint"
+        return None
+
+    def load(self, state: Any) -> None:
+        if isinstance(self._container, dict):
+            self._container.clear()
+            self._container.update(state)
+        else:
+            self._container[:] = state
+
+
+class TrackedObject(Tracked):
+    """Anything with ``state_dict`` and ``load_state_dict``: a schedule, a scaler, a dataset, one's own."""
+
+    def __init__(self, name: str, thing: Any) -> None:
+        super().__init__(name)
+        self._thing = thing
+        self.skip_code = isinstance(thing, LRScheduler)
+
+    def state(self) -> Any:
+        return self._thing.state_dict()
+
+    def load(self, state: Any) -> None:
+        self._thing.load_state_dict(state)
+
+
+class TrackedCalls(Tracked):
+    """What two functions give and take."""
+
+    def __init__(self, name: str, get: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        super().__init__(name)
+        self._get, self._take = get, take
+
+    def state(self) -> Any:
+        return self._get()
+
+    def load(self, state: Any) -> None:
+        self._take(state)
+
+
+def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
+    """How a thing of the user's is saved.
+
+    Raises:
+        ValueError: the name cannot be one.
+        TypeError: it has no state that could be saved.
+    """
+    if not isinstance(name, str) or not name or set(name) & set("/@") or name.startswith("mirrored."):
+        raise ValueError(f"{name!r} cannot name what is saved: give a text without '/' and '@', such as 'model'")
+    if isinstance(thing, nn.Module):
+        return TrackedModule(name, thing, is_mirrored)
+    if isinstance(thing, torch.optim.Optimizer):
+        return TrackedOptimizer(name, thing, is_mirrored)
+    if type(thing) in (dict, list):
+        return TrackedContainer(name, thing)
+    if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        return TrackedObject(name, thing)
+    raise TypeError(
+        f"{name!r} is a {type(thing).__name__}, which has no state_dict and load_state_dict; give models, optimizers, "
+        "schedules, datasets, dicts, lists, or objects with these two methods"
+    )
+
+
+def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """What of a model's state differs in names, shapes or dtypes, in one sentence; None where nothing does."""
+    found = [f"{key} is missing in the checkpoint" for key in here if key not in saved]
+    found += [f"{key} is in the checkpoint only" for key in saved if key not in here]
+    for key, value in here.items():
+        other = saved.get(key)
+        if isinstance(value, Tensor) and isinstance(other, Tensor) and not is_lazy(value):
+            if value.shape != other.shape:
+                found.append(f"{key} has shape {_shape(value)} here, and {_shape(other)} in the checkpoint")
+            elif value.dtype != other.dtype:
+                found.append(f"{key} is {value.dtype} here, and {other.dtype} in the checkpoint")
+    if not found:
+        return None
+    more = f"; {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + more
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
+def keep(state: Any) -> Any:
+    """A copy of a state, to go back to."""
+    return copy.deepcopy(state)

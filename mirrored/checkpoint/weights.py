@@ -1,0 +1,135 @@
+"""Loading part of a model, or under other names: what fine-tuning begins with."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mirrored.checkpoint.codec import Malformed, decode
+from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import Opened
+from mirrored.checkpoint.tensors import TensorFile
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What :func:`load_weights` did.
+
+    Attributes:
+        loaded: names in the model, each with its name in the file.
+        kept: names in the model that keep the values they had.
+        unused: names in the file that nothing in the model has taken.
+        misfits: names in the model that the file has in another shape, in words; they keep their values.
+    """
+
+    loaded: dict[str, str]
+    kept: tuple[str, ...]
+    unused: tuple[str, ...]
+    misfits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.loaded)} loaded, {len(self.kept)} kept as they were, {len(self.unused)} in the file unused"
+        ]
+        lines += [f"  kept: {name}" for name in self.kept]
+        lines += [f"  unused: {name}" for name in self.unused]
+        return "\n".join([*lines, *(f"  does not fit: {text}" for text in self.misfits)])
+
+
+def load_weights(
+    module: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    name: str = "model",
+    include: str | Sequence[str] = "*",
+    exclude: str | Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    skip_misfits: bool = False,
+) -> LoadReport:
+    """Load parameters and buffers of a model by name; the others keep their values.
+
+    Every tower calls it before the first ``run``, and has to find the same file.
+
+    Args:
+        module: takes them; values are converted to its dtypes.
+        source: a checkpoint's folder (checked as a whole), or a file of safetensors.
+        name: which of a checkpoint's objects the model is.
+        include, exclude: patterns (``"backbone.*"``) of names in the model, after renaming.
+        rename: from the beginning of a name in the file to that of a name in the model; the first that fits counts.
+            ``{"encoder.": "backbone."}`` loads ``encoder.0.weight`` into ``backbone.0.weight``.
+        skip_misfits: leave alone what has another shape in the file (a head for other classes).
+
+    Returns:
+        What was loaded and what was not.
+
+    Raises:
+        CheckpointError: the source cannot be read, nothing in it fits, or shapes differ; the model is as it was.
+    """
+    path = pathlib.Path(source)
+    saved = _read(path, name)
+    here = module.state_dict()
+    taken: dict[str, str] = {}
+    for key in saved:
+        new = _renamed(key, rename or {})
+        if new in here and _matches(new, include) and not _matches(new, exclude):
+            if new in taken:
+                raise CheckpointError(f"{path}: both {taken[new]} and {key} would be loaded into {new}")
+            taken[new] = key
+    misfits = {
+        new: f"{new} has shape {tuple(here[new].shape)} here, and {tuple(saved[key].shape)} in the file"
+        for new, key in taken.items()
+        if here[new].shape != saved[key].shape
+    }
+    if misfits and not skip_misfits:
+        raise CheckpointError(f"{path} does not fit, nothing was loaded: {'; '.join(misfits.values())}")
+    loaded = {new: key for new, key in taken.items() if new not in misfits}
+    if not loaded:
+        raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
+    with torch.no_grad():
+        module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
+    used = set(loaded.values())
+    return LoadReport(
+        loaded,
+        tuple(key for key in here if key not in loaded),
+        tuple(key for key in saved if key not in used),
+        tuple(misfits.values()),
+    )
+
+
+def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
+    if path.is_file():
+        try:
+            file = TensorFile(str(path), {})
+            return {key: file.read(key) for key in file.names}
+        except Malformed as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+    opened = Opened(path)
+    try:
+        objects = opened.manifest["objects"]
+        if name not in objects:
+            raise CheckpointError(f"{path} holds no {name!r}, only {', '.join(n for n in objects if '.' not in n)}")
+        state = decode(objects[name], opened.tensors.read)
+    except (Malformed, RecursionError) as error:
+        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
+    finally:
+        opened.close()
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: {name} is no model")
+    return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def _renamed(key: str, rename: Mapping[str, str]) -> str:
+    for old, new in rename.items():
+        if key.startswith(old):
+            return new + key[len(old) :]
+    return key
+
+
+def _matches(key: str, patterns: str | Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in ([patterns] if isinstance(patterns, str) else patterns))

@@ -1,0 +1,79 @@
+"""Writing beside the training: a copy of the state, and a thread that takes it to the disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import Manifest
+from mirrored.checkpoint.tensors import Layout
+
+
+class Writer:
+    """Writes checkpoints into a folder, one at a time.
+
+    Args:
+        folder: where.
+        keep: how many steps are kept.
+
+    Attributes:
+        seconds: how long the newest took, from the copy to the last rename.
+    """
+
+    def __init__(self, folder: Folder, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._thread: threading.Thread | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def write(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Write now; what goes wrong :meth:`outcome` tells."""
+        self.wait()
+        layout = Layout(tensors)
+        self._write(name, {**manifest, "tensors": layout.unusual}, layout, None)
+
+    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors, and write them while training goes on; first waits for what is still being written."""
+        self.wait()
+        layout = Layout(tensors)
+        if self._memory.numel() < layout.nbytes:
+            self._memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+        layout.copy_to(self._memory)
+        arguments = (name, {**manifest, "tensors": layout.unusual}, layout, self._memory)
+        # Not a daemon: a program that ends meanwhile has its last checkpoint.
+        self._thread = threading.Thread(target=self._write, args=arguments, name="mirrored-checkpoint")
+        self._thread.start()
+
+    def _write(self, name: str, manifest: Manifest, layout: Layout, memory: Tensor | None) -> None:
+        started = time.monotonic()
+        pieces = layout.pieces() if memory is None else layout.pieces_of(memory)
+        try:
+            self._folder.write(name, manifest, pieces, self._keep)
+        except Exception as error:
+            self._error = error
+        self.seconds = time.monotonic() - started
+
+    def wait(self) -> None:
+        """Return when nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def outcome(self) -> str:
+        """What went wrong since the last time it was asked; empty when nothing did."""
+        error, self._error = self._error, None
+        if error is None:
+            return ""
+        return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
