@@ -12,6 +12,7 @@ import pickle
 import shutil
 import signal
 import stat
+import sys
 import time
 from typing import Any
 
@@ -21,10 +22,9 @@ import numpy as np
 import pytest
 import torch
 from faulty_disk import FaultyDisk, save_values, saved_value
-from jobs import run_program, towers
+from jobs import ROOT, run_program, towers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from training import STEPS, Interrupted, make_model, train
 
 import mirrored
 from mirrored.checkpoint import manifest as manifests
@@ -32,6 +32,12 @@ from mirrored.checkpoint.codec import Encoder, Malformed, decode
 from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.folder import Folder, Opened, name_of
 from mirrored.checkpoint.tensors import Layout, TensorFile
+
+sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
+
+from training import Interrupted, make_model, steps_of, train
+
+STEPS = steps_of()
 
 
 @pytest.fixture

@@ -18,3 +18,6 @@ class Preempted(SystemExit):
     def __init__(self, step: int) -> None:
         super().__init__(EXIT_PREEMPTED)
         self.step = step
+
+    def __reduce__(self) -> tuple[type[Preempted], tuple[int]]:
+        return Preempted, (self.step,)

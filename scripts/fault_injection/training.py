@@ -1,75 +1,86 @@
-"""A small training that uses all that a checkpoint has to hold."""
+"""A small training that uses all that a checkpoint has to hold, and a fault at a chosen place of it."""
 
 from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from faults import Fault, Injector, WatchedDisk
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mirrored
-from mirrored.checkpoint.disk import Disk
 
 EXAMPLES, BATCH, EPOCHS = 74, 16, 3
-STEPS = EPOCHS * -(-EXAMPLES // BATCH)
-
-
-class Noisy(Dataset[tuple[int, Tensor, int]]):
-    """Examples with their numbers; a little noise on each, another in every epoch."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(EXAMPLES, 5, generator=generator)
-        self.labels = torch.randint(0, 3, (EXAMPLES,), generator=generator).tolist()
-
-    def __len__(self) -> int:
-        return EXAMPLES
-
-    def __getitem__(self, index: int) -> tuple[int, Tensor, int]:
-        return index, self.inputs[index] + 0.1 * torch.randn(5), self.labels[index]
 
 
 class Interrupted(Exception):
     """The run was ended in the middle."""
 
 
+class Noisy(Dataset[tuple[int, Tensor, int]]):
+    """Examples with their numbers; a little noise on each, another in every epoch."""
+
+    def __init__(self, injector: Injector) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(EXAMPLES, 5, generator=generator)
+        self.labels = torch.randint(0, 3, (EXAMPLES,), generator=generator).tolist()
+        self.injector = injector
+
+    def __len__(self) -> int:
+        return EXAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, int]:
+        self.injector.at("data")
+        return index, self.inputs[index] + 0.1 * torch.randn(5), self.labels[index]
+
+
 def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def steps_of(epochs: int = EPOCHS) -> int:
+    """How many steps a training has."""
+    return epochs * -(-EXAMPLES // BATCH)
 
 
 def train(
     strategy: mirrored.Strategy,
     folder: pathlib.Path | str,
     *,
+    epochs: int = EPOCHS,
     stop: int | None = None,
-    disk: Disk | None = None,
-    at_step: Callable[[int], None] | None = None,
+    fault: Fault | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train to the end; returns what this tower then has.
+    """Train to the end; returns what this tower then has: "digest" of all state, "losses", examples "seen", "steps".
 
     Args:
         stop: raise Interrupted after so many steps.
-        at_step: is called with the number of the step that is about to begin.
+        fault: what goes wrong.
         settings: of the checkpoint manager.
     """
+    injector = Injector(fault, strategy.topology.index, pathlib.Path(f"{folder}.fault"))
     with strategy.scope():
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     average = torch.optim.swa_utils.AveragedModel(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=STEPS)
-    data = strategy.distribute_dataset(Noisy(), BATCH, shuffle=True)
-    progress: dict[str, Any] = {"losses": [], "seen": []}
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=steps_of(epochs))
+    data = strategy.distribute_dataset(Noisy(injector), BATCH, shuffle=True)
+    progress: dict[str, Any] = {"losses": [], "seen": hashlib.sha256().hexdigest(), "steps": 0}
     tracked = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "progress": progress}
-    settings = {"every_steps": 4, **settings}
-    checkpoints = mirrored.CheckpointManager(strategy, folder, {**tracked, "average": average}, disk=disk, **settings)
+    settings = {"every_steps": 4, "disk": WatchedDisk(injector), **settings}
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {**tracked, "average": average}, **settings)
+    if fault is not None:
+        injector.watch_optimizer(optimizer)
+        injector.watch_all_reduce()
+        injector.watch_saving(checkpoints, strategy.is_chief)
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
+        injector.at("forward")
         return F.cross_entropy(model(x), y, reduction="none")
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
@@ -82,22 +93,19 @@ def train(
         return loss
 
     with checkpoints.resume() as restored:
-        for _ in data.epochs(EPOCHS):
+        injector.step = checkpoints.steps
+        for _ in data.epochs(epochs):
             for index, x, y in data:
-                if at_step is not None:
-                    at_step(checkpoints.steps)
-                progress["losses"].append(float(strategy.run(train_step, args=(x, y))))
-                progress["seen"].append(strategy.gather(index).tolist())
+                progress["losses"] = [*progress["losses"][-20:], float(strategy.run(train_step, args=(x, y)))]
+                # A chain: which examples were in which step, in which order.
+                seen = strategy.gather(index).tolist()
+                progress["seen"] = hashlib.sha256(f"{progress['seen']} {seen}".encode()).hexdigest()
+                progress["steps"] += 1
                 checkpoints.step()
+                injector.step = checkpoints.steps
                 if checkpoints.steps == stop:
                     raise Interrupted
-    return {
-        "steps": checkpoints.steps,
-        "restored": restored,
-        "seen": progress["seen"],
-        "losses": progress["losses"],
-        "digest": digest(model, average, optimizer),
-    }
+    return {**progress, "restored": restored, "digest": digest(model, average, optimizer)}
 
 
 def digest(model: nn.Module, average: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -1,0 +1,36 @@
+"""The script that the faults happen to: trains on CPU towers, and prints what came out as one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from faults import Fault
+from training import EPOCHS, train
+
+import mirrored
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--towers", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
+    parser.add_argument("--deadline", type=float, default=3.0, help="seconds that a collective may take")
+    parser.add_argument("--fault", type=Fault.parse)
+    arguments = parser.parse_args()
+    strategy = mirrored.MultiWorkerMirroredStrategy(
+        devices=[f"cpu:{i}" for i in range(arguments.towers)],
+        communication=mirrored.CommunicationOptions(timeout_seconds=arguments.deadline),
+        seed=0,
+    )
+    result = train(
+        strategy, arguments.folder, epochs=arguments.epochs, fault=arguments.fault, every_steps=arguments.every
+    )
+    digests = [text.decode() for text in strategy.communicator.all_gather_bytes(result["digest"].encode())]
+    strategy.print(json.dumps({key: result[key] for key in ("losses", "seen", "steps")} | {"digests": digests}))
+
+
+if __name__ == "__main__":
+    main()
