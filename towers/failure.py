@@ -22,7 +22,7 @@ from towers.errors import PeerLostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-_SHORT = 400  # characters of an error in a sentence
+_SHORT = 200  # characters
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
@@ -92,9 +92,11 @@ def details(data: object) -> dict[str, Any]:
 
 
 def in_short(error: str) -> str:
-    """The first line of a traceback's last entry, cut to what a person reads in a line."""
+    """An error as part of a sentence: its first line, and of a long one the first sentence."""
     first = error.strip().partition("\n")[0]
-    return first if len(first) <= _SHORT else f"{first[:_SHORT]}…"
+    if len(first) > _SHORT:
+        first = first.partition(". ")[0]
+    return first if len(first) <= 2 * _SHORT else f"{first[: 2 * _SHORT]}…"
 
 
 @functools.cache

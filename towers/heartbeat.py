@@ -144,7 +144,14 @@ class Heartbeat:
         Args:
             ask: ask them for their stacks, too.
         """
-        answers = _within(_ANSWER + _PATIENCE, lambda: self._ask(towers)) or {} if ask else {}
+        seen = self._see(towers)
+        asked = [sight.tower for sight in seen if sight.lives] if ask else []
+        if not asked:
+            return seen
+        answers = _within(_ANSWER + _PATIENCE, lambda: self._ask(asked)) or {}
+        return [dataclasses.replace(sight, stack=answers.get(sight.tower, "")) for sight in self._see(towers)]
+
+    def _see(self, towers: Sequence[int]) -> list[Sight]:
         signs = _within(_PATIENCE, lambda: self._signs(towers)) or {}
         now, found = time.monotonic(), []
         for tower in towers:
@@ -153,7 +160,7 @@ class Heartbeat:
                 place = record.read()
                 since = now - place.since if place.since else 0.0
                 sight = dataclasses.replace(sight, place=place, seconds=since, silent=now - record.sign)
-            found.append(dataclasses.replace(sight, stack=answers.get(tower, "")))
+            found.append(sight)
         return found
 
     def _ask(self, towers: Sequence[int]) -> dict[int, str]:

@@ -9,8 +9,11 @@ import weakref
 
 from towers import failure
 from towers.errors import StepTimeoutError
-from towers.health import Health
+from towers.health import AVERAGING, Health
 from towers.heartbeat import INTERVAL, main_stack
+from towers.waiting import elsewhere, listed
+
+_HEAD_START = 3.0  # seconds
 
 
 class StepDeadline:
@@ -41,15 +44,22 @@ class StepDeadline:
             else:
                 spent += min(now - before, 2 * pause)  # while the whole job is suspended the watch stands still
             before = now
-            if spent >= self._seconds:
-                self._end(str(place))
+            # Who waits for others leaves it to those to say what they do.
+            waits = place.phase == AVERAGING or bool(place.call)
+            if spent >= self._seconds + (_HEAD_START if waits else 0.0):
+                self._end()
 
-    def _end(self, where: str) -> None:
+    def _end(self) -> None:
+        health = self._health()
+        assert health is not None
+        trace = f"Stack (most recent call last):\n{main_stack()}\n"
+        others = elsewhere(health, health.heartbeat) if health.heartbeat else []
+        seen = f"; {listed(others)}" if others else ""
         failure.leave_report(
             StepTimeoutError(
-                f"tower {self._tower} has been in one step for {self._seconds:.0f} s, {where} "
+                f"tower {self._tower} has been in one step for {self._seconds:.0f} s, {health.place}{seen} "
                 "(CommunicationOptions.step_timeout_seconds)"
             ),
-            f"Stack (most recent call last):\n{main_stack()}\n",
+            trace,
         )
         os._exit(1)

@@ -110,7 +110,8 @@ class Supervisor(LocalElasticAgent):
 
     def _end_all(self, number: signal.Signals) -> None:
         if self._living():
-            self._send(number, self._living())
+            for each in (number, signal.SIGCONT):  # one that is stopped hears it when it goes on
+                self._send(each, self._living())
             self._await(LAST_WORDS, note=False)
             self._send(signal.SIGKILL, self._living())
             self._await(LAST_WORDS, note=False)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.collectives.waiting import last_seen, timeout_error
 from towers.errors import DisagreementError, PeerLostError
 from towers.health import Health
+from towers.waiting import last_seen, timeout_error
 
 BOARD_BYTES = 256
 """Size of a tower's board, on which it writes what it has come for."""

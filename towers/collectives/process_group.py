@@ -20,9 +20,9 @@ from torch import Tensor
 
 from towers import handshake, machine
 from towers.collectives.communicator import Communicator, Pending
-from towers.collectives.waiting import connection_lost, timeout_error
 from towers.failure import is_peer_lost
 from towers.topology import Topology
+from towers.waiting import connection_lost, timeout_error
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
