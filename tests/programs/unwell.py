@@ -2,7 +2,7 @@
 
     python unwell.py TOWERS HOW TOWER STEP PHASE [key=value …]
 
-The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep; "ready" prints and goes on.
+The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep.
 """
 
 import os
@@ -73,11 +73,6 @@ def train_step(x):
     something_happens("end")
 
 
-if how == "ready":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(chosen)))
 for x in strategy.distribute_dataset(Data(), 4):
     strategy.run(train_step, args=(x,))
     something_happens("between")
-    if how == "ready":
-        strategy.print(f"step {strategy.health.step} {os.getpid()}", flush=True)
-        time.sleep(0.05)
