@@ -6,10 +6,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirrored.context import current_frame
 from towers import MirrorError
+from towers.health import AFTER_OPTIMIZER, OPTIMIZER
 from towers.log import get_logger
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class OptimizerGuard:
         self._said_nothing_to_train: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         # It stays when the strategy is gone: torch iterates over these hooks, and none may be removed meanwhile.
         register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
 
     @torch._disable_dynamo
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -73,10 +75,18 @@ class OptimizerGuard:
                 f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
                 "under no_sync, and no backward() outside it has averaged them"
             )
+        strategy.health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
         if len(foreign) < len(parameters):
             self._say_if_not_virtual(strategy)
             strategy.engine.prepare_step(optimizer)
+
+    @torch._disable_dynamo
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        strategy = self._strategy()
+        if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_twin(optimizer):
+            return
+        strategy.health.enter(AFTER_OPTIMIZER)
 
     def _say_if_not_virtual(self, strategy: Strategy) -> None:
         virtual = strategy.engine.virtual

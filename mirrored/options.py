@@ -27,6 +27,8 @@ class CommunicationOptions:
         bucket_bytes: gradients travel in buckets of about this many bytes.
         timeout_seconds: how long a collective may take before it is an error.
         startup_timeout_seconds: how long towers and workers wait for each other at the start.
+        step_timeout_seconds: how long one ``strategy.run`` may take with several towers; a tower that takes longer says
+            what it is doing and ends, and so do the others. ``math.inf``: no limit.
 
     Raises:
         ValueError: an unknown name, or a number that is not positive.
@@ -38,6 +40,7 @@ class CommunicationOptions:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_seconds: float = 600.0
     startup_timeout_seconds: float = 300.0
+    step_timeout_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
         for field, value, choices in (
@@ -47,12 +50,18 @@ class CommunicationOptions:
         ):
             if value not in choices:
                 raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
-        for field, kind in (("bucket_bytes", int), ("timeout_seconds", float), ("startup_timeout_seconds", float)):
+        for field, kind, finite in (
+            ("bucket_bytes", int, True),
+            ("timeout_seconds", float, True),
+            ("startup_timeout_seconds", float, True),
+            ("step_timeout_seconds", float, False),
+        ):
             value = getattr(self, field)
             number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
+            if not number or not 0 < value <= math.inf or (finite and value == math.inf):
                 raise ValueError(
                     f"{field} is {value!r}, but must be a positive {'whole ' if kind is int else ''}number"
+                    f"{'' if finite else ' (math.inf: no limit)'}"
                 )
 
     def for_towers(self) -> Options:
@@ -64,4 +73,5 @@ class CommunicationOptions:
             bucket_bytes=self.bucket_bytes,
             timeout_seconds=self.timeout_seconds,
             startup_seconds=self.startup_timeout_seconds,
+            step_seconds=self.step_timeout_seconds,
         )

@@ -47,6 +47,8 @@ class Strategy:
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
+        health: where this tower is (``step``, the number of :meth:`run` calls, and a phase), which is what a failure
+            report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the script's own.
         virtual_towers: how many there are, if there are any.
         engine: what is attached to models and optimizers.
     """
@@ -62,6 +64,7 @@ class Strategy:
     ) -> None:
         self.topology = topology
         self.communicator = communicator
+        self.health = communicator.health
         self.cluster_resolver = resolver
         self.device = communicator.device
         self.num_replicas_in_sync = topology.size
@@ -144,6 +147,7 @@ class Strategy:
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
+        self.health.begin_step()
         self.engine.begin_run()
         if not self._streams_parted:
             self._streams_parted = True
@@ -151,7 +155,9 @@ class Strategy:
         if (watching := observer()) is not None:
             fn = watching.running(self, fn)
         with frame(self, ReplicaContext(self, (args, kwargs))):
-            return fn(*args, **(kwargs or {}))
+            result = fn(*args, **(kwargs or {}))
+        self.health.end_step()
+        return result
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

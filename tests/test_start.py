@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -17,7 +16,6 @@ import time
 import pytest
 from conftest import at_most, wait_until
 from jobs import ROOT, run_program
-from torch.distributed.launcher.api import LaunchConfig
 
 import mirrored
 from towers import CannotStartError, become
@@ -150,13 +148,17 @@ def test_the_first_exception_comes_last_and_whole() -> None:
     text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
     assert 'raise ValueError("planned failure")' in text
-    assert text.endswith("ValueError: planned failure\n")
+    assert text.splitlines()[-2] == "ValueError: planned failure"
+    assert text.endswith("\ntowers: tower 1 failed before its first step: ValueError: planned failure\n")
     assert "elastic" not in result.stderr
 
 
 @pytest.mark.parametrize(
     ("how", "code", "last"),
-    [("exit", 7, "towers: tower 1 ended with exit code 7"), ("die", 137, "towers: tower 1 was ended by SIGKILL")],
+    [
+        ("exit", 7, "towers: tower 1 ended with exit code 7 before its first step"),
+        ("die", 137, "towers: tower 1 was ended by SIGKILL before its first step"),
+    ],
 )
 def test_exit_codes(how: str, code: int, last: str) -> None:
     with at_most(20):
@@ -358,10 +360,6 @@ strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__
     assert result.stdout == f"2 {kind}\n", result.stderr
 
 
-@pytest.mark.skipif(
-    "signals_to_handle" not in {field.name for field in dataclasses.fields(LaunchConfig)},
-    reason="the agent of this version of torch handles SIGHUP whatever it was told",
-)
 def test_nohup_is_kept() -> None:
     """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
     command = ["nohup", sys.executable, REPORT, "two", "wait"]

@@ -1,9 +1,10 @@
 """The process that a several-tower program becomes: torchrun's agent, with one terminal and one voice.
 
-Starting, watching and ending the towers is all :mod:`torch.distributed.elastic`'s, the engine of ``torchrun``.
-What is added here is what a person sees: the chief's output plain, the other towers silent but for prefixed
-warnings and errors (:mod:`towers.console`), the first exception whole and last, its exit code, and workers
-that find each other with a deadline and say who is missing (:mod:`towers.rendezvous`).
+Starting, watching and collecting the towers is :mod:`torch.distributed.elastic`'s, the engine of ``torchrun``.
+What is added is how they end (:mod:`towers.supervision`), and what a person sees: the chief's output plain, the other
+towers silent but for prefixed warnings and errors (:mod:`towers.console`), the first exception whole, and last who
+failed where (:mod:`towers.outcome`), its exit code, and workers that find each other with a deadline and say who is
+missing (:mod:`towers.rendezvous`).
 
 ``python train.py`` on a machine with two GPUs becomes::
 
@@ -13,25 +14,24 @@ that find each other with a deadline and say who is missing (:mod:`towers.rendez
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from towers import console, job_control, machine, rendezvous, topology
 from towers.agent_logs import TowerLogs
 from towers.errors import TowersError
-from towers.failure import signal_name
 from towers.job import Job
+from towers.news import News
+from towers.outcome import Outcome, judge
+from towers.supervision import Supervisor
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,9 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     _set_environment(job)
     job_control.stop_and_continue_together()
     try:
-        _run(job, program)
-    except ChildFailedError as failed:
-        return _report(failed)
+        outcome = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
@@ -50,7 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
-    return 0
+    if outcome.died_of is not None:
+        _die_by(outcome.died_of)
+    if outcome.text:
+        print(outcome.text, file=sys.stderr, flush=True)
+    return outcome.code
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Job, list[str]]:
@@ -86,63 +88,33 @@ def _set_environment(job: Job) -> None:
     logging.disable(logging.CRITICAL)
 
 
-def _run(job: Job, program: Sequence[str]) -> None:
-    rendezvous_handler_registry.register("towers", rendezvous.create_handler)
+def _run(job: Job, program: Sequence[str]) -> Outcome:
+    """Start the towers and wait for their end; when it is judged, all that they have printed has been passed on."""
+    news = News()
     with console.Relay() as relay:
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}
-        settings: dict[str, Any] = {
-            "min_nodes": job.workers,
-            "max_nodes": job.workers,
-            "nproc_per_node": job.towers,
-            "run_id": uuid.uuid4().hex,
-            "role": "tower",
-            "rdzv_backend": "towers",
-            "rdzv_endpoint": job.addresses[0] if job.addresses else "127.0.0.1:0",
-            "rdzv_configs": {"job": job, "timeout": job.startup_seconds},
-            "max_restarts": 0,
-            "monitor_interval": 0.1,
-            "logs_specs": TowerLogs(relay, job.log_dir),
-            "shutdown_timeout": 5,
-            "signals_to_handle": ",".join(_signals_to_handle()),
-        }
-        config = LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+        handler = rendezvous.create_handler(job, uuid.uuid4().hex)
         # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
-        elastic_launch(config, program[0])(*(word.replace("$", "$$") for word in program[1:]))
+        words = tuple(word.replace("$", "$$") for word in program[1:])
+        spec = WorkerSpec(
+            role="tower",
+            local_world_size=job.towers,
+            rdzv_handler=handler,
+            entrypoint=program[0],
+            args=words,
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        supervisor = Supervisor(spec, TowerLogs(relay, job.log_dir), _ignored_signals(), news)
+        result = supervisor.run()
+        outcome = judge(job, supervisor, result, relay.directory, news)
+    news.wait_until_heard()
+    return outcome
 
 
-def _signals_to_handle() -> list[str]:
-    """Those that end a program, but for what whoever started us had ignored (``nohup``)."""
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    return [name for name in names if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
-
-
-def _report(failed: ChildFailedError) -> int:
-    """Print the first failure, whole, as the last thing; return the exit code it stands for."""
-    failures = failed.failures
-    reports = {tower: _details(failure.error_file_data) for tower, failure in failures.items()}
-    # A tower that was ended because of another has no report; one that only lost its peer is a consequence.
-    own = {tower: failure for tower, failure in failures.items() if failure.exitcode != -signal.SIGTERM}
-    first = min(
-        own or failures,
-        key=lambda tower: (
-            bool(reports[tower].get("consequence")),
-            reports[tower].get("time", failures[tower].timestamp),
-        ),
-    )
-    failure, details = failures[first], reports[first]
-    if trace := str(details.get("py_callstack", "")):
-        print(f"towers: tower {first} failed:\n{trace.rstrip()}", file=sys.stderr, flush=True)
-    elif failure.exitcode < 0:
-        print(f"towers: tower {first} was ended by {signal_name(-failure.exitcode)}", file=sys.stderr, flush=True)
-    else:
-        print(f"towers: tower {first} ended with exit code {failure.exitcode}", file=sys.stderr, flush=True)
-    return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-
-
-def _details(data: dict[str, object]) -> dict[str, object]:
-    message = data.get("message")
-    details = message.get("extraInfo") if isinstance(message, dict) else None
-    return details if isinstance(details, dict) else {}
+def _ignored_signals() -> frozenset[signal.Signals]:
+    """What whoever started us had ignored (``nohup``) stays ignored."""
+    ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    return frozenset(number for number in ending if signal.getsignal(number) == signal.SIG_IGN)
 
 
 def _die_by(number: int) -> NoReturn:

@@ -7,7 +7,7 @@ import pathlib
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from towers import console
+from towers import console, topology, whereabouts
 from towers.failure import ERROR_FILE
 
 
@@ -36,6 +36,7 @@ class TowerLogs(LogsSpecs):
         for local, variables in envs.items():
             tower = variables["RANK"]
             error_files[local] = variables[ERROR_FILE] = str(self._relay.directory / f"error{tower}.json")
+            variables[topology.WHEREABOUTS] = str(whereabouts.path_in(self._relay.directory, int(tower)))
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal
                 continue

@@ -42,12 +42,26 @@ class CollectiveTimeoutError(TowersError):
     """A tower waited for others in a collective until the deadline."""
 
 
-def waited_in_vain(tower: int, seconds: float, whom: str = "the other towers") -> CollectiveTimeoutError:
-    """The error of ``tower``, which has waited ``seconds`` for ``whom``."""
+class StepTimeoutError(TowersError):
+    """A single step took longer than the deadline of steps; the tower that it happened to has ended."""
+
+
+def waited_in_vain(
+    tower: int, seconds: float, whom: str = "the other towers", where: str = "", seen: str = "", stacks: str = ""
+) -> CollectiveTimeoutError:
+    """The error of ``tower``, which has waited ``seconds`` for ``whom``.
+
+    Args:
+        where: where it waits.
+        seen: where the others are.
+        stacks: what the others do.
+    """
     return CollectiveTimeoutError(
-        f"tower {tower} waited {seconds:.0f} s for {whom} in a collective. Every tower must make the same calls in the "
-        "same order (run, reduce, gather, the next batch, backward): look for one under `if strategy.is_chief:`, for a "
-        "loop that one tower leaves early, and for a tower that is much slower (CommunicationOptions.timeout_seconds)"
+        f"tower {tower} waited {seconds:.0f} s for {whom} in a collective{where and f' ({where})'}"
+        f"{seen and f'; {seen}'}. Every tower must make the same calls in the same order (run, reduce, gather, the "
+        "next batch, backward): look for one under `if strategy.is_chief:`, for a loop that one tower leaves early, "
+        "and for a tower that is much slower (CommunicationOptions.timeout_seconds)"
+        f"{stacks and chr(10)}{stacks}"
     )
 
 

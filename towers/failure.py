@@ -15,17 +15,24 @@ import sys
 import time
 import traceback
 from types import TracebackType
+from typing import Any
 
+from towers import topology
 from towers.errors import PeerLostError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
-EXIT_PREEMPTED = 75
-"""Exit code of a program that was asked to stop, and is saved: EX_TEMPFAIL of sysexits.h, try again later."""
+_SHORT = 200  # characters
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
+
+EXIT_PREEMPTED = 75
+"""Exit code of a tower that was told to end and has saved, so that it can be continued, and of a job of such towers.
+
+All towers end with it together. (``EX_TEMPFAIL`` of sysexits.h: try again later.)
+"""
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -43,9 +50,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def report(error: BaseException) -> dict[str, object]:
-    """The report of an exception, in torchrun's form with a finer clock and whether it is a consequence."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+def report(error: BaseException, trace: str = "") -> dict[str, object]:
+    """The report of an exception, in torchrun's form with a finer clock and whether it is a consequence.
+
+    Args:
+        trace: comes before an exception that was raised nowhere.
+    """
+    lines = [trace, *traceback.format_exception(type(error), error, error.__traceback__)]
     return {
         "message": {
             "message": f"{type(error).__name__}: {error}",
@@ -54,9 +65,38 @@ def report(error: BaseException) -> dict[str, object]:
                 "timestamp": str(int(time.time())),
                 "time": time.time(),
                 "consequence": is_peer_lost(error),
+                "short": in_short(f"{type(error).__name__}: {error}"),
             },
         }
     }
+
+
+def leave_report(error: Exception, trace: str) -> None:
+    """Leave a report of an exception that was raised nowhere, before this process ends at once.
+
+    Args:
+        trace: where the process was.
+    """
+    if path := os.environ.get(ERROR_FILE):
+        with open(path, "w") as file:
+            json.dump(report(error, trace), file)
+    if topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
+        print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def details(data: object) -> dict[str, Any]:
+    """What :func:`report` says, from what was read; empty when there is nothing of the kind."""
+    message = data.get("message") if isinstance(data, dict) else None
+    found = message.get("extraInfo") if isinstance(message, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def in_short(error: str) -> str:
+    """An error as part of a sentence: its first line, and of a long one the first sentence."""
+    first = error.strip().partition("\n")[0]
+    if len(first) > _SHORT:
+        first = first.partition(". ")[0]
+    return first if len(first) <= 2 * _SHORT else f"{first[: 2 * _SHORT]}…"
 
 
 @functools.cache

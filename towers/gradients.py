@@ -45,6 +45,7 @@ from towers.buckets import Bucket, DenseSlot, lay_out
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.flags import Tail
+from towers.health import AVERAGING, BACKWARD
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
 from towers.prediction import Prediction
@@ -93,6 +94,8 @@ class GradientAverager:
         watch: GradientWatch | None = None,
     ) -> None:
         self._channel = channel
+        self._health = channel.health
+        self._phase_outside = ""
         self._watch = watch
         self._scale = channel.prescale
         self._bucket_bytes = bucket_bytes
@@ -371,6 +374,8 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._in_cycle = True
+        self._phase_outside = self._health.phase
+        self._health.enter(BACKWARD)
         for bucket in self.buckets:
             bucket.count_missing()
         self._expected = self._prediction.next()
@@ -401,6 +406,7 @@ class GradientAverager:
 
     @_among_gradients
     def _finish(self) -> None:
+        self._health.enter(AVERAGING)
         touched = [bucket.has_fresh for bucket in self.buckets] + [slot.fresh for slot in self._sparse]
         *others, closing = self._expected[self._next :]
         for index in others:
@@ -424,6 +430,7 @@ class GradientAverager:
             bucket.reset()
         self._any_unsynced = False
         self._in_cycle = False
+        self._health.enter(self._phase_outside)
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
         if self._watch is not None:

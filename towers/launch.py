@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import multiprocessing
 import os
+import pathlib
 import pickle
 import sys
 import time
@@ -16,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from towers import console, devices, failure, handshake, lifeline, topology
+from towers import console, devices, failure, handshake, lifeline, topology, whereabouts
 from towers.errors import CannotStartError, TowerFailedError
 
 DEFAULT_TIMEOUT = 3600.0
@@ -93,6 +95,8 @@ def launch(
                 receiver, sender = context.Pipe(duplex=False)
                 opened.callback(receiver.close)
                 variables = _environment(tower, count, store.port, names)
+                variables[failure.ERROR_FILE] = str(relay.directory / f"error{tower}.json")
+                variables[topology.WHEREABOUTS] = str(whereabouts.path_in(relay.directory, tower))
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
                 with _importable_main():
@@ -102,14 +106,18 @@ def launch(
                 reports.append(receiver)
             deadline = time.monotonic() + limit
             results, failures = _await(processes, reports, deadline, limit)
+            places = {failed.tower: whereabouts.find(relay.directory, failed.tower) for failed in failures}
+            failures = [_with_report(failed, relay.directory) for failed in failures]
             if not failures:  # threads may have something left to do, as in any program
                 _join(processes, deadline - time.monotonic())
         finally:
             _end(processes)
     if failures:
         first = min(failures, key=lambda f: f.consequence)
+        record = places[first.tower]
+        where = str(record.read()) if record is not None else "before its strategy was made"
         raise TowerFailedError(
-            f"tower {first.tower} of {count} failed:\n{first.traceback.rstrip()}",
+            f"tower {first.tower} of {count} failed, {where}:\n{first.traceback.rstrip()}",
             first.tower,
             tuple(failures),
         ) from first.exception
@@ -276,6 +284,14 @@ def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tupl
     except Exception as error:
         return Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
     return outcome if kind == "failure" else (outcome,)
+
+
+def _with_report(failed: Failure, directory: pathlib.Path) -> Failure:
+    """Of a tower that ended without a word, what it has left in its report."""
+    with contextlib.suppress(OSError, ValueError):
+        report = failure.details(json.loads((directory / f"error{failed.tower}.json").read_text()))
+        return dataclasses.replace(failed, traceback=report["py_callstack"], consequence=report["consequence"])
+    return failed
 
 
 def _end(processes: Sequence[ForkServerProcess]) -> None:

@@ -14,7 +14,6 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -113,7 +112,7 @@ def compare_clusters(index: int, card: handshake.Card, other: int, reference: ha
     return None
 
 
-def create_handler(parameters: RendezvousParameters) -> Rendezvous:
-    """What torchrun's registry calls to make the handler."""
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    return Rendezvous(parameters.config["job"], host, port, parameters.run_id)
+def create_handler(job: Job, run_id: str) -> Rendezvous:
+    """The handler of a job: its workers meet at the first one's address."""
+    host, port = parse_rendezvous_endpoint(job.addresses[0] if job.addresses else "127.0.0.1:0", -1)
+    return Rendezvous(job, host, port, run_id)

@@ -10,9 +10,11 @@ STARTED_BY = "TOWERS_STARTED_BY"
 DEVICES = "TOWERS_DEVICES"
 """Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
 
-
 AGENT = "TOWERS_AGENT_PID"
 """Environment variable with the process id of the agent that started a tower."""
+
+WHEREABOUTS = "TOWERS_WHEREABOUTS"
+"""Environment variable with the file in which a tower tells who started it where it is."""
 
 
 @dataclasses.dataclass(frozen=True)

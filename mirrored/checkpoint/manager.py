@@ -183,8 +183,15 @@ class CheckpointManager:
             DisagreementError: on all towers: some call something else.
         """
         chosen = check_name(name) if name is not None else name_of(self.steps)
-        wait = not self._asynchronous if wait is None else wait
         started = time.monotonic()
+        with self._strategy.health.during(f"saving checkpoint {chosen}"):
+            self._save(chosen, wait=not self._asynchronous if wait is None else wait)
+        if name is None:
+            self._saved_step = self.steps
+        self._saved_at = time.monotonic()
+        self.stalled_seconds += self._saved_at - started
+
+    def _save(self, chosen: str, *, wait: bool) -> None:
         if self._in_flight:
             self.wait()
         shared_out = self._strategy.engine.state_is_shared_out
@@ -200,10 +207,6 @@ class CheckpointManager:
             log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
         if wait:
             self.wait()
-        if name is None:
-            self._saved_step = self.steps
-        self._saved_at = time.monotonic()
-        self.stalled_seconds += self._saved_at - started
 
     def wait(self) -> None:
         """Return when nothing is being written. All towers call it.
@@ -320,6 +323,19 @@ class CheckpointManager:
         """
         check_name(name)
         self.wait()
+        with self._strategy.health.during(f"restoring checkpoint {name}"):
+            found = self._restore(name)
+        self._strategy.health.step = self.steps = found.step
+        if _STREAMS in found.of_first_tower:
+            self._strategy.part_streams(f"resumed at step {found.step}")
+        self._saved_step = found.step if name == name_of(found.step) else None
+        if self._comm.index == 0:
+            log.info(
+                "goes on from %s, after step %d%s", self.folder / name, found.step, _remark(found, self._comm.size)
+            )
+        return found
+
+    def _restore(self, name: str) -> Restored:
         if problem := self._problem_of(name):
             raise CheckpointError(problem)
         opened, problem = None, ""
@@ -331,16 +347,9 @@ class CheckpointManager:
         assert opened is not None
         try:
             self._strategy.engine.settle()
-            found = restore(self._comm, [*self._tracked, *self._own], opened)
+            return restore(self._comm, [*self._tracked, *self._own], opened)
         finally:
             opened.close()
-        self.steps = found.step
-        if _STREAMS in found.of_first_tower:
-            self._strategy.part_streams(f"resumed at step {found.step}")
-        self._saved_step = found.step if name == name_of(found.step) else None
-        if self._comm.index == 0:
-            log.info("goes on from %s, after step %d%s", opened.path, found.step, _remark(found, self._comm.size))
-        return found
 
     def _warn(self, text: str) -> None:
         if self._comm.index == 0:

@@ -20,6 +20,7 @@ from mirrored.observer import observer
 from towers import DisagreementError
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
+from towers.health import LOADING
 
 
 class DistributedDataset(ABC):
@@ -52,7 +53,7 @@ class DistributedDataset(ABC):
         self._check_agreement(epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._batches(epoch, step):
+            for batch, share in self._comm.health.each(LOADING, self._batches(epoch, step)):
                 step += 1
                 if self._newest is this:
                     self._step = step

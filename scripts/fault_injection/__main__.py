@@ -1,4 +1,4 @@
-"""Lets towers fail in every phase of a step, lets the run go on, and compares what comes out with an undisturbed run."""
+"""Lets towers fail in every phase of a step, lets the run go on, and compares it with an undisturbed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One fault, played with real processes: how the run ends, what it leaves behind, and what comes of it when it goes on."""
+"""One fault, played with real processes: how the run ends, what it leaves, and what comes of it when it goes on."""
 
 from __future__ import annotations
 

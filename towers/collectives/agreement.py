@@ -45,7 +45,8 @@ def announce(
     header: dict[str, Any] = {"call": call, "details": details}
     if error is not None:
         header["error"] = [type(error).__name__, str(error)]
-    messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
+    with comm.health.at(call):
+        messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
     headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
     for tower, other in enumerate(headers):
         if "error" in other:

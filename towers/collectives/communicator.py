@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
+from towers.health import Health
 
 if TYPE_CHECKING:
     from towers.collectives.windows import Windows
@@ -50,6 +52,16 @@ class Communicator(ABC):
     backend: str
     prescale: float = 1.0
     windows: Windows | None = None
+
+    @functools.cached_property
+    def towers(self) -> Sequence[int]:
+        """What messages call the towers of this communicator, which need not be all there are."""
+        return range(self.size)
+
+    @functools.cached_property
+    def health(self) -> Health:
+        """What this tower says of itself, and can learn of the others when it waits for them in vain."""
+        return Health()
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:

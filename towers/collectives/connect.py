@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import torch
 
 from towers import machine
@@ -10,8 +13,12 @@ from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.process_group import Options, ProcessGroupCommunicator
 from towers.errors import StartupError
+from towers.health import Health
+from towers.heartbeat import Heartbeat
 from towers.log import get_logger
-from towers.topology import Topology
+from towers.step_deadline import StepDeadline
+from towers.topology import WHEREABOUTS, Topology
+from towers.whereabouts import Record
 
 log = get_logger("towers")
 
@@ -23,7 +30,27 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Commu
         StartupError: ``options`` ask for shared memory, and the towers cannot have it.
         ValueError, HandshakeError, PortInUseError: as of the process group.
     """
+    health = Health(_record())
+    health.enter("meeting the other towers")
     group = process_group.connect(topology, device, options)
+    group.health = health
+    if group.size > 1:
+        health.heartbeat = Heartbeat(health, topology)
+        StepDeadline(health, topology.index, options.step_seconds)
+    communicator = _fitting(group, device, options)
+    health.enter("")
+    return communicator
+
+
+def _record() -> Record:
+    """Where whoever started this tower finds out where it is, if it asked for that."""
+    path = os.environ.get(WHEREABOUTS)
+    with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
+        return Record(path, create=path is not None)
+    return Record()
+
+
+def _fitting(group: ProcessGroupCommunicator, device: torch.device, options: Options) -> Communicator:
     wanted = options.implementation == "shared_memory"
     if group.size == 1 or not (wanted or (options.implementation == "auto" and device.type == "cpu")):
         return group
@@ -34,7 +61,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Commu
         raise StartupError(f"implementation is 'shared_memory', but the towers cannot share memory: {found}")
     if found == shared_memory.SEVERAL_HOSTS:
         return _by_hosts(group, options)
-    _say_why_not(topology.index, found)
+    _say_why_not(group.index, found)
     return group
 
 

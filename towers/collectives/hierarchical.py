@@ -26,6 +26,7 @@ class HierarchicalCommunicator(Communicator):
 
     def __init__(self, group: ProcessGroupCommunicator, hosts: Sequence[Sequence[int]], local: Communicator) -> None:
         self.index, self.size, self.device = group.index, group.size, group.device
+        self.towers, self.health = group.towers, group.health
         self._group = group
         self.backend = f"shared memory in and gloo across {len(hosts)} hosts"
         self.prescale = local.prescale

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import DisagreementError, PeerLostError, waited_in_vain
+from towers.errors import DisagreementError, PeerLostError
+from towers.health import Health
+from towers.waiting import last_seen, timeout_error
 
 BOARD_BYTES = 256
 """Size of a tower's board, on which it writes what it has come for."""
@@ -30,6 +32,8 @@ class Meeting:
         boards: every tower's board, :data:`BOARD_BYTES` long.
         processes: every tower's process id.
         timeout: seconds to wait for the others.
+        towers: what messages call the towers.
+        health: where this tower is, and what it can see of the others.
     """
 
     def __init__(
@@ -39,10 +43,14 @@ class Meeting:
         boards: Sequence[memoryview],
         processes: Sequence[int],
         timeout: float,
+        towers: Sequence[int],
+        health: Health,
     ) -> None:
         others = [tower for tower in range(len(processes)) if tower != index]
         self._index = index
         self._timeout = timeout
+        self._towers = towers
+        self._health = health
         self._processes = list(processes)
         self._boards = [[board[:_HALF], board[_HALF:BOARD_BYTES]] for board in boards]
         self._turn = 0
@@ -104,15 +112,19 @@ class Meeting:
                     return
                 raise lost
             if time.monotonic() > deadline:
-                raise waited_in_vain(self._index, self._timeout, f"tower {tower}")
+                raise timeout_error(self._health, self._towers[self._index], self._timeout, self._towers[tower])
 
     def lost_peer(self) -> PeerLostError | None:
         """The error that says which towers have ended, if any have."""
         gone = self._peers.gone()
         if not gone:
             return None
-        names = ", ".join(f"tower {index} (process {self._processes[index]})" for index in gone)
-        return PeerLostError(f"{names} ended while tower {self._index} waited for it in a collective")
+        towers = [self._towers[index] for index in gone]
+        names = ", ".join(f"tower {self._towers[index]} (process {self._processes[index]})" for index in gone)
+        return PeerLostError(
+            f"{names} ended while tower {self._towers[self._index]} waited for it in a collective"
+            f"{last_seen(self._health, towers)}"
+        )
 
     def close(self) -> None:
         """Stop watching the others."""

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from towers import handshake, machine
 from towers.collectives.communicator import Communicator, Pending
-from towers.errors import waited_in_vain
+from towers.failure import is_peer_lost
 from towers.topology import Topology
+from towers.waiting import connection_lost, timeout_error
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -44,6 +45,7 @@ class Options:
         bucket_bytes: how large gradient buckets are; not this file's business, but the same on all towers.
         timeout_seconds: how long a collective may take.
         startup_seconds: how long towers wait for each other at the start.
+        step_seconds: how long one step may take; infinite for no limit.
     """
 
     implementation: str = "auto"
@@ -52,6 +54,7 @@ class Options:
     bucket_bytes: int = 0
     timeout_seconds: float = 600.0
     startup_seconds: float = 300.0
+    step_seconds: float = 3600.0
 
     def backend(self, device: torch.device) -> str:
         """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
@@ -118,13 +121,16 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say what a backend's time-out means."""
+        """Say what a backend's time-out or lost connection means."""
         try:
             yield
         except RuntimeError as error:
-            if "timed out" not in str(error).lower():
-                raise
-            raise waited_in_vain(self.index, self._timeout.total_seconds()) from None
+            me = self.towers[self.index]
+            if "timed out" in str(error).lower():
+                raise timeout_error(self.health, me, self._timeout.total_seconds()) from None
+            if is_peer_lost(error):
+                raise connection_lost(self.health, me, error) from error
+            raise
 
     def channel(self) -> ProcessGroupCommunicator:
         return self._with(_new_group(self.backend, self._timeout))
@@ -132,10 +138,16 @@ class ProcessGroupCommunicator(Communicator):
     def among(self, towers: Sequence[int]) -> ProcessGroupCommunicator | None:
         """A communicator of some of the towers, in ascending order; all towers call this. None for those not in it."""
         group = _new_group(self.backend, self._timeout, list(towers))
-        return self._with(group) if self.index in towers else None
+        if self.index not in towers:
+            return None
+        some = self._with(group)
+        some.towers = [self.towers[tower] for tower in towers]
+        return some
 
     def _with(self, group: Any) -> ProcessGroupCommunicator:
-        return ProcessGroupCommunicator(group, self.device, self.backend, self._timeout, self._wire_dtype)
+        other = ProcessGroupCommunicator(group, self.device, self.backend, self._timeout, self._wire_dtype)
+        other.health = self.health
+        return other
 
     def close(self) -> None:
         self._group = None

@@ -54,13 +54,14 @@ class SharedMemoryCommunicator(Communicator):
         self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
     ) -> None:
         self.index, self.size, self.device = base.index, base.size, base.device
+        self.towers, self.health = base.towers, base.health
         self.backend = "shared memory"
         self._timeout = timeout
         self._segments = list(segments)
         self._layout = layout = _Layout(self.size)
         inboxes = [segment.address + layout.inbox for segment in segments]
         boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
-        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout)
+        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout, self.towers, self.health)
         tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
         self.windows = Windows(self.index, self._meeting, tables, processes)
         self._half = 0

@@ -1,0 +1,39 @@
+"""Started by the tests: three towers that handle SIGTERM and SIGINT; the first word says how.
+
+agree: end the step, agree that one was told, and end with exit code 75 at different moments.
+stubborn: ignore them. stubborn-fail: and tower 1 fails after three steps.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import mirrored
+from towers.failure import EXIT_PREEMPTED
+
+strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+told = False
+
+
+def handle(*_: object) -> None:
+    global told
+    told = True
+
+
+signal.signal(signal.SIGTERM, handle)
+signal.signal(signal.SIGINT, handle)
+processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
+for step in range(1000):
+    strategy.run(time.sleep, args=(0.05,))
+    someone = strategy.reduce("max", int(told))
+    if step == 3:
+        strategy.print(*processes, flush=True)
+        if sys.argv[1] == "stubborn-fail" and strategy.topology.index == 1:
+            raise ValueError("boom")
+    if someone and sys.argv[1] == "agree":
+        strategy.print("saved", flush=True)
+        time.sleep(0.3 * strategy.topology.index)
+        sys.exit(EXIT_PREEMPTED)

@@ -1,0 +1,272 @@
+"""A tower that fails, dies, stops or is slow: who is named, where it was, and how soon all is over."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import at_most
+from jobs import ROOT, run_program, towers
+
+import mirrored
+from towers import whereabouts
+from towers.failure import EXIT_PREEMPTED
+from towers.health import Health
+from towers.whereabouts import Record
+
+UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
+TOLD = str(ROOT / "tests" / "programs" / "told.py")
+
+
+def unwell(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run tests/programs/unwell.py; its result, and the seconds from what happened to the end of all."""
+    result = run_program([UNWELL, *words])
+    happened = re.search(r"^(?:\[tower \d\] )?([0-9]+\.[0-9]+)$", result.stderr, re.MULTILINE)
+    assert happened, result.stderr
+    return result, time.time() - float(happened[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "last"),
+    [
+        ("3 raise 1 3 forward", 1, "towers: tower 1 failed in step 3, in the step's function: ValueError: boom"),
+        ("2 raise 0 2 data", 1, "towers: tower 0 failed after step 2, loading data: ValueError: boom"),
+        ("2 die 1 3 optimizer", 137, "towers: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
+    ],
+)
+def test_row_42_the_last_line_says_who_and_where(words: str, code: int, last: str) -> None:
+    result, seconds = unwell(*words.split())
+    assert result.returncode == code
+    assert result.stderr.splitlines()[-1] == last
+    assert seconds < 5
+
+
+def test_a_stopped_tower_is_found_at_the_deadline() -> None:
+    result, seconds = unwell(*["3", "stop", "1", "3", "forward", "timeout_seconds=3"])
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
+    assert re.search(r"tower 1 gives no sign of life for \d+ s \(stopped, or its host is gone\)", last)
+    assert last.endswith("it was last seen in step 3, in the step's function")
+    assert seconds < 3 + 5
+
+
+def wait_for_a_slow_tower(implementation: str) -> None:
+    options = mirrored.CommunicationOptions(implementation=implementation, timeout_seconds=1)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    with strategy.scope():
+        weight = torch.nn.Linear(2, 1)
+    slow = torch.ones(3, 2, requires_grad=True)
+
+    def step() -> None:
+        if strategy.health.step == 2 and strategy.topology.index == 1:
+            slow.register_hook(lambda _: time.sleep(60))
+        weight(slow).mean().backward()
+
+    strategy.run(step)
+    strategy.run(step)
+
+
+@pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
+def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: str) -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(wait_for_a_slow_tower, (implementation,), towers=3, timeout=60)
+    text = str(caught.value)
+    assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
+    assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
+    assert "time.sleep(60)" in text[text.index("tower 1, most recent call last:") :]
+
+
+def hang(strategy: mirrored.Strategy) -> None:
+    def step() -> None:
+        if strategy.health.step == 2 and strategy.topology.index == 1:
+            time.sleep(60)
+        strategy.reduce("sum", 1)
+
+    strategy.run(step)
+    strategy.run(step)
+
+
+def hang_with_a_deadline() -> None:
+    hang(mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=1)))
+
+
+def test_a_step_has_a_deadline() -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(hang_with_a_deadline, towers=2, timeout=60)
+    assert caught.value.tower == 1
+    assert str(caught.value).startswith("tower 1 of 2 failed, in step 2, in the step's function:")
+    assert "time.sleep(60)" in str(caught.value)
+
+
+def die(strategy: mirrored.Strategy) -> None:
+    def step() -> None:
+        if strategy.health.step == 3 and strategy.topology.index == 1:
+            with strategy.health.during("writing the checkpoint"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        strategy.reduce("sum", 1)
+
+    for _ in range(3):
+        strategy.run(step)
+
+
+def test_launch_says_where_a_killed_tower_was() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="in step 3, writing the checkpoint") as caught:
+        towers(die)
+    assert "ended by SIGKILL" in str(caught.value)
+    [other] = [failure for failure in caught.value.failures if failure.tower == 0]
+    assert "tower 1 was last seen in step 3, writing the checkpoint" in other.traceback
+
+
+def test_under_the_users_torchrun_the_others_say_where_it_hangs() -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run_program([*torchrun, UNWELL, *["0", "sleep", "1", "3", "forward", "timeout_seconds=2"]])
+    assert result.returncode == 1
+    assert re.search(r"; tower 1 is in step 3, in the step's function, for \d s\. ", result.stderr)
+    assert "time.sleep(60)" in result.stderr
+
+
+# -- several workers -----------------------------------------------------------------------------------
+
+
+def two_workers(*words: str) -> list[subprocess.Popen[str]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        workers = [f"127.0.0.1:{found.getsockname()[1]}" for found in (server, other)]
+    configs = [{"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}} for index in (0, 1)]
+    pipe = subprocess.PIPE
+    return [
+        subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, "TF_CONFIG": json.dumps(config)},
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+        )
+        for config in configs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tower", "how", "end"),
+    [
+        (0, "raise", "failed in step 3, in the step's function: ValueError: boom"),
+        (1, "die", "was ended by SIGKILL in step 3, in the step's function"),
+    ],
+)
+def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, end: str) -> None:
+    processes = two_workers(UNWELL, *f"0 {how} {tower} 3 forward".split())
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    for error in errors:
+        assert f"tower {tower} on {socket.gethostname()} (worker {tower}) {end}" in error.splitlines()[-1]
+    assert 0 not in [process.returncode for process in processes]
+
+
+# -- being told to end ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """tests/programs/told.py in the mode that the test names, and the processes of its towers."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, TOLD, request.param], stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, [int(word) for word in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+Told = tuple[subprocess.Popen[str], list[int]]
+
+
+@pytest.mark.parametrize("told", ["agree"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals) -> None:
+    process, _ = told
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert out.splitlines() == ["saved"]
+    assert process.returncode == EXIT_PREEMPTED
+    said = rf"towers: preempted by {number.name}: the towers ended after step \d+, with exit code 75"
+    assert re.fullmatch(said, error.splitlines()[-1])
+
+
+@pytest.mark.parametrize("told", ["agree"], indirect=True)
+def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
+    process, ids = told
+    os.kill(ids[1], signal.SIGTERM)
+    out, error = process.communicate(timeout=30)
+    assert out.splitlines() == ["saved"]
+    assert process.returncode == EXIT_PREEMPTED
+    assert re.fullmatch(r"towers: preempted: .*", error.splitlines()[-1])
+
+
+@pytest.mark.parametrize("told", ["stubborn"], indirect=True)
+def test_a_second_signal_ends_all_at_once(told: Told) -> None:
+    process, ids = told
+    process.terminate()
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.terminate()
+    with at_most(5):
+        process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
+
+
+@pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
+def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
+    process, _ = told
+    with at_most(5):
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
+
+
+# -- the record ----------------------------------------------------------------------------------------
+
+
+def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
+    health = Health(Record(whereabouts.path_in(tmp_path, 1), create=True))
+    seen = whereabouts.find(tmp_path, 1)
+    assert seen is not None
+    places = [str(seen.read())]
+    health.enter("loading data")
+    places.append(str(seen.read()))
+    health.begin_step()
+    with health.at("reduce('sum')"):
+        places.append(str(seen.read()))
+    with pytest.raises(OSError), health.during("writing the checkpoint — " + "x" * 100):
+        raise OSError
+    places.append(str(seen.read()))
+    health.end_step()
+    places.append(str(seen.read()))
+    assert places == [
+        "before its first step",
+        "before its first step, loading data",
+        "in step 1, in the step's function, at reduce('sum')",
+        "in step 1, writing the checkpoint — " + "x" * 37,
+        "after step 1",
+    ]
+    assert whereabouts.find(tmp_path, 2) is None
+
+
+@pytest.mark.parametrize(("seconds", "good"), [(0, False), (math.nan, False), (math.inf, True), (5, True)])
+def test_the_step_deadline_may_be_infinite(seconds: float, good: bool) -> None:
+    if good:
+        mirrored.CommunicationOptions(step_timeout_seconds=seconds)
+        return
+    with pytest.raises(ValueError, match="step_timeout_seconds is .* \\(math.inf: no limit\\)"):
+        mirrored.CommunicationOptions(step_timeout_seconds=seconds)

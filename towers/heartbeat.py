@@ -1,0 +1,216 @@
+"""Signs of life between towers, through the store where they met.
+
+About once a second every tower lays down where it is. Who waits for another in vain reads that, and asks it for its
+stack. A thread does it, over a connection of its own; when the store is gone it is silent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from towers.health import Health
+from towers.topology import Topology
+from towers.whereabouts import Place
+
+INTERVAL = 1.0
+"""Seconds between two signs of life."""
+
+_ANSWER = 1.6  # seconds in which a tower that lives answers, which it does when it gives its next sign
+_SILENT = 2.5  # seconds without a sign after which a tower that does not answer counts as gone
+_PATIENCE = 0.5  # seconds for the store beyond that
+_FRAMES = 12  # of a stack, the innermost
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What one tower can see of another.
+
+    Attributes:
+        tower: the other.
+        host: where it runs, if that is another host.
+        place: where it is, or was last seen; None when it was never seen.
+        seconds: for how long it has been there.
+        silent: seconds since its last sign of life.
+        stack: what its main thread does, if it could say.
+    """
+
+    tower: int
+    host: str = ""
+    place: Place | None = None
+    seconds: float = 0.0
+    silent: float = 0.0
+    stack: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has answered, or gave a sign of life a moment ago."""
+        return bool(self.stack) or (self.place is not None and self.silent < _SILENT)
+
+    def __str__(self) -> str:
+        name = f"tower {self.tower}{self.host and f' on {self.host}'}"
+        if self.place is None:
+            return f"nothing is known of {name}"
+        if self.lives:
+            return f"{name} is {self.place}, for {self.seconds:.0f} s"
+        return (
+            f"{name} gives no sign of life for {self.silent:.0f} s (stopped, or its host is gone); it was last seen "
+            f"{self.place}"
+        )
+
+
+class Heartbeat:
+    """This tower's signs of life, and its view of the others'.
+
+    Args:
+        health: of this tower; the heartbeat ends with it.
+        topology: this tower's place; its ``address`` is the store's.
+    """
+
+    def __init__(self, health: Health, topology: Topology) -> None:
+        self._health = weakref.ref(health)
+        self._record = health.record
+        self._topology = topology
+        self._stopping = threading.Event()
+        self._store: Store | None = None
+        self._host = socket.gethostname()
+        self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
+        atexit.register(self._stop)
+        self._thread.start()
+
+    def _stop(self) -> None:
+        """A thread inside the store would be in the way of an interpreter that is taken down."""
+        self._stopping.set()
+        self._thread.join(_PATIENCE)
+
+    # -- giving ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            store, self._store = self._connect()
+            answered = 0
+            beat = True
+            while beat:
+                store.set(f"sign{self._topology.index}", self._sign())
+                asked = store.add(f"questions{self._topology.index}", 0)
+                if asked > answered:
+                    store.set(f"answer{self._topology.index}", json.dumps([asked, main_stack()]))
+                    answered = asked
+                beat = not self._stopping.wait(INTERVAL) and self._health() is not None
+        except Exception:  # the store has ended, with its host or in the normal way: nobody asks any more
+            pass
+        finally:
+            atexit.unregister(self._stop)
+
+    def _connect(self) -> tuple[Store, Store]:
+        """The store, twice, for two threads."""
+        assert self._topology.address is not None
+        host, port = self._topology.address
+        tcp = TCPStore(host, port, None, False, timedelta(seconds=30), wait_for_workers=False)
+        prefix = f"towers/attempt{self._topology.attempt}/health"
+        # A script may make several strategies, all towers in the same order.
+        number = PrefixStore(prefix, tcp).add(f"strategies{self._topology.index}", 1)
+        one, other = (PrefixStore(f"{prefix}/{number}", store) for store in (tcp, tcp.clone()))  # type: ignore[attr-defined]
+        return one, other
+
+    def _sign(self) -> str:
+        place = self._record.read()
+        said = dataclasses.asdict(place) | {"since": time.monotonic() - place.since if place.since else 0.0}
+        return json.dumps({"place": said, "time": time.time(), "host": self._host})
+
+    # -- seeing ------------------------------------------------------------------------------------------
+
+    def others(self) -> list[int]:
+        """All towers but this one."""
+        return [tower for tower in range(self._topology.size) if tower != self._topology.index]
+
+    def look(self, towers: Sequence[int], *, ask: bool) -> list[Sight]:
+        """What can be seen of other towers, within two seconds or so.
+
+        Args:
+            ask: ask them for their stacks, too.
+        """
+        seen = self._see(towers)
+        asked = [sight.tower for sight in seen if sight.lives] if ask else []
+        if not asked:
+            return seen
+        answers = _within(_ANSWER + _PATIENCE, lambda: self._ask(asked)) or {}
+        return [dataclasses.replace(sight, stack=answers.get(sight.tower, "")) for sight in self._see(towers)]
+
+    def _see(self, towers: Sequence[int]) -> list[Sight]:
+        signs = _within(_PATIENCE, lambda: self._signs(towers)) or {}
+        now, found = time.monotonic(), []
+        for tower in towers:
+            sight = signs.get(tower, Sight(tower))
+            if (record := self._record.beside(tower)) is not None:  # fresher than what came through the store
+                place = record.read()
+                since = now - place.since if place.since else 0.0
+                sight = dataclasses.replace(sight, place=place, seconds=since, silent=now - record.sign)
+            found.append(sight)
+        return found
+
+    def _ask(self, towers: Sequence[int]) -> dict[int, str]:
+        store = self._store
+        if store is None:
+            return {}
+        questions = {tower: store.add(f"questions{tower}", 1) for tower in towers}
+        answers: dict[int, str] = {}
+        end = time.monotonic() + _ANSWER
+        while len(answers) < len(questions) and time.monotonic() < end:
+            time.sleep(0.05)
+            for tower, question in questions.items():
+                if tower not in answers and store.check([f"answer{tower}"]):
+                    number, stack = json.loads(store.get(f"answer{tower}"))
+                    if number >= question:
+                        answers[tower] = stack
+        return answers
+
+    def _signs(self, towers: Sequence[int]) -> dict[int, Sight]:
+        store = self._store
+        found: dict[int, Sight] = {}
+        for tower in towers if store is not None else ():
+            if store.check([f"sign{tower}"]):  # type: ignore[union-attr]
+                sign = json.loads(store.get(f"sign{tower}"))  # type: ignore[union-attr]
+                silent = max(0.0, time.time() - sign["time"])
+                place = Place(**sign["place"])
+                host = "" if sign["host"] == self._host else sign["host"]
+                found[tower] = Sight(tower, host, place, place.since + silent, silent)
+        return found
+
+
+def main_stack() -> str:
+    """What the main thread does, as a traceback would show it, innermost call last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = traceback.format_stack(frame)
+    left_out = ["  …\n"] if len(lines) > _FRAMES else []
+    return "".join(left_out + lines[-_FRAMES:]).rstrip()
+
+
+def _within(seconds: float, look: Callable[[], _T]) -> _T | None:
+    """What ``look`` returns, if it does so in time: a store whose host is gone may not answer at all."""
+    found: list[_T] = []
+
+    def run() -> None:
+        try:
+            found.append(look())
+        except Exception:  # the store is gone
+            return
+
+    thread = threading.Thread(target=run, name="towers-look", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None

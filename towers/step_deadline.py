@@ -1,0 +1,65 @@
+"""A step that never ends: the tower says where it hangs, and ends, so that the others follow."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+from towers import failure
+from towers.errors import StepTimeoutError
+from towers.health import AVERAGING, Health
+from towers.heartbeat import INTERVAL, main_stack
+from towers.waiting import elsewhere, listed
+
+_HEAD_START = 3.0  # seconds
+
+
+class StepDeadline:
+    """Watches the steps of this tower from a thread.
+
+    Args:
+        health: of this tower; the watch ends with it.
+        tower: its index.
+        seconds: how long a step may take; infinite for no limit.
+    """
+
+    def __init__(self, health: Health, tower: int, seconds: float) -> None:
+        self._health = weakref.ref(health)
+        self._record = health.record
+        self._tower = tower
+        self._seconds = seconds
+        threading.Thread(target=self._run, name="towers-step-deadline", daemon=True).start()
+
+    def _run(self) -> None:
+        pause = min(INTERVAL, self._seconds / 10)
+        watched, spent, before = 0, 0.0, time.monotonic()
+        while self._health() is not None:
+            time.sleep(pause)
+            self._record.give_sign()
+            place, now = self._record.read(), time.monotonic()
+            if not place.running or place.step != watched:
+                watched, spent = place.step, 0.0
+            else:
+                spent += min(now - before, 2 * pause)  # while the whole job is suspended the watch stands still
+            before = now
+            # Who waits for others leaves it to those to say what they do.
+            waits = place.phase == AVERAGING or bool(place.call)
+            if spent >= self._seconds + (_HEAD_START if waits else 0.0):
+                self._end()
+
+    def _end(self) -> None:
+        health = self._health()
+        assert health is not None
+        trace = f"Stack (most recent call last):\n{main_stack()}\n"
+        others = elsewhere(health, health.heartbeat) if health.heartbeat else []
+        seen = f"; {listed(others)}" if others else ""
+        failure.leave_report(
+            StepTimeoutError(
+                f"tower {self._tower} has been in one step for {self._seconds:.0f} s, {health.place}{seen} "
+                "(CommunicationOptions.step_timeout_seconds)"
+            ),
+            trace,
+        )
+        os._exit(1)

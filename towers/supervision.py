@@ -1,0 +1,162 @@
+"""torchrun's agent with our way of ending: what happens when a tower ends, and when the job is told to.
+
+:mod:`torch.distributed.elastic` starts the towers and collects them. It ends the others as soon as one has failed, and
+then waits 30 seconds for those that handle SIGTERM, or are stopped. Here, in the methods that its documentation
+leaves to subclasses:
+
+- After a failure the others are asked to end, and killed :data:`LAST_WORDS` seconds later.
+- A tower that ends with :data:`towers.failure.EXIT_PREEMPTED` has agreed on it with the others, which get the time to.
+- The first SIGTERM or SIGINT is passed on to the towers. Those that handle it go on until they have saved; one that
+  dies of it takes the others along. A second one ends all at once.
+- A failure on another worker ends the towers of this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from towers.agent_logs import TowerLogs
+from towers.failure import EXIT_PREEMPTED
+from towers.news import News
+
+LAST_WORDS = 1.5
+"""Seconds between asking a tower to end and killing it."""
+
+_TOGETHER = 5.0  # seconds in which towers that were preempted end, after the first of them
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+_FATAL = (signal.SIGHUP, signal.SIGQUIT)
+
+
+class Supervisor(LocalElasticAgent):
+    """Runs the towers of one worker.
+
+    Attributes:
+        told: the signal that this process was sent and has passed on, if it was.
+        endings: exit codes of the towers that ended by themselves, by index; negative: the signal they died of.
+        elsewhere: what another worker says has failed first.
+
+    Args:
+        spec, logs: as of torchrun's agent.
+        ignored: signals that whoever started this process had it ignore.
+        news: what workers tell each other.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: TowerLogs, ignored: frozenset[signal.Signals], news: News) -> None:
+        super().__init__(spec, logs)
+        self.told: signal.Signals | None = None
+        self.endings: dict[int, int] = {}
+        self.elsewhere: str | None = None
+        self._ignored = ignored
+        self._news = news
+        self._processes: dict[int, int] = {}  # by index of the tower
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, int] = super()._start_workers(worker_group)
+        self._processes = {worker_group.workers[local].global_rank: started[local] for local in started}
+        # torch has installed handlers of its own meanwhile, for all of these.
+        for number in _PASSED_ON:
+            signal.signal(number, signal.SIG_IGN if number in self._ignored else self._told)
+        for number in _FATAL:
+            if number in self._ignored:
+                signal.signal(number, signal.SIG_IGN)
+        self._news.listen(worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1)
+        return started
+
+    def _told(self, number: int, _frame: object) -> None:
+        told = signal.Signals(number)
+        if self.told is None and self._living():
+            self.told = told
+            for (
+                process
+            ) in self._living().values():  # not what they have started, such as loaders, which they still need
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, number)
+            return
+        raise SignalException(f"{told.name} came again", told)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        for tower, code in self._ended().items():
+            self.endings.setdefault(tower, code)
+        codes = set(self.endings.values())
+        if codes - {0, EXIT_PREEMPTED}:
+            if self.told is not None and codes & died_of(self.told):
+                self._await(LAST_WORDS)  # all were told, and need not be told again
+                self._send(self.told, self._processes)  # but for what those that have ended had started
+            self._end_all(signal.SIGTERM)
+        elif EXIT_PREEMPTED in codes:
+            self._await(_TOGETHER, lambda codes: bool(codes - {0, EXIT_PREEMPTED}))
+            self._end_all(signal.SIGTERM)
+        elif self._living() and (said := self._news.heard) is not None:
+            self.elsewhere = said
+            self._end_all(signal.SIGTERM)
+        elif len(self.endings) < len(self._processes):
+            return RunResult(state=WorkerState.HEALTHY)
+        found: RunResult = super()._monitor_workers(worker_group)  # all of them have ended
+        return found
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        self._end_all(death_sig)
+        super()._shutdown(death_sig)
+
+    def _end_all(self, number: signal.Signals) -> None:
+        if self._living():
+            for each in (number, signal.SIGCONT):  # one that is stopped hears it when it goes on
+                self._send(each, self._living())
+            self._await(LAST_WORDS, note=False)
+            self._send(signal.SIGKILL, self._living())
+            self._await(LAST_WORDS, note=False)
+
+    def _await(
+        self, seconds: float, enough: Callable[[set[int]], bool] = lambda codes: False, *, note: bool = True
+    ) -> None:
+        """Wait until no tower lives, or until the exit codes that are there are ``enough``.
+
+        Args:
+            note: towers that end meanwhile have ended by themselves.
+        """
+        end = time.monotonic() + seconds
+        while self._living() and time.monotonic() < end and not enough(set(self.endings.values())):
+            time.sleep(0.02)
+            if note:
+                for tower, code in self._ended().items():
+                    self.endings.setdefault(tower, code)
+
+    @staticmethod
+    def _send(number: signal.Signals, processes: Mapping[int, int]) -> None:
+        """Signal towers and the processes that they have started."""
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, number)
+
+    def _living(self) -> dict[int, int]:
+        ended = self._ended()
+        return {tower: process for tower, process in self._processes.items() if tower not in ended}
+
+    def _ended(self) -> Mapping[int, int]:
+        """Exit codes of the towers that have ended, which are left for torch to collect."""
+        return {tower: code for tower, process in self._processes.items() if (code := _exit_code(process)) is not None}
+
+
+def died_of(number: signal.Signals) -> frozenset[int]:
+    """Exit codes of a program that ended because of a signal: by it, or as a shell would say it."""
+    return frozenset({-number, 128 + number})
+
+
+def _exit_code(process: int) -> int | None:
+    try:
+        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # torch has collected it
+        return 0
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
