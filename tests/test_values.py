@@ -239,7 +239,11 @@ def call_on_one_tower(strategy: mirrored.Strategy | None = None) -> None:
 def test_a_collective_that_one_tower_makes_alone_is_explained() -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
         mirrored.launch(call_on_one_tower, devices=["cpu:0", "cpu:1"], timeout=20)
-    assert "tower 0 waited 2 s for tower 1 in a collective. Every tower must make the same calls" in str(caught.value)
+    text = str(caught.value)
+    assert "tower 0 waited 2 s for tower 1 in a collective (before its first step, at reduce" in text
+    assert "; tower 1 is before its first step, for " in text
+    assert ". Every tower must make the same calls" in text
+    assert "time.sleep(4)" in text[text.index("tower 1, most recent call last:") :]
     assert isinstance(caught.value.__cause__, mirrored.CollectiveTimeoutError)
 
 

@@ -32,24 +32,22 @@ class Health:
     Attributes:
         step: how many steps (calls of ``strategy.run``) have begun.
         phase: what the tower does now; empty where it is in the script's own code.
-        record: where others read it.
+        record: where others read it; None where there are no others, and nothing is written.
         heartbeat: asks the other towers where they are, where there are any.
-
-    Args:
-        record: default: memory of this process.
     """
 
     def __init__(self, record: Record | None = None) -> None:
         self.step = 0
         self.phase = ""
-        self.record = record or Record()
+        self.record = record
         self.heartbeat: Heartbeat | None = None
         self._running = False
 
     def enter(self, phase: str) -> None:
         """From now on the tower does this ("writing the checkpoint"). Empty: nothing that has a name."""
         self.phase = phase
-        self.record.enter(self.step, self._running, _encoded(phase))
+        if self.record is not None:
+            self.record.enter(self.step, self._running, _encoded(phase))
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -65,7 +63,7 @@ class Health:
     @property
     def place(self) -> Place:
         """Where the tower is."""
-        return self.record.read()
+        return self.record.read() if self.record is not None else Place(self.step, self._running, self.phase)
 
     def during(self, phase: str) -> _During:
         """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""
@@ -108,11 +106,12 @@ class _At:
         self._health, self._call = health, call
 
     def __enter__(self) -> None:
-        self._health.record.call(self._call.encode())
+        if (record := self._health.record) is not None:
+            record.call(self._call.encode())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._health.record.call(b"")
+        if kind is None and (record := self._health.record) is not None:
+            record.call(b"")
 
 
 @functools.lru_cache(64)

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from towers.health import Health
 from towers.topology import Topology
-from towers.whereabouts import Place
+from towers.whereabouts import Place, Record
 
 INTERVAL = 1.0
 """Seconds between two signs of life."""
@@ -78,12 +78,13 @@ class Heartbeat:
 
     Args:
         health: of this tower; the heartbeat ends with it.
+        record: its record.
         topology: this tower's place; its ``address`` is the store's.
     """
 
-    def __init__(self, health: Health, topology: Topology) -> None:
+    def __init__(self, health: Health, record: Record, topology: Topology) -> None:
         self._health = weakref.ref(health)
-        self._record = health.record
+        self._record = record
         self._topology = topology
         self._stopping = threading.Event()
         self._store: Store | None = None

@@ -115,9 +115,9 @@ def launch(
     if failures:
         first = min(failures, key=lambda f: f.consequence)
         record = places[first.tower]
-        where = str(record.read()) if record is not None else "before its strategy was made"
+        where = f", {record.read()}" if record is not None else ""
         raise TowerFailedError(
-            f"tower {first.tower} of {count} failed, {where}:\n{first.traceback.rstrip()}",
+            f"tower {first.tower} of {count} failed{where}:\n{first.traceback.rstrip()}",
             first.tower,
             tuple(failures),
         ) from first.exception

@@ -80,14 +80,10 @@ def _failure(job: Job, supervisor: Supervisor, result: RunResult, records: os.Pa
     lines = []
     if trace := str(report.get("py_callstack", "")).rstrip():
         lines.append(f"towers: tower {first} failed:\n{trace}")
-    if report.get("consequence"):
-        if (cause := news.await_what_was_said()) is not None and cause != sentence:
-            sentence = f"{sentence}\ntowers: first of all, {cause}"
-    else:
-        cause = news.say(sentence)
-        if cause != sentence:
-            sentence = f"{sentence}\ntowers: first of all, {cause}"
     lines.append(f"towers: {sentence}")
+    cause = news.await_what_was_said() if report.get("consequence") else news.say(sentence)
+    if cause not in (None, sentence):
+        lines.append(f"towers: first of all, {cause}")
     return Outcome(code if code > 0 else 128 - code, "\n".join(lines))
 
 

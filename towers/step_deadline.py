@@ -12,6 +12,7 @@ from towers.errors import StepTimeoutError
 from towers.health import AVERAGING, Health
 from towers.heartbeat import INTERVAL, main_stack
 from towers.waiting import elsewhere, listed
+from towers.whereabouts import Record
 
 _HEAD_START = 3.0  # seconds
 
@@ -21,13 +22,14 @@ class StepDeadline:
 
     Args:
         health: of this tower; the watch ends with it.
+        record: its record.
         tower: its index.
         seconds: how long a step may take; infinite for no limit.
     """
 
-    def __init__(self, health: Health, tower: int, seconds: float) -> None:
+    def __init__(self, health: Health, record: Record, tower: int, seconds: float) -> None:
         self._health = weakref.ref(health)
-        self._record = health.record
+        self._record = record
         self._tower = tower
         self._seconds = seconds
         threading.Thread(target=self._run, name="towers-step-deadline", daemon=True).start()

@@ -30,13 +30,14 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Commu
         StartupError: ``options`` ask for shared memory, and the towers cannot have it.
         ValueError, HandshakeError, PortInUseError: as of the process group.
     """
-    health = Health(_record())
+    record = _record()
+    health = Health(record)
     health.enter("meeting the other towers")
     group = process_group.connect(topology, device, options)
     group.health = health
     if group.size > 1:
-        health.heartbeat = Heartbeat(health, topology)
-        StepDeadline(health, topology.index, options.step_seconds)
+        health.heartbeat = Heartbeat(health, record, topology)
+        StepDeadline(health, record, topology.index, options.step_seconds)
     communicator = _fitting(group, device, options)
     health.enter("")
     return communicator
