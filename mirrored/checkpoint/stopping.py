@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
-from towers.failure import signal_name
 from towers.log import get_logger
 
 log = get_logger("mirrored")
 
 
 class StopSignals:
-    """Notes the first of the signals, and ends the process at once by the second, or when the grace is over.
+    """Notes the first of the signals; the second ends the process as it always would, and so does the end of the grace.
 
     Signals that whoever started the program had ignored stay so. Only the main thread can be asked to stop.
 
@@ -50,21 +49,17 @@ class StopSignals:
             self._timer.cancel()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.received is not None:
-            self._end()
         self.received = signal.Signals(number)
+        for handled in self._before:  # the system's own way: it also ends what does not come back to Python
+            signal.signal(handled, signal.SIG_DFL)
         self._timer = threading.Timer(self._grace, self._end)
         self._timer.daemon = True
         self._timer.start()
 
     def _end(self) -> None:
-        """End by the signal, as a program without a checkpoint would have."""
         assert self.received is not None
-        os.write(2, f"mirrored: ended by {signal_name(self.received)} before the step was saved\n".encode())
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(self.received, signal.SIG_DFL)
-            os.kill(os.getpid(), self.received)
-        os._exit(128 + self.received)
+        os.write(2, f"mirrored: no step was done {self._grace:g} s after {self.received.name}; ending\n".encode())
+        os.kill(os.getpid(), self.received)
 
 
 STOP, DUE = 1, 2

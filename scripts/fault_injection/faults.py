@@ -40,7 +40,7 @@ class Fault:
     """What is to happen, once.
 
     Attributes:
-        action: one of :data:`ACTIONS`, "slow" (a second of sleep) or "disk full".
+        action: one of :data:`ACTIONS`, "slow" (a second of sleep), "hang" (a minute) or "disk full".
         phase: one of :data:`PHASES`.
         tower: on which.
         step: in which step of training, from 0; for the phases of saving, in the checkpoint after that step.
@@ -76,18 +76,20 @@ class Injector:
         self._fault = fault if fault is not None and fault.tower == tower else None
         self.step = 0
 
-    def at(self, phase: str) -> None:
-        """This tower has come to ``phase``."""
+    def at(self, phase: str, step: int | None = None) -> None:
+        """This tower has come to ``phase``, of :attr:`step` or another one that is given."""
         fault = self._fault
-        if fault is None or phase != fault.phase or self.step != fault.step:
+        if fault is None or phase != fault.phase or (self.step if step is None else step) != fault.step:
             return
         self._fault = None
         if self._trace is not None:
+            if self._trace.exists():  # this is a run that goes on
+                return
             self._trace.touch()
         if fault.action == "raise":
             raise Injected(f"injected in {phase}")
-        if fault.action == "slow":
-            time.sleep(1.0)
+        if fault.action in ("slow", "hang"):
+            time.sleep(1.0 if fault.action == "slow" else 60.0)
         elif fault.action == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         else:
@@ -123,10 +125,11 @@ class Injector:
         save = checkpoints.save
 
         def saving(*args: Any, **kwargs: Any) -> None:
+            step = self.step
             save(*args, **kwargs)
             for number, phase in enumerate(SAVING):
                 time.sleep(0.005 * number)
-                self.at(phase)
+                self.at(phase, step)
 
         checkpoints.save = saving  # type: ignore[method-assign]
 
@@ -136,16 +139,21 @@ class WatchedDisk(Disk):
 
     def __init__(self, injector: Injector) -> None:
         self._injector = injector
+        self._step = -1  # that the checkpoint in hand was made after
+
+    def mkdir(self, path: pathlib.Path) -> None:
+        super().mkdir(path)
+        self._step = int(path.name.split("-")[2]) - 1
 
     def write(self, descriptor: int, data: memoryview) -> int:
         written = super().write(descriptor, data[: max(1, len(data) // 2)])
-        self._injector.at("writing")
+        self._injector.at("writing", self._step)
         return written
 
     def rename(self, old: pathlib.Path, new: pathlib.Path) -> None:
         checkpoint = old.name.startswith(".saving-")
         if checkpoint:
-            self._injector.at("before rename")
+            self._injector.at("before rename", self._step)
         super().rename(old, new)
         if checkpoint:
-            self._injector.at("after rename")
+            self._injector.at("after rename", self._step)

@@ -55,20 +55,21 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
     if fault is not None:
         words += ["--fault", str(fault)]
     mark = secrets.token_hex(8)
-    before = _traces()
-    process = subprocess.run(
-        [*words, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
-    )
-    ended = time.time()
+    shared = _shared_memory()
+    with tempfile.TemporaryDirectory() as temporary:
+        variables = {"OMP_NUM_THREADS": "1", "TMPDIR": temporary, _MARK: mark}
+        process = subprocess.run(
+            [*words, *arguments], capture_output=True, text=True, timeout=240, env={**os.environ, **variables}
+        )
+        ended = time.time()
+        left = [*pathlib.Path(temporary).glob("towers-*"), *(_shared_memory() - shared)]
     begun = pathlib.Path(f"{folder}.fault")
     seconds = ended - begun.stat().st_mtime if fault is not None and begun.exists() else 0.0
     lines = process.stdout.strip().splitlines()
     result = json.loads(lines[-1]) if process.returncode == 0 else None
-    return Ended(process.returncode, seconds, process.stderr, result, sorted(_traces() - before) + _processes(mark))
+    return Ended(
+        process.returncode, seconds, process.stderr, result, [f"left {path}" for path in left] + _processes(mark)
+    )
 
 
 def problems(fault: Fault, ended: Ended) -> list[str]:
@@ -116,10 +117,9 @@ def play(fault: Fault, expected: Result) -> tuple[Ended, list[str]]:
     return ended, found
 
 
-def _traces() -> set[str]:
-    """What a run may leave on the machine."""
-    places = [*pathlib.Path("/dev/shm").glob("*"), *pathlib.Path(tempfile.gettempdir()).glob("towers-*")]
-    return {f"left {path}" for path in places}
+def _shared_memory() -> set[pathlib.Path]:
+    """What lies in /dev/shm, but for the semaphores of other programs that come and go."""
+    return {path for path in pathlib.Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
 def _processes(mark: str) -> list[str]:
