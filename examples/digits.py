@@ -7,12 +7,14 @@ The same file runs unchanged as
     torchrun --nproc-per-node 2 examples/digits.py
     TF_CONFIG='{"cluster": …, "task": …}' python examples/digits.py    once on every worker
 
-and writes the model, its learning curves and a sheet of test digits with predictions to --output.
+and writes the model, its learning curves and a sheet of test digits with predictions to --output. With --checkpoints it
+can be ended at any time, and the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import pathlib
 
 import torch
@@ -84,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=64, help="of all towers together")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest of the one-cycle schedule")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="save here every hundred steps, and go on from here")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/digits"))
     return parser.parse_args()
 
@@ -127,16 +130,27 @@ def main() -> None:
         return float(loss) / count, float(correct) / count
 
     history: list[tuple[float, float, float]] = []
-    bar = tqdm(total=arguments.epochs * len(train_set), unit="example", disable=not strategy.is_chief)
-    for epoch in range(1, arguments.epochs + 1):
-        losses, correct, seen = 0.0, 0, 0
-        for images, labels in train:
-            loss, hits, count = strategy.reduce("sum", strategy.run(train_step, args=(images, labels)))
-            losses, correct, seen = losses + float(loss), correct + int(hits), seen + count
-            bar.update(count)
-            bar.set_postfix(epoch=epoch, loss=f"{float(loss):.3f}", accuracy=f"{correct / seen:.1%}", refresh=False)
-        test_loss, accuracy = evaluate()
-        history.append((losses / len(train), test_loss, accuracy))
+    epoch_so_far = {"losses": 0.0, "correct": 0, "seen": 0}
+    checkpoints = None
+    if arguments.checkpoints is not None:
+        objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "train": train}
+        objects |= {"history": history, "epoch so far": epoch_so_far}
+        checkpoints = mirrored.CheckpointManager(strategy, arguments.checkpoints, objects, every_steps=100)
+    with checkpoints.resume() if checkpoints is not None else contextlib.nullcontext():
+        done = len(history) * len(train_set) + int(epoch_so_far["seen"])
+        bar = tqdm(total=arguments.epochs * len(train_set), initial=done, unit="example", disable=not strategy.is_chief)
+        for epoch in train.epochs(arguments.epochs):
+            for images, labels in train:
+                sums = strategy.reduce("sum", strategy.run(train_step, args=(images, labels)))
+                for key, value in zip(epoch_so_far, sums, strict=True):
+                    epoch_so_far[key] += value if key == "seen" else value.item()
+                bar.update(sums[2])
+                accuracy = epoch_so_far["correct"] / epoch_so_far["seen"]
+                bar.set_postfix(epoch=epoch + 1, loss=f"{sums[0]:.3f}", accuracy=f"{accuracy:.1%}", refresh=False)
+                if checkpoints is not None:
+                    checkpoints.step()
+            history.append((epoch_so_far["losses"] / len(train), *evaluate()))
+            epoch_so_far.update(losses=0.0, correct=0, seen=0)
     bar.close()
 
     if strategy.is_chief:

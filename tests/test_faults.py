@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from faults import Fault
 from play import DEADLINE, PROGRAM, differences, play, undisturbed
+from play_cluster import free_ports
 
 
 @pytest.fixture(scope="module")

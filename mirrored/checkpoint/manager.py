@@ -27,6 +27,7 @@ from mirrored.checkpoint.stopping import DUE, STOP, Flags, StopSignals
 from mirrored.checkpoint.tracked import TrackedCalls, TrackedObject, track
 from mirrored.checkpoint.writer import Writer
 from mirrored.data.dataset import DistributedDataset
+from mirrored.observer import observer
 from mirrored.strategy import Strategy
 from towers.collectives.agreement import announce
 from towers.failure import signal_name
@@ -45,7 +46,8 @@ class CheckpointManager:
     A checkpoint holds the given objects, the random numbers of every tower and the step. It is written beside the
     others, flushed, and renamed, so at any instant what is there is whole. All towers make the same calls; one of them
     writes, or one for each folder where hosts do not share it. Restored on the same number of towers (with virtual
-    towers: on any), a run ends in the bits of the run that was never interrupted.
+    towers: on any), a run ends in the bits of the run that was never interrupted. (Inside ``mirrored verify`` nothing
+    is restored or saved.)
 
     ::
 
@@ -76,7 +78,7 @@ class CheckpointManager:
     Attributes:
         steps: how many steps were counted, those before a restart included.
         folder: the path.
-        stalled_seconds: how long :meth:`save` and :meth:`step` have held up training, all together.
+        stalled_seconds: how long saving has held up training, all together.
 
     Raises:
         ValueError: a name or a number is none.
@@ -113,24 +115,29 @@ class CheckpointManager:
             TrackedCalls(_STREAMS, strategy.streams, strategy.set_streams),
         ]
         self._has_data = any(isinstance(thing, DistributedDataset) for thing in objects.values())
+        # A comparison of runs begins anew each time, and leaves the checkpoints of the real one alone.
+        self._compared = observer() is not None
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
         self._flags = Flags(self._comm)
         self.folder = pathlib.Path(folder)
         self._folder = Folder(self.folder, disk or Disk())
-        self._writing_tower = writer_of(self._comm, self.folder)
         self._writer: Writer | None = None
-        problem = ""
-        if self._writing_tower == self._comm.index:
-            self._writer = Writer(self._folder, keep)
-            problem = self._begin_writing()
-        self._raise_first("opens a folder of checkpoints", problem)
         self.steps = 0
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._in_flight = ""
+        if not self._compared:
+            self._open(keep)
+
+    def _open(self, keep: int) -> None:
+        problem = ""
+        if writer_of(self._comm, self.folder) == self._comm.index:
+            self._writer = Writer(self._folder, keep)
+            problem = self._begin_writing()
+        self._raise_first("opens a folder of checkpoints", problem)
 
     def _begin_writing(self) -> str:
         """Take the folder, and clear away what a killed run left; returns what is wrong."""
@@ -183,6 +190,8 @@ class CheckpointManager:
             DisagreementError: on all towers: some call something else.
         """
         chosen = check_name(name) if name is not None else name_of(self.steps)
+        if self._compared:
+            return
         started = time.monotonic()
         with self._strategy.health.during(f"saving checkpoint {chosen}"):
             self._save(chosen, wait=not self._asynchronous if wait is None else wait)
@@ -267,6 +276,11 @@ class CheckpointManager:
             self.wait()
 
     @property
+    def written_seconds(self) -> float:
+        """How long this tower wrote the newest checkpoint, beside the training or not; 0 where another tower writes."""
+        return self._writer.seconds if self._writer is not None else 0.0
+
+    @property
     def latest(self) -> str | None:
         """The name of the newest step's checkpoint in this tower's folder."""
         steps = self._folder.steps()
@@ -278,6 +292,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: as of :meth:`resume`.
         """
+        if self._compared:
+            return None
         self.wait()
         mine = self._folder.steps()
         towers = [said.details for said in announce(self._comm, "looks for checkpoints", mine)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import allreduce
+import checkpoint
 import memory
 import mirror
 import scaling
@@ -13,6 +14,7 @@ import virtual
 
 BENCHMARKS = {
     "allreduce": allreduce.main,
+    "checkpoint": checkpoint.main,
     "memory": memory.main,
     "mirror": mirror.main,
     "scaling": scaling.main,
