@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from towers import console, job_control, machine, rendezvous, topology
+from towers import console, job_control, machine, network, rendezvous, topology
 from towers.agent_logs import TowerLogs
 from towers.errors import TowersError
 from towers.failure import signal_name
@@ -80,6 +80,8 @@ def _set_environment(job: Job) -> None:
     os.environ[topology.AGENT] = str(os.getpid())
     if job.devices:
         os.environ[topology.DEVICES] = ",".join(job.devices)
+    if job.workers == 1:
+        network.keep_to_loopback()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from towers import console, devices, failure, handshake, lifeline, topology
+from towers import console, devices, failure, handshake, lifeline, machine, network, topology
 from towers.errors import CannotStartError, TowerFailedError
 
 DEFAULT_TIMEOUT = 3600.0
@@ -139,6 +139,7 @@ def _environment(tower: int, count: int, port: int, names: Sequence[str]) -> dic
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         topology.STARTED_BY: "launch",
+        **network.variables(machine.loopback_interface(), os.environ),
     }
     if names:
         variables[topology.DEVICES] = ",".join(names)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers import handshake, machine
+from towers import handshake, machine, network
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import waited_in_vain
 from towers.topology import Topology
@@ -178,6 +178,8 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
     """
     backend = options.backend(device)
     timeout = timedelta(seconds=options.timeout_seconds)
+    if topology.local_size == topology.size:
+        network.keep_to_loopback()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
             raise ValueError(
@@ -276,11 +278,7 @@ def compare_towers(index: int, card: handshake.Card, other: int, reference: hand
 
 
 def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
-    """Tell Gloo which network interface leads to the other towers, unless the user did.
-
-    Left alone, Gloo resolves this machine's host name, which on many systems is a loopback address that
-    other machines cannot reach, and on others an address that the outside can.
-    """
+    """Keep to the network interface that leads to the other towers."""
     assert topology.address is not None
     place = [(card["machine"], card["network"]) for card in cards]
     own = place[topology.index]
@@ -293,7 +291,7 @@ def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
         address = machine.address_towards(target, topology.address[1])
         interface = machine.interface_of(address) if address else None
     if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        network.keep_to(interface)
 
 
 @contextlib.contextmanager
