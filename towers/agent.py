@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 import sys
 import uuid
@@ -29,6 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from towers import console, job_control, machine, network, rendezvous, topology
 from towers.agent_logs import TowerLogs
+from towers.cards import JOB_TOKEN
 from towers.errors import TowersError
 from towers.failure import signal_name
 from towers.job import Job
@@ -81,6 +83,7 @@ def _set_environment(job: Job) -> None:
     if job.devices:
         os.environ[topology.DEVICES] = ",".join(job.devices)
     if job.workers == 1:
+        os.environ[JOB_TOKEN] = secrets.token_hex()
         network.keep_to_loopback()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
@@ -100,7 +103,7 @@ def _run(job: Job, program: Sequence[str]) -> None:
             "role": "tower",
             "rdzv_backend": "towers",
             "rdzv_endpoint": job.addresses[0] if job.addresses else "127.0.0.1:0",
-            "rdzv_configs": {"job": job, "timeout": job.startup_seconds},
+            "rdzv_configs": {"job": job, "token": os.environ.get(JOB_TOKEN, ""), "timeout": job.startup_seconds},
             "max_restarts": 0,
             "monitor_interval": 0.1,
             "logs_specs": TowerLogs(relay, job.log_dir),

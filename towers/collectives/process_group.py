@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from towers import handshake, machine, network
+from towers.cards import Card
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import waited_in_vain
 from towers.topology import Topology
@@ -172,7 +173,8 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
 
     Raises:
         StartupError: not all towers came before the deadline; lists the missing.
-        HandshakeError: the towers do not belong together: versions, options or devices contradict.
+        HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
+            has another job token than the others.
         PortInUseError: the address to meet at is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
@@ -230,21 +232,21 @@ def _new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None)
         return dist.new_group(ranks, timeout=timeout, backend=_backends(backend))
 
 
-def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[handshake.Card]]:
+def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[Card]]:
     assert topology.address is not None
     host, port = topology.address
     deadline = time.monotonic() + options.startup_seconds
     timeout = timedelta(seconds=options.startup_seconds)
     if topology.serves_store and topology.is_chief:
-        store = handshake.serve_store(host, port, timeout, topology.origin)
+        store = handshake.serve_store(host, port, timeout, topology.origin, topology.token)
     else:
         who = "tower 0" if topology.serves_store else "the launcher's store"
-        store = handshake.join_store(host, port, timeout, deadline, who, topology.origin)
+        own = f"tower {topology.index}"
+        store = handshake.join_store(host, port, timeout, deadline, who, topology.origin, topology.token, own)
     meeting = dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
     cards = handshake.meet(
         meeting,
         {
-            "torch": torch.__version__,
             "options": asdict(options),
             "machine": machine.host_identity(),
             "network": machine.network_identity(),
@@ -257,18 +259,18 @@ def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[d
         names=[f"rank {i}" for i in range(topology.size)],
         deadline=deadline,
         origin=topology.origin,
+        token=topology.token,
         compare=compare_towers,
         serves=topology.serves_store and topology.is_chief,
     )
     return meeting, cards
 
 
-def compare_towers(index: int, card: handshake.Card, other: int, reference: handshake.Card) -> str | None:
+def compare_towers(index: int, card: Card, other: int, reference: Card) -> str | None:
     """Why two towers cannot work together, or None."""
     where = f"tower {index} (on {card['host']})", f"tower {other} (on {reference['host']})"
-    for field, what in (("torch", "versions of torch"), ("options", "communication options")):
-        if card[field] != reference[field]:
-            return f"different {what}: {card[field]} on {where[0]}, {reference[field]} on {where[1]}"
+    if card["options"] != reference["options"]:
+        return f"different communication options: {card['options']} on {where[0]}, {reference['options']} on {where[1]}"
     if card["gpu"] and (card["gpu"], card["machine"]) == (reference["gpu"], reference["machine"]):
         return (
             f"{where[0]} and {where[1]} use the same GPU, {card['device']}; give each a GPU of its own "
@@ -277,7 +279,7 @@ def compare_towers(index: int, card: handshake.Card, other: int, reference: hand
     return None
 
 
-def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
+def _choose_network(topology: Topology, cards: list[Card]) -> None:
     """Keep to the network interface that leads to the other towers."""
     assert topology.address is not None
     place = [(card["machine"], card["network"]) for card in cards]
