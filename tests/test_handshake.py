@@ -149,6 +149,7 @@ GARBAGE = {
     "brackets": b"[" * 100_000,
     "a long number": b'{"card": ' + b"1" * 5000 + b"}",
     "much": b'"' + b"x" * 2**21 + b'"',
+    "a host of brackets": json.dumps({"card": '{"host": ' + "[" * 900 + "]" * 900 + "}", "seal": "x"}).encode(),
     "another job's": cards.seal("another", "tower/1", {"host": "elsewhere\x1b[2J"}).encode(),
     "a card from another place": cards.seal(TOKEN, "worker/0", {"host": "elsewhere"}).encode(),
 }
@@ -187,7 +188,7 @@ def test_a_failure_is_told_to_all_though_a_stranger_has_taken_its_place(store: T
     assert "is damaged: gpu is missing or of another kind" in first
 
 
-@pytest.mark.parametrize("card", [{}, {"device": 5, "gpu": None}, {"device": "cpu"}])
+@pytest.mark.parametrize("card", [{}, {"device": 5, "gpu": None}, {"device": "cpu"}, {"device": "cpu", "gpu": [[[]]]}])
 def test_a_card_of_this_job_that_lacks_something_is_an_error_that_names_it(
     store: TCPStore, card: dict[str, Any]
 ) -> None:

@@ -6,12 +6,12 @@ import ipaddress
 import json
 import os
 import pathlib
-import select
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -19,7 +19,7 @@ from jobs import ROOT
 from sockets import family, listening, unix_sockets
 from test_two_hosts import ip
 
-from towers import network
+from towers import machine, network
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
 
@@ -59,10 +59,13 @@ def start(words: Sequence[str], before: Sequence[str] = (), **variables: str) ->
 
 
 def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    """Return when it says so; Gloo of torch 2.9 may say something before."""
     assert process.stdout is not None
-    if not select.select([process.stdout], [], [], 40)[0] or process.stdout.readline() != "ready\n":
-        process.kill()
-        raise AssertionError(process.communicate(timeout=20)[1])
+    guard = threading.Timer(40.0, process.kill)
+    guard.start()
+    ready = "ready\n" in iter(process.stdout.readline, "")
+    guard.cancel()
+    assert ready, process.communicate(timeout=20)[1]
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -105,6 +108,15 @@ def test_what_the_user_says_about_interfaces_wins(tmp_path: pathlib.Path) -> Non
     assert network.variables("eth1", {**environ, "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}) == {}
     file.write_text("NCCL_SOCKET_IFNAME=ib0\n")
     assert network.variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_interface_of_an_address(address: str) -> None:
+    if ":" in address and not pathlib.Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    assert machine.address_towards(address, 1) == address
+    assert machine.interface_of(address) == "lo"
+    assert machine.interface_of("192.0.2.255") is machine.interface_of("2001:db8::ff") is None
 
 
 def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:

@@ -56,9 +56,10 @@ def unseal(token: str, place: str, data: bytes) -> Card:
     return card
 
 
-def plain(value: object, longest: int = 4000) -> str:
+def plain(text: object, longest: int = 4000) -> str:
     """A stranger's text as it may be shown: on one line, not too long, and nothing that moves a terminal's cursor."""
-    text = str(value)
+    if not isinstance(text, str):
+        return "?"
     return "".join(letter if letter.isprintable() else "?" for letter in text[:longest])
 
 

@@ -92,7 +92,7 @@ def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str
     """Bind to ``address``, or to what it stands for. Returns the host at which this machine reaches it."""
     # The machine's own name, which Debian's /etc/hosts takes to loopback; others know it by another address.
     own_name = ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0])
-    towards = network.own_address(others) if others else None
+    towards = network.own_address(others) if own_name else None
     if not own_name or (towards and ipaddress.ip_address(towards).is_loopback):
         try:
             listener.bind(address)
@@ -101,6 +101,7 @@ def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str
             # The name may lead to an address that no interface here has (a service address in front of this machine).
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
+            towards = network.own_address(others)
     if towards and (":" in towards) == (listener.family == socket.AF_INET6):
         listener.bind((towards, address[1]))
         return towards
@@ -150,7 +151,7 @@ def join_store(
     except TowersError:
         raise
     except RuntimeError as error:
-        raise StartupError(f"{who} went away during the start-up: {plain(error)}") from None
+        raise StartupError(f"{who} went away during the start-up: {plain(str(error))}") from None
     return store
 
 
@@ -241,7 +242,7 @@ def meet(
             table.wait_until_read([i for i in found if i != index])
         raise
     except RuntimeError as error:  # what torch's store raises when its server is gone
-        raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {plain(error)}") from None
+        raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {plain(str(error))}") from None
 
 
 class _Table:
@@ -348,10 +349,15 @@ def _compare(kind: str, compare: Compare, index: int, card: Card, other: int, re
         a, b = (_said(one) for one in (mine, theirs))
         return f"different versions: {a} on {kind} {index} (on {here}), {b} on {kind} {other} (on {there})"
     for field, value in reference.items():
-        fits = (str,) if value is None else (type(value), type(None))
-        if field not in card or not isinstance(card[field], (*fits, type(None))):
-            return f"the card of {kind} {index} (on {here}) is damaged: {field} is missing or of another kind"
-    return compare(index, card, other, reference)
+        fits = (str if value is None else type(value), type(None))
+        if field not in card or not isinstance(card[field], fits):
+            return (
+                f"the card of {kind} {index} (on {here}) is damaged: {plain(field, 64)} is missing or of another kind"
+            )
+    try:
+        return compare(index, card, other, reference)
+    except RecursionError:  # hundreds of lists in one another
+        return f"the card of {kind} {index} (on {here}) is damaged"
 
 
 def _said(stated: object) -> str:

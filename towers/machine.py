@@ -93,7 +93,7 @@ def address_towards(host: str, port: int) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):  # the latter for what cannot be a name
+    except (OSError, ValueError):  # the latter for what cannot be a name
         return None
 
 

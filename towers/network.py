@@ -35,7 +35,7 @@ def variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def own_address(others: Sequence[str]) -> str | None:
-    """This machine's address on the way to all of ``others`` (host names); None when there is not just one."""
+    """This machine's address on the way to all of ``others`` (host names); None when there is not exactly one."""
     found = {machine.address_towards(host, 1) for host in others}
     return found.pop() if len(found) == 1 else None
 
@@ -53,6 +53,6 @@ def _nccl_is_configured(environ: Mapping[str, str]) -> bool:
         try:
             if _NCCL in pathlib.Path(file).read_text(errors="replace"):
                 return True
-        except OSError:
+        except OSError:  # there is no such file
             continue
     return False
