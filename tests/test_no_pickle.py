@@ -30,13 +30,16 @@ def findings(tree: ast.AST) -> Iterator[str]:
             names = [alias.name for alias in node.names if alias.name.split(".")[0] in MODULES]
         elif isinstance(node, ast.ImportFrom):
             module = (node.module or "").split(".")[0]
+            if module == "queue":  # between threads
+                continue
             names = [alias.name for alias in node.names if alias.name in ANYWHERE | MODULES | {"import_module"}]
             names += [module] if module in MODULES else []
             names += [alias.name for alias in node.names if module == "torch" and alias.name in OF_TORCH_AND_NUMPY]
         elif isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             data = owner in ("torch", "np", "numpy") and node.attr in OF_TORCH_AND_NUMPY
-            names = [node.attr] if data or node.attr in ANYWHERE | {"import_module"} else []
+            named = node.attr in ANYWHERE | {"import_module"} and owner != "queue"
+            names = [node.attr] if data or named else []
         elif isinstance(node, ast.keyword):
             names = [node.arg] if node.arg in ANYWHERE else []
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -94,7 +97,8 @@ def test_what_is_looked_for_is_found(text: str) -> None:
 
 def test_what_only_sounds_like_it_is_let_through() -> None:
     text = (
-        "model.eval()\ntorch.compile(model)\nre.compile(x)\nself.load(x)\nsafetensors.torch.load_file(x)\njson.loads(x)"
+        "model.eval()\ntorch.compile(model)\nre.compile(x)\nself.load(x)\nsafetensors.torch.load_file(x)\njson.loads(x)\n"
+        "queue.Queue()\nfrom queue import Queue"
     )
     assert list(findings(ast.parse(text))) == []
 
