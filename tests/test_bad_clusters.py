@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -26,7 +28,7 @@ from mirrored.cluster import (
     resolve,
     slurm,
 )
-from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, rendezvous
+from towers import HandshakeError, PortInUseError, StartupError, devices, handshake
 from towers.collectives import process_group
 from towers.job import Job, agent_command
 
@@ -90,6 +92,8 @@ def test_row_07_index_as_text() -> None:
 def test_row_08_the_same_address_twice() -> None:
     config = {"cluster": {"chief": ["a:1"], "worker": ["b:1", "a:1"]}, "task": {"type": "chief", "index": 0}}
     refused(config, r"cluster.chief\[0\] and cluster.worker\[1\] are the same address, a:1")
+    config = {"cluster": {"worker": ["a.b:1", "A.b:01"]}, "task": {"type": "worker", "index": 0}}
+    refused(config, r"cluster.worker\[0\] and cluster.worker\[1\] are the same address, A.b:01")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,10 @@ def test_row_08_the_same_address_twice() -> None:
         ("a:0", r"cluster.worker\[0\] is 'a:0': ports go from 1 to 65535"),
         ("a:70000", "ports go from 1 to 65535"),
         ("a:" + "9" * 5000, "must be 'host:port'"),
+        ("a,b:1", "must be 'host:port'"),
+        ("-a:1", "must be 'host:port'"),
+        ("a..b:1", "must be 'host:port'"),
+        ("[1::2::3]:1", "must be 'host:port'"),
         ("::1:2222", "put an IPv6 address in brackets"),
         (7, r"cluster.worker\[0\] must be a text 'host:port', not a number"),
     ],
@@ -188,6 +196,7 @@ def test_row_15_two_processes_claim_one_rank() -> None:
         "kind": "tower",
         "names": ["rank 0", "rank 1"],
         "origin": "a test",
+        "token": "",
         "compare": lambda *_: None,
         "serves": False,
     }
@@ -225,7 +234,7 @@ def test_row_19_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
-            handshake.serve_store("127.0.0.1", port, timedelta(seconds=5), "a test")
+            handshake.serve_store("127.0.0.1", port, timedelta(seconds=5), "a test", "")
         assert isinstance(error.value, OSError)
         [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
         assert code == 1
@@ -287,16 +296,37 @@ def test_one_visible_gpu_for_each_process() -> None:
     assert devices.for_tower(3, 4, [torch.device("cuda", 0)], 1, "srun") == torch.device("cuda", 0)
 
 
-def test_row_23_versions_of_torch_differ() -> None:
-    card = {"torch": "2.13.0", "options": {}, "host": "h", "machine": "m", "device": "cpu", "gpu": None}
-    text = process_group.compare_towers(1, {**card, "torch": "2.12.0"}, 0, card)
-    assert text == "different versions of torch: 2.12.0 on tower 1 (on h), 2.13.0 on tower 0 (on h)"
-    worker = {"addresses": ["a:1"], "origin": "TF_CONFIG", "host": "h", "torch": "2.13.0"}
-    assert "different versions of torch" in rendezvous.compare_clusters(1, {**worker, "torch": "2.9"}, 0, worker)
+@pytest.mark.parametrize("what", ["torch", "python", "mirrored"])
+def test_row_23_versions_differ(what: str) -> None:
+    store = HashStore()
+
+    def come(index: int) -> str:
+        versions = {**handshake.versions(), **({what: "0.0"} if index else {})}
+        with pytest.raises(HandshakeError) as refused:
+            handshake.meet(
+                store,
+                {"versions": versions, "host": f"h{index}"},
+                kind="worker",
+                index=index,
+                names=["a:1", "b:1"],
+                deadline=time.monotonic() + 10,
+                origin="a test",
+                token="",
+                compare=lambda *_: pytest.fail("versions come first"),
+                serves=False,
+            )
+        return str(refused.value)
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(come, range(2))
+    assert first == second
+    assert "different versions: " in first
+    for index, number in ((0, handshake.versions()[what]), (1, "0.0")):
+        assert re.search(rf"{what} {re.escape(number)}\b[^(]* on worker {index} \(on h{index}\)", first)
 
 
 def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
-    card = {"torch": "2", "options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
+    card = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
     text = process_group.compare_towers(1, card, 0, card)
     assert text.startswith("tower 1 (on h) and tower 0 (on h) use the same GPU, cuda:0")
     assert process_group.compare_towers(1, {**card, "machine": "other"}, 0, card) is None
@@ -372,12 +402,12 @@ def test_options_are_checked() -> None:
 
 def test_a_chief_address_that_cannot_be_resolved() -> None:
     with pytest.raises(StartupError, match=r"no-such-host.invalid:1 \(from a test\) cannot be resolved"):
-        handshake.serve_store("no-such-host.invalid", 1, timedelta(seconds=5), "a test")
+        handshake.serve_store("no-such-host.invalid", 1, timedelta(seconds=5), "a test", "")
 
 
 @pytest.mark.skipif(not PROC_NET_TCP.exists(), reason="reads Linux's table of sockets")
 def test_the_store_listens_on_its_address_only() -> None:
-    store = handshake.serve_store("127.0.0.1", 0, timedelta(seconds=5), "a test")
+    store = handshake.serve_store("127.0.0.1", 0, timedelta(seconds=5), "a test", "")
     table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
     listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]

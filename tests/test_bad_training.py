@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -80,22 +82,58 @@ def differing_models(strategy: mirrored.Strategy, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "words"),
+    ("kind", "words"),
     [
-        (25, "count", r"parameter Sequential.2.weight is on tower 1 but not on tower 0|Sequential.2.weight is missing"),
-        (25, "shape", r"parameter Sequential.1.weight has shape \(3, 2\) on tower 0, but \(4, 2\) on tower 1"),
-        (25, "buffer", "buffer BatchNorm1d.running_mean is missing on tower 1"),
-        (26, "dtype", "parameter Linear.weight has dtype torch.float32 on tower 0, but torch.float64 on tower 1"),
-        (27, "order", "the order of parameters differs: Module.b on tower 0 is Module.a on tower 1"),
-        (0, "frozen", "parameter Linear.weight is trainable on tower 0, but not on tower 1"),
+        ("count", r"parameter Sequential.2.weight is on tower 1 but not on tower 0|Sequential.2.weight is missing"),
+        ("shape", r"parameter Sequential.1.weight has shape \(3, 2\) on tower 0, but \(4, 2\) on tower 1"),
+        ("buffer", "buffer BatchNorm1d.running_mean is missing on tower 1"),
+        ("dtype", "parameter Linear.weight has dtype torch.float32 on tower 0, but torch.float64 on tower 1"),
+        ("order", "the order of parameters differs: Module.b on tower 0 is Module.a on tower 1"),
+        ("frozen", "parameter Linear.weight is trainable on tower 0, but not on tower 1"),
     ],
+    ids=["row_25_count", "row_25_shape", "row_25_buffer", "row_26_dtype", "row_27_order", "trainable"],
 )
-def test_rows_25_to_27_models_that_differ(row: int, kind: str, words: str) -> None:
+def test_models_that_differ(kind: str, words: str) -> None:
     first, second = failures(differing_models, kind)
     assert str(first) == str(second)
     for error in (first, second):
         with pytest.raises(mirrored.MirrorError, match=words):
             raise error
+
+
+def disagree(strategy: mirrored.Strategy, call: str, row: int) -> list[str]:
+    """Values that a backend would mix up (28: equally many bytes) or abort on (29), small and large."""
+    said = []
+    for length in (2, 1000):
+        other = strategy.topology.index == 1
+        value = torch.ones(length)
+        if row == 28 and other:
+            value = value.to(torch.int32)
+        if row == 29 and other:
+            value = torch.ones(length, 2) if "gather" in call else torch.ones(length + 1)
+        owner = mirrored.get_replica_context if call.startswith("all") else lambda: strategy
+
+        def step(value: Tensor = value, owner: Callable[[], Any] = owner) -> None:
+            if "gather" in call:
+                getattr(owner(), call)(value, axis=0)
+            else:
+                getattr(owner(), call)("sum", value)
+
+        with pytest.raises(mirrored.DisagreementError) as error:
+            strategy.run(step) if call.startswith("all") else step()
+        said.append(str(error.value))
+    assert strategy.reduce("sum", 1) == 2, "the towers are in step after it"
+    return said
+
+
+@pytest.mark.parametrize("row", [28, 29], ids=["row_28_equal_bytes_of_another_dtype", "row_29_sizes"])
+@pytest.mark.parametrize("call", ["reduce", "gather", "all_reduce", "all_gather"])
+def test_values_that_differ(call: str, row: int) -> None:
+    first, second = towers(disagree, call, row)
+    assert first == second
+    for text, length in zip(first, (2, 1000), strict=True):
+        there = "torch.int32" if row == 28 else rf"shape \({length}, 2\)" if "gather" in call else rf"\({length + 1},\)"
+        assert re.search(rf"{there}.* on tower 1, but torch.float32 of shape \({length},\) on tower 0", text), text
 
 
 def unused_on_one_tower(strategy: mirrored.Strategy) -> list[Tensor]:

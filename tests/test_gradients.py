@@ -244,7 +244,7 @@ def train_embedding(strategy: mirrored.Strategy, sparse: bool) -> tuple[list[Ten
     return parameters_of(model), sorted(model.state_dict()), all(kinds)
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["tied", "sparse"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["tied", "row_40_sparse"])
 def test_embeddings(sparse: bool) -> None:
     expected, keys, expected_kind = train_embedding(mirrored.OneDeviceStrategy(), sparse)
     assert expected_kind is sparse
@@ -274,7 +274,7 @@ def sparse_on_one_tower(strategy: mirrored.Strategy) -> tuple[list[float], list[
     return first, table.weight.grad.to_dense().flatten().tolist()
 
 
-def test_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
+def test_row_40_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
     assert towers(sparse_on_one_tower) == [([0, 1, 0, 0.5], [1.5, 1, 1, 1])] * 2
 
 

@@ -49,7 +49,7 @@ def test_row_42_the_last_line_says_who_and_where(words: str, code: int, last: st
     result, seconds = unwell(*words.split())
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == last
-    assert seconds < 5
+    assert seconds < 10, "a guard: five on a machine that does nothing else"
 
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:

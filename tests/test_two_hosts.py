@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from jobs import ROOT
+from sockets import family, listening
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
@@ -51,18 +52,19 @@ def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool) -> None:
+def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp_path: pathlib.Path) -> None:
     if named:
         name_as_debian_does(hosts)
     addresses = [f"host{i}:4001" if named else f"{address}:4001" for i, (_, address) in enumerate(hosts)]
     processes = []
+    until = f"until={tmp_path / 'seen'}"
     for index, (name, _) in enumerate(hosts):
         config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}
         config["task"] = {"type": "worker" if index else "chief", "index": 0}
         program = str(ROOT / "tests" / "programs" / "report.py")
         processes.append(
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one"],
+                ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one", until],
                 # One kernel runs both: what it says of itself must not give that away.
                 env={**os.environ, "TF_CONFIG": json.dumps(config), "NCCL_HOSTID": name},
                 stdout=subprocess.PIPE,
@@ -70,10 +72,18 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool) -> 
                 text=True,
             )
         )
+    reports = [process.stdout.readline() for process in processes if process.stdout]
+    found = [[listening(one) for one in family(process.pid)] for process in processes]
+    (tmp_path / "seen").touch()
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     # One tower on the first host, two on the second; each host's first tower shows.
-    assert [json.loads(out)["towers"] for out, _ in outputs] == [3, 3]
+    assert [json.loads(line)["towers"] for line in reports] == [3, 3]
+    # The first host's agent has the store, each tower its Gloo: on the address that the other host reaches.
+    (store, *towers), (agent, *others) = found
+    assert (store, agent) == ([(hosts[0][1], 4001)], [])
+    for tower, own in zip([*towers, *others], [0, 1, 1], strict=True):
+        assert {address for address, _ in tower} == {hosts[own][1]}
     assert (
         "mirrored: 3 towers of 2 workers on cpu, shared memory in and gloo across 2 hosts, 1 thread each"
         in outputs[0][1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import sys
 import uuid
@@ -25,8 +26,9 @@ from typing import NoReturn
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from towers import console, job_control, machine, rendezvous, topology
+from towers import console, job_control, machine, network, rendezvous, topology
 from towers.agent_logs import TowerLogs
+from towers.cards import JOB_TOKEN
 from towers.errors import TowersError
 from towers.job import Job
 from towers.news import News
@@ -82,6 +84,9 @@ def _set_environment(job: Job) -> None:
     os.environ[topology.AGENT] = str(os.getpid())
     if job.devices:
         os.environ[topology.DEVICES] = ",".join(job.devices)
+    if job.workers == 1:
+        os.environ[JOB_TOKEN] = secrets.token_hex()
+        network.keep_to_loopback()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
@@ -90,9 +95,10 @@ def _set_environment(job: Job) -> None:
 
 def _run(job: Job, program: Sequence[str]) -> Outcome:
     """Start the towers and wait for their end; when it is judged, all that they have printed has been passed on."""
-    news = News()
+    token = os.environ.get(JOB_TOKEN, "")
+    news = News(token)
     with console.Relay() as relay:
-        handler = rendezvous.create_handler(job, uuid.uuid4().hex)
+        handler = rendezvous.Rendezvous(job, uuid.uuid4().hex, token)
         # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
         words = tuple(word.replace("$", "$$") for word in program[1:])
         spec = WorkerSpec(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import socket
 import sys
 import threading
@@ -21,6 +20,8 @@ from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from towers import cards
+from towers.cards import Card, NotACardError
 from towers.health import Health
 from towers.topology import Topology
 from towers.whereabouts import Place, Record
@@ -106,10 +107,11 @@ class Heartbeat:
             answered = 0
             beat = True
             while beat:
-                store.set(f"sign{self._topology.index}", self._sign())
+                self._lay_down(store, f"sign{self._topology.index}", self._sign())
                 asked = store.add(f"questions{self._topology.index}", 0)
                 if asked > answered:
-                    store.set(f"answer{self._topology.index}", json.dumps([asked, main_stack()]))
+                    answer = {"question": asked, "stack": main_stack()}
+                    self._lay_down(store, f"answer{self._topology.index}", answer)
                     answered = asked
                 beat = not self._stopping.wait(INTERVAL) and self._health() is not None
         except Exception:  # the store has ended, with its host or in the normal way: nobody asks any more
@@ -128,10 +130,20 @@ class Heartbeat:
         one, other = (PrefixStore(f"{prefix}/{number}", store) for store in (tcp, tcp.clone()))  # type: ignore[attr-defined]
         return one, other
 
-    def _sign(self) -> str:
+    def _lay_down(self, store: Store, place: str, card: Card) -> None:
+        store.set(place, cards.seal(self._topology.token, place, card))
+
+    def _read(self, store: Store, place: str) -> Card | None:
+        """What another tower has laid down there; None where nothing lies, or what a stranger has put there."""
+        try:
+            return cards.unseal(self._topology.token, place, store.get(place)) if store.check([place]) else None
+        except NotACardError:
+            return None
+
+    def _sign(self) -> Card:
         place = self._record.read()
         said = dataclasses.asdict(place) | {"since": time.monotonic() - place.since if place.since else 0.0}
-        return json.dumps({"place": said, "time": time.time(), "host": self._host})
+        return {"place": said, "time": time.time(), "host": self._host}
 
     # -- seeing ------------------------------------------------------------------------------------------
 
@@ -174,18 +186,16 @@ class Heartbeat:
         while len(answers) < len(questions) and time.monotonic() < end:
             time.sleep(0.05)
             for tower, question in questions.items():
-                if tower not in answers and store.check([f"answer{tower}"]):
-                    number, stack = json.loads(store.get(f"answer{tower}"))
-                    if number >= question:
-                        answers[tower] = stack
+                answer = self._read(store, f"answer{tower}") if tower not in answers else None
+                if answer is not None and answer["question"] >= question:
+                    answers[tower] = answer["stack"]
         return answers
 
     def _signs(self, towers: Sequence[int]) -> dict[int, Sight]:
         store = self._store
         found: dict[int, Sight] = {}
         for tower in towers if store is not None else ():
-            if store.check([f"sign{tower}"]):  # type: ignore[union-attr]
-                sign = json.loads(store.get(f"sign{tower}"))  # type: ignore[union-attr]
+            if (sign := self._read(store, f"sign{tower}")) is not None:  # type: ignore[arg-type]
                 silent = max(0.0, time.time() - sign["time"])
                 place = Place(**sign["place"])
                 host = "" if sign["host"] == self._host else sign["host"]

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from towers import console, devices, failure, handshake, lifeline, topology, whereabouts
+from towers import console, devices, failure, handshake, lifeline, machine, network, topology, whereabouts
+from towers.cards import JOB_TOKEN
 from towers.errors import CannotStartError, TowerFailedError
 
 DEFAULT_TIMEOUT = 3600.0
@@ -86,7 +88,8 @@ def launch(
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
     context.set_forkserver_preload(["towers.launch", "torch._dynamo"])
-    store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch")
+    token = secrets.token_hex()
+    store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
     with console.Relay() as relay, contextlib.ExitStack() as opened:
         processes: list[ForkServerProcess] = []
         reports: list[Connection] = []
@@ -94,7 +97,7 @@ def launch(
             for tower in range(count):
                 receiver, sender = context.Pipe(duplex=False)
                 opened.callback(receiver.close)
-                variables = _environment(tower, count, store.port, names)
+                variables = _environment(tower, count, store.port, token, names)
                 variables[failure.ERROR_FILE] = str(relay.directory / f"error{tower}.json")
                 variables[topology.WHEREABOUTS] = str(whereabouts.path_in(relay.directory, tower))
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), payload)
@@ -133,7 +136,7 @@ def _device_names(towers: int | None, requested: Sequence[devices.Device] | None
     return names
 
 
-def _environment(tower: int, count: int, port: int, names: Sequence[str]) -> dict[str, str]:
+def _environment(tower: int, count: int, port: int, token: str, names: Sequence[str]) -> dict[str, str]:
     """The caller's environment with the variables that torchrun would set."""
     variables = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     variables |= {
@@ -147,6 +150,8 @@ def _environment(tower: int, count: int, port: int, names: Sequence[str]) -> dic
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         topology.STARTED_BY: "launch",
+        JOB_TOKEN: token,
+        **network.variables(machine.loopback_interface(), os.environ),
     }
     if names:
         variables[topology.DEVICES] = ",".join(names)

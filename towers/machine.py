@@ -93,14 +93,16 @@ def address_towards(host: str, port: int) -> str | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
-    except OSError:
+    except (OSError, ValueError):  # the latter for what cannot be a name
         return None
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has the IPv4 ``address``; None when it cannot be told."""
+    """The name of the network interface that has ``address``; None when it cannot be told."""
     if not sys.platform.startswith("linux"):
         return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR: struct ifreq in, its address at bytes 20 to 24 out
@@ -111,4 +113,14 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe.fileno(), get_address, request)
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
+            found, *_, name = line.split()
+            if found == wanted:
+                return name
     return None

@@ -8,6 +8,10 @@ from collections.abc import Callable
 
 from torch.distributed import PrefixStore, Store
 
+from towers import cards
+from towers.cards import NotACardError
+
+_FIRST = "first"
 _INTERVAL = 0.5  # seconds between two looks
 _PATIENCE = 1.5  # seconds for the store to answer, and for the others to read what is said
 
@@ -15,11 +19,15 @@ _PATIENCE = 1.5  # seconds for the store to answer, and for the others to read w
 class News:
     """One worker's part of it. With one worker there is nothing to tell.
 
+    Args:
+        token: the job's.
+
     Attributes:
         heard: what another worker has said, once it has been heard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, token: str) -> None:
+        self._token = token
         self.heard: str | None = None
         self._store: Store | None = None
         self._workers = 1
@@ -40,9 +48,9 @@ class News:
 
     def _listen(self) -> None:
         assert self._store is not None
-        while not self._store.check(["first"]):
+        while not self._store.check([_FIRST]):
             time.sleep(_INTERVAL)
-        self.heard = self._store.get("first").decode()
+        self.heard = self._read(self._store.get(_FIRST))
         self._store.add("heard", 1)
 
     def say(self, sentence: str) -> str:
@@ -56,11 +64,18 @@ class News:
 
         def say() -> None:
             assert self._store is not None
-            found.append(self._store.compare_set("first", "", sentence).decode())
+            card = cards.seal(self._token, _FIRST, {"sentence": sentence})
+            found.append(self._read(self._store.compare_set(_FIRST, "", card)))
 
         self._in_thread(say).join(_PATIENCE)
         self.heard = found[0] if found else sentence
         return self.heard
+
+    def _read(self, card: bytes) -> str:
+        try:
+            return cards.plain(cards.unseal(self._token, _FIRST, card).get("sentence"))
+        except NotACardError:
+            return "towers: another process, which is none of this job, says that something has failed"
 
     def await_what_was_said(self) -> str | None:
         """What another worker says has failed first; None when none says anything for a moment."""

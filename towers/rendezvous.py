@@ -9,29 +9,32 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from towers import handshake
+from towers import handshake, network
+from towers.cards import Card
 from towers.job import Job
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 
 
 class Rendezvous(RendezvousHandler):
-    """Meets the workers that :class:`towers.job.Job` lists; one alone is met at once, on loopback."""
+    """Meets the workers that :class:`towers.job.Job` lists; one alone is met at once, on loopback.
 
-    def __init__(self, job: Job, host: str, port: int, run_id: str) -> None:
+    Args:
+        token: the job's, which workers and towers must have.
+    """
+
+    def __init__(self, job: Job, run_id: str, token: str) -> None:
         self._job = job
-        self._host = host
-        self._port = port
+        self._host, self._port = network.split_address(job.addresses[0]) if job.addresses else ("127.0.0.1", 0)
         self._run_id = run_id
+        self._token = token
         self._round = 0
         self._store: TCPStore | None = None
 
@@ -47,34 +50,44 @@ class Rendezvous(RendezvousHandler):
 
         Raises:
             StartupError: the address cannot be used, the chief does not answer, or workers are missing.
-            HandshakeError: the workers' clusters differ, or two claim one index.
+            HandshakeError: the workers' clusters, versions or job tokens differ, or two claim one index.
         """
         job = self._job
         deadline = time.monotonic() + job.startup_seconds
         chief = job.worker == 0
         if self._store is None:
             if chief:
-                self._store = handshake.serve_store(self._host, self._port, _STORE_TIMEOUT, job.origin)
-                self._port = self._store.port
+                others = [network.split_address(address)[0] for address in job.addresses[1:]]
+                self._store = handshake.serve_store(
+                    self._host, self._port, _STORE_TIMEOUT, job.origin, self._token, others
+                )
             else:
                 self._store = handshake.join_store(
-                    self._host, self._port, _STORE_TIMEOUT, deadline, "the chief (worker 0)", job.origin
+                    self._host,
+                    self._port,
+                    _STORE_TIMEOUT,
+                    deadline,
+                    "the chief (worker 0)",
+                    job.origin,
+                    self._token,
+                    f"worker {job.worker}",
                 )
         store = PrefixStore(f"round{self._round}", self._store)
         self._round += 1
         if job.workers > 1:
             handshake.meet(
                 store,
-                {"addresses": list(job.addresses), "origin": job.origin, "torch": torch.__version__},
+                {"addresses": list(job.addresses), "origin": job.origin},
                 kind="worker",
                 index=job.worker,
                 names=job.addresses,
                 deadline=deadline,
                 origin=job.origin,
+                token=self._token,
                 compare=compare_clusters,
                 serves=chief,
             )
-        where = RendezvousStoreInfo(self._host, self._port)
+        where = RendezvousStoreInfo(self._store.host, self._store.port)
         return RendezvousInfo(store, job.worker, job.workers, where)
 
     def is_closed(self) -> bool:
@@ -93,7 +106,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def compare_clusters(index: int, card: handshake.Card, other: int, reference: handshake.Card) -> str | None:
+def compare_clusters(index: int, card: Card, other: int, reference: Card) -> str | None:
     """What differs between two workers' descriptions of their cluster, or None."""
     if other > index:
         return compare_clusters(other, reference, index, card)
@@ -104,15 +117,4 @@ def compare_clusters(index: int, card: handshake.Card, other: int, reference: ha
     for i, (a, b) in enumerate(zip(here, there, strict=True)):
         if a != b:
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
-    if card["torch"] != reference["torch"]:
-        return (
-            f"the workers run different versions of torch: {card['torch']} on worker {index} "
-            f"({card['host']}), {reference['torch']} on worker {other} ({reference['host']})"
-        )
     return None
-
-
-def create_handler(job: Job, run_id: str) -> Rendezvous:
-    """The handler of a job: its workers meet at the first one's address."""
-    host, port = parse_rendezvous_endpoint(job.addresses[0] if job.addresses else "127.0.0.1:0", -1)
-    return Rendezvous(job, host, port, run_id)

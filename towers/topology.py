@@ -30,6 +30,7 @@ class Topology:
         serves_store: whether this tower's own process must serve that store (else a launcher does).
         attempt: how often the launcher restarted the job; keeps the attempts' keys apart in the store.
         origin: where this was read from, for messages (``"RANK, WORLD_SIZE, …"``).
+        token: what the processes of this job have in common and no others; empty where nobody gave one.
     """
 
     index: int = 0
@@ -43,6 +44,7 @@ class Topology:
     serves_store: bool = False
     attempt: int = 0
     origin: str = "this process"
+    token: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for name, value, bound in (

@@ -15,6 +15,7 @@ from mirrored.cluster.resolver import (
     read_whole_numbers,
 )
 from towers import Topology
+from towers.cards import JOB_TOKEN
 
 _FIRST_PORT = 12000
 _PORTS = 16000
@@ -65,6 +66,7 @@ class SlurmClusterResolver(ClusterResolver):
             serves_store=True,
             attempt=read_optional(environ, "SLURM_RESTART_COUNT", self.origin),
             origin=self.origin,
+            token=environ.get(JOB_TOKEN, ""),
         )
 
 

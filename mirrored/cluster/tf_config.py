@@ -13,6 +13,7 @@ workers in their order. An evaluator is a cluster of its own, as in TensorFlow.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -122,26 +123,39 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
         raise ClusterError(f"TF_CONFIG: cluster.chief names {len(jobs['chief'])} addresses; there is one chief")
     if set(jobs) == {"evaluator"}:
         raise ClusterError("TF_CONFIG: cluster has evaluators only; it needs a 'chief' or a 'worker'")
-    seen: dict[str, str] = {}
+    seen: dict[tuple[str, int], str] = {}
     for job, addresses in jobs.items():
         for i, address in enumerate(addresses):
             place = f"cluster.{job}[{i}]"
-            if address in seen:
-                raise ClusterError(f"TF_CONFIG: {seen[address]} and {place} are the same address, {address}")
-            seen[address] = place
+            host, _, port = address.rpartition(":")
+            key = host.lower(), int(port)
+            if key in seen:
+                raise ClusterError(f"TF_CONFIG: {seen[key]} and {place} are the same address, {address}")
+            seen[key] = place
     return jobs
 
 
 def _check_address(address: Any, place: str) -> str:
     if not isinstance(address, str):
         raise ClusterError(f"TF_CONFIG: {place} must be a text 'host:port', not {_kind(address)}")
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^:\[\]\s/]+):([0-9]{1,9})", address)
-    if match is None:
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|(\w(?:[\w.-]*\w)?)):([0-9]{1,9})", address)
+    if match is None or not _is_host(match[1], match[2]):
         hint = "; put an IPv6 address in brackets" if address.count(":") > 1 and "[" not in address else ""
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}, but must be 'host:port'{hint}")
-    if not 1 <= int(match[2]) <= 65535:
+    if not 1 <= int(match[3]) <= 65535:
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}: ports go from 1 to 65535")
     return address
+
+
+def _is_host(ipv6: str | None, name: str) -> bool:
+    try:
+        if ipv6 is not None:
+            ipaddress.IPv6Address(ipv6)
+        else:
+            name.encode("idna")  # as looking it up does
+    except ValueError:
+        return False
+    return True
 
 
 def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str, int]:

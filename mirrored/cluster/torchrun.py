@@ -14,6 +14,7 @@ from mirrored.cluster.resolver import (
     read_whole_numbers,
 )
 from towers import Topology
+from towers.cards import JOB_TOKEN
 from towers.topology import STARTED_BY
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,12 +68,19 @@ class TorchrunClusterResolver(ClusterResolver):
             serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=read_optional(environ, "TORCHELASTIC_RESTART_COUNT", self.origin),
             origin=self.origin,
+            token=_token(environ),
         )
 
 
 def present(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of this kind has set anything."""
     return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    # The agents of several workers each have a run id of their own; torchrun's have one.
+    torchruns = "" if environ.get(STARTED_BY) else environ.get("TORCHELASTIC_RUN_ID", "")
+    return environ.get(JOB_TOKEN) or torchruns
 
 
 def _worker(environ: Mapping[str, str], index: int, size: int, local_size: int, origin: str) -> tuple[int, int]:

@@ -35,4 +35,7 @@ if "die" in sys.argv and tower == 1:
     os.kill(os.getpid(), 9)
 if "wait" in sys.argv:
     time.sleep(60)
+for word in sys.argv:
+    while word.startswith("until=") and not os.path.exists(word[6:]):
+        time.sleep(0.05)
 strategy.reduce("sum", 1)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers import handshake, machine
+from towers import handshake, machine, network
+from towers.cards import Card
 from towers.collectives.communicator import Communicator, Pending
 from towers.failure import is_peer_lost
 from towers.topology import Topology
@@ -184,12 +185,15 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
 
     Raises:
         StartupError: not all towers came before the deadline; lists the missing.
-        HandshakeError: the towers do not belong together: versions, options or devices contradict.
+        HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
+            has another job token than the others.
         PortInUseError: the address to meet at is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
     backend = options.backend(device)
     timeout = timedelta(seconds=options.timeout_seconds)
+    if topology.local_size == topology.size:
+        network.keep_to_loopback()
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
             raise ValueError(
@@ -240,21 +244,21 @@ def _new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None)
         return dist.new_group(ranks, timeout=timeout, backend=_backends(backend))
 
 
-def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[handshake.Card]]:
+def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[Card]]:
     assert topology.address is not None
     host, port = topology.address
     deadline = time.monotonic() + options.startup_seconds
     timeout = timedelta(seconds=options.startup_seconds)
     if topology.serves_store and topology.is_chief:
-        store = handshake.serve_store(host, port, timeout, topology.origin)
+        store = handshake.serve_store(host, port, timeout, topology.origin, topology.token)
     else:
         who = "tower 0" if topology.serves_store else "the launcher's store"
-        store = handshake.join_store(host, port, timeout, deadline, who, topology.origin)
+        own = f"tower {topology.index}"
+        store = handshake.join_store(host, port, timeout, deadline, who, topology.origin, topology.token, own)
     meeting = dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
     cards = handshake.meet(
         meeting,
         {
-            "torch": torch.__version__,
             "options": asdict(options),
             "machine": machine.host_identity(),
             "network": machine.network_identity(),
@@ -267,18 +271,18 @@ def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[d
         names=[f"rank {i}" for i in range(topology.size)],
         deadline=deadline,
         origin=topology.origin,
+        token=topology.token,
         compare=compare_towers,
         serves=topology.serves_store and topology.is_chief,
     )
     return meeting, cards
 
 
-def compare_towers(index: int, card: handshake.Card, other: int, reference: handshake.Card) -> str | None:
+def compare_towers(index: int, card: Card, other: int, reference: Card) -> str | None:
     """Why two towers cannot work together, or None."""
     where = f"tower {index} (on {card['host']})", f"tower {other} (on {reference['host']})"
-    for field, what in (("torch", "versions of torch"), ("options", "communication options")):
-        if card[field] != reference[field]:
-            return f"different {what}: {card[field]} on {where[0]}, {reference[field]} on {where[1]}"
+    if card["options"] != reference["options"]:
+        return f"different communication options: {card['options']} on {where[0]}, {reference['options']} on {where[1]}"
     if card["gpu"] and (card["gpu"], card["machine"]) == (reference["gpu"], reference["machine"]):
         return (
             f"{where[0]} and {where[1]} use the same GPU, {card['device']}; give each a GPU of its own "
@@ -287,12 +291,8 @@ def compare_towers(index: int, card: handshake.Card, other: int, reference: hand
     return None
 
 
-def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
-    """Tell Gloo which network interface leads to the other towers, unless the user did.
-
-    Left alone, Gloo resolves this machine's host name, which on many systems is a loopback address that
-    other machines cannot reach, and on others an address that the outside can.
-    """
+def _choose_network(topology: Topology, cards: list[Card]) -> None:
+    """Keep to the network interface that leads to the other towers."""
     assert topology.address is not None
     place = [(card["machine"], card["network"]) for card in cards]
     own = place[topology.index]
@@ -305,7 +305,7 @@ def _choose_network(topology: Topology, cards: list[handshake.Card]) -> None:
         address = machine.address_towards(target, topology.address[1])
         interface = machine.interface_of(address) if address else None
     if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        network.keep_to(interface)
 
 
 @contextlib.contextmanager
