@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("script", help="the script, or with -m the module")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     _add_verify(commands)
+    _add_doctor(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["verify"]:
         own, others = _split(words)
         parsed, unknown = parser.parse_known_args(own)
         return _verify(parser, parsed, [*unknown, *others])
-    return _run(parser, parser.parse_args(words))
+    parsed = parser.parse_args(words)
+    if parsed.command == "doctor":
+        return _doctor(parsed)
+    return _run(parser, parsed)
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -114,6 +118,25 @@ def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argumen
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     print(report)
+    return report.exit_code
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong on this machine, and how to mend it",
+        description="Looks at the versions, devices, limits, network and variables that towers depend on, and lets two "
+        "towers work together. Run it where, and with the environment in which, the training is to run. Exit code 0: "
+        "no problem; 1: at least one; 2: wrong usage.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from mirrored.doctor import examine
+
+    report = examine(os.environ)
+    print(report.as_json() if parsed.json else report)
     return report.exit_code
 
 

@@ -31,6 +31,18 @@ def serve_store(host: str, port: int, timeout: timedelta, origin: str) -> TCPSto
     """Start the store at ``host:port`` (port 0: any free one), listening on that address only, where it can be.
 
     Raises:
+        PortInUseError, StartupError: as of :func:`listen`.
+    """
+    listener = listen(host, port, origin)
+    port = listener.getsockname()[1]
+    # The store closes the socket it is given by number, so the Python object must let go of it.
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def listen(host: str, port: int, origin: str) -> socket.socket:
+    """A socket that listens where the others expect the chief.
+
+    Raises:
         PortInUseError: something listens there already.
         StartupError: ``host`` cannot be resolved, or the address cannot be used.
     """
@@ -54,9 +66,7 @@ def serve_store(host: str, port: int, timeout: timedelta, origin: str) -> TCPSto
                 "another port",
             ) from None
         raise StartupError(f"cannot listen on {at} (from {origin}): {error.strerror}") from None
-    port = listener.getsockname()[1]
-    # The store closes the socket it is given by number, so the Python object must let go of it.
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return listener
 
 
 def _bind(listener: socket.socket, host: str, address: Any) -> None:
