@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from towers import devices
-from towers.job import Job, agent_command
+from towers.job import Job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    from towers import agent  # torchrun's engine, which the other commands do not need
+
     try:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
@@ -53,9 +55,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(f"there is no file {parsed.script}")
     program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
-    command = agent_command(job, program)
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    return agent.run(job, program)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
