@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -220,42 +223,37 @@ def test_pythons_command_line(argv: list[str], expected: tuple[str, int]) -> Non
     assert become._find_program(argv) == expected
 
 
-DIGITS = str(ROOT / "examples" / "digits.py")
+TRAIN = str(ROOT / "tests" / "programs" / "train.py")
 
 
 def final_loss(text: str) -> float:
-    match = re.search(r"final loss ([0-9.e-]+)", text)
+    match = re.fullmatch(r"towers 2, final loss ([0-9.e-]+)\n", text)
     assert match, text
     return float(match[1])
 
 
-def train_digits(folder: str) -> float:
-    """What ``launch`` runs: the example's main function, in a tower."""
-    import contextlib
-    import io
-    import runpy
-
-    sys.argv = ["digits.py", "--epochs", "1", "--output", folder]
+def train() -> str:
+    """What ``launch`` runs: the program, in a tower."""
+    sys.argv = [TRAIN]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(DIGITS, run_name="__main__")
-    return final_loss(printed.getvalue()) if "final loss" in printed.getvalue() else float("nan")
+        runpy.run_path(TRAIN, run_name="__main__")
+    return printed.getvalue()
 
 
-def test_the_same_towers_however_started_reach_the_same_loss(tmp_path: pathlib.Path) -> None:
-    options = ["--epochs", "1", "--output", str(tmp_path)]
+def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     ways = {
-        "python": [DIGITS, "--devices", "cpu:0,cpu:1", *options],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DIGITS, *options],
-        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", DIGITS, *options],
-        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), DIGITS, *options],
+        "python": [TRAIN, "two"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", TRAIN],
+        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), TRAIN],
     }
     losses = {}
     for way, words in ways.items():
         result = run_program(words, timeout=120)
         assert result.returncode == 0, f"{way}: {result.stderr}"
         losses[way] = final_loss(result.stdout)
-    losses["launch"] = mirrored.launch(train_digits, (str(tmp_path),), devices=["cpu:0", "cpu:1"])[0]
+    losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
     for way, loss in losses.items():
         assert loss == pytest.approx(losses["python"], rel=1e-6), way
 
