@@ -77,15 +77,10 @@ def check_can_reach(subject: str, host: str, port: int, origin: str) -> Finding:
             f"{at} can be reached, but nothing listens on that port",
             "all is well if the chief has not been started yet; else it listens on another port, or a firewall refuses",
         )
-    except socket.gaierror as error:
-        return problem(subject, f"{at} cannot be reached: its name does not resolve ({error.strerror})", _fix(origin))
     except OSError as error:
-        return problem(subject, f"{at} cannot be reached: {error.strerror or error}", _fix(origin))
+        fix = f"correct the chief's address in {origin}, or let the network and its firewalls lead there"
+        return problem(subject, f"{at} cannot be reached: {error.strerror or error}", fix)
     return ok(subject, f"{at} answers")
-
-
-def _fix(origin: str) -> str:
-    return f"correct the chief's address in {origin}, or let the network and its firewalls lead there"
 
 
 def holder(port: int) -> str:

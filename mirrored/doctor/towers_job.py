@@ -21,12 +21,12 @@ _ROUNDS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """What tower 0 of such a job saw.
+    """What the towers of such a job saw.
 
     Attributes:
         backend: what the towers communicated by.
-        seconds: for an average of 4 KB, and of 32 MB.
-        right: whether the averages were.
+        seconds: what tower 0 took for an average of 4 KB, and of 32 MB.
+        right: whether the averages were, on all towers.
     """
 
     backend: str
@@ -42,7 +42,7 @@ def run(devices: Sequence[str], implementation: str, seconds: float) -> Seen:
     """
     with _without_launcher():
         seen: list[Seen] = mirrored.launch(_average, (implementation, seconds), devices=devices, timeout=seconds)
-    return seen[0]
+    return dataclasses.replace(seen[0], right=all(tower.right for tower in seen))
 
 
 def reason(error: mirrored.TowerFailedError) -> str:

@@ -10,7 +10,7 @@ from towers import TowerFailedError
 
 _SUBJECT = "CPU towers"
 _DEVICES = ("cpu:0", "cpu:1")
-_SECONDS = 20.0
+_SECONDS = 25.0
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
