@@ -45,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
-    from towers import agent  # torchrun's engine, which the other commands do not need
-
     try:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
@@ -55,6 +53,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(f"there is no file {parsed.script}")
     program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
+    from towers import agent  # torchrun's engine, which nothing else here needs
+
     return agent.run(job, program)
 
 

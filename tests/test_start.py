@@ -23,6 +23,7 @@ from jobs import ROOT, run_program
 from torch.distributed.launcher.api import LaunchConfig
 
 import mirrored
+from mirrored import cli
 from towers import CannotStartError, become
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
@@ -333,10 +334,11 @@ def test_mirrored_strategy_does_not_read_tf_config() -> None:
         (["no_such_script.py"], "there is no file no_such_script.py"),
     ],
 )
-def test_mirrored_run_refuses(words: list[str], text: str) -> None:
-    result = run_program(["-m", "mirrored", "run", *words, REPORT])
-    assert result.returncode == 2
-    assert text in result.stderr
+def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *words, REPORT])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])
