@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mirrored.checkpoint.errors import CheckpointError
 from towers import devices
-from towers.job import Job, agent_command
+from towers.job import Job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,12 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     _add_verify(commands)
     _add_checkpoint(commands)
+    _add_doctor(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["verify"]:
         own, others = _split(words)
         parsed, unknown = parser.parse_known_args(own)
         return _verify(parser, parsed, [*unknown, *others])
     parsed = parser.parse_args(words)
+    if parsed.command == "doctor":
+        return _doctor(parsed)
     return _inspect(parsed.path) if parsed.command == "checkpoint" else _run(parser, parsed)
 
 
@@ -52,9 +55,9 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(f"there is no file {parsed.script}")
     program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
-    command = agent_command(job, program)
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    from towers import agent  # torchrun's engine, which nothing else here needs
+
+    return agent.run(job, program)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -140,6 +143,25 @@ def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, argumen
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     print(report)
+    return report.exit_code
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong on this machine, and how to mend it",
+        description="Looks at the versions, devices, limits, network and variables that towers depend on, and lets two "
+        "towers work together. Run it where, and with the environment in which, the training is to run. Exit code 0: "
+        "no problem; 1: at least one; 2: wrong usage.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from mirrored.doctor import examine
+
+    report = examine(os.environ)
+    print(report.as_json() if parsed.json else report)
     return report.exit_code
 
 

@@ -5,16 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
 
 
 def pytest_configure() -> None:
-    """Programs that the tests start take Ctrl-C also where the tests themselves run in the background."""
+    """Before anything is started.
+
+    Programs that the tests start take Ctrl-C also where the tests themselves run in the background. They find this
+    project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
+    most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loaded_towers() -> None:
+    """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
+    forkserver.set_forkserver_preload(["towers.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        forkserver.ensure_running()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -18,6 +21,7 @@ from conftest import at_most, wait_until
 from jobs import ROOT, run_program
 
 import mirrored
+from mirrored import cli
 from towers import CannotStartError, become
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
@@ -222,42 +226,37 @@ def test_pythons_command_line(argv: list[str], expected: tuple[str, int]) -> Non
     assert become._find_program(argv) == expected
 
 
-DIGITS = str(ROOT / "examples" / "digits.py")
+TRAIN = str(ROOT / "tests" / "programs" / "train.py")
 
 
 def final_loss(text: str) -> float:
-    match = re.search(r"final loss ([0-9.e-]+)", text)
+    match = re.fullmatch(r"towers 2, final loss ([0-9.e-]+)\n", text)
     assert match, text
     return float(match[1])
 
 
-def train_digits(folder: str) -> float:
-    """What ``launch`` runs: the example's main function, in a tower."""
-    import contextlib
-    import io
-    import runpy
-
-    sys.argv = ["digits.py", "--epochs", "1", "--output", folder]
+def train() -> str:
+    """What ``launch`` runs: the program, in a tower."""
+    sys.argv = [TRAIN]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        runpy.run_path(DIGITS, run_name="__main__")
-    return final_loss(printed.getvalue()) if "final loss" in printed.getvalue() else float("nan")
+        runpy.run_path(TRAIN, run_name="__main__")
+    return printed.getvalue()
 
 
-def test_the_same_towers_however_started_reach_the_same_loss(tmp_path: pathlib.Path) -> None:
-    options = ["--epochs", "1", "--output", str(tmp_path)]
+def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     ways = {
-        "python": [DIGITS, "--devices", "cpu:0,cpu:1", *options],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DIGITS, *options],
-        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", DIGITS, *options],
-        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), DIGITS, *options],
+        "python": [TRAIN, "two"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", TRAIN],
+        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), TRAIN],
     }
     losses = {}
     for way, words in ways.items():
         result = run_program(words, timeout=120)
         assert result.returncode == 0, f"{way}: {result.stderr}"
         losses[way] = final_loss(result.stdout)
-    losses["launch"] = mirrored.launch(train_digits, (str(tmp_path),), devices=["cpu:0", "cpu:1"])[0]
+    losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
     for way, loss in losses.items():
         assert loss == pytest.approx(losses["python"], rel=1e-6), way
 
@@ -337,10 +336,11 @@ def test_mirrored_strategy_does_not_read_tf_config() -> None:
         (["no_such_script.py"], "there is no file no_such_script.py"),
     ],
 )
-def test_mirrored_run_refuses(words: list[str], text: str) -> None:
-    result = run_program(["-m", "mirrored", "run", *words, REPORT])
-    assert result.returncode == 2
-    assert text in result.stderr
+def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *words, REPORT])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])

@@ -37,8 +37,12 @@ from towers.supervision import Supervisor
 
 
 def main(arguments: Sequence[str]) -> int:
+    """What ``python …/towers …`` does: :func:`run`, as :func:`towers.job.agent_command` has written it down."""
+    return run(*_parse(arguments))
+
+
+def run(job: Job, program: Sequence[str]) -> int:
     """Run the towers to their end. Returns the exit code: the first failing tower's, 0 when none failed."""
-    job, program = _parse(arguments)
     _set_environment(job)
     job_control.stop_and_continue_together()
     try:

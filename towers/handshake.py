@@ -58,6 +58,23 @@ def serve_store(
         The store; this machine's own processes reach it at its ``host`` and ``port``.
 
     Raises:
+        PortInUseError, StartupError: as of :func:`listen`.
+    """
+    listener, host = listen(host, port, origin, others)
+    port = listener.getsockname()[1]
+    # The store closes the socket it is given by number, so the Python object must let go of it.
+    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    store.set(_OWNER, cards.seal(token, _OWNER, {"host": socket.gethostname()}))
+    return store
+
+
+def listen(host: str, port: int, origin: str, others: Sequence[str] = ()) -> tuple[socket.socket, str]:
+    """A socket that listens where the others expect the chief, and the host at which this machine reaches it.
+
+    Args:
+        others: as of :func:`serve_store`.
+
+    Raises:
         PortInUseError: something listens there already.
         StartupError: ``host`` cannot be resolved, or the address cannot be used.
     """
@@ -69,7 +86,7 @@ def serve_store(
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        host = _bind(listener, host, address, others)
+        reached = _bind(listener, host, address, others)
         listener.listen(1024)
     except OSError as error:
         listener.close()
@@ -81,11 +98,7 @@ def serve_store(
                 "another port",
             ) from None
         raise StartupError(f"cannot listen on {at} (from {origin}): {error.strerror}") from None
-    port = listener.getsockname()[1]
-    # The store closes the socket it is given by number, so the Python object must let go of it.
-    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-    store.set(_OWNER, cards.seal(token, _OWNER, {"host": socket.gethostname()}))
-    return store
+    return listener, reached
 
 
 def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str]) -> str:

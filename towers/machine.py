@@ -97,23 +97,28 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None when it cannot be told."""
+def interfaces() -> dict[str, str | None]:
+    """The network interfaces of this machine and their IPv4 addresses; None for one that has none that can be told."""
+    found: dict[str, str | None] = {name: None for _, name in socket.if_nameindex()}
     if not sys.platform.startswith("linux"):
-        return None
-    if ":" in address:
-        return _interface_of_ipv6(address)
+        return found
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR: struct ifreq in, its address at bytes 20 to 24 out
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
+        for name in found:
             with contextlib.suppress(OSError):
                 request = name.encode()[:15].ljust(256, b"\0")
                 answer = fcntl.ioctl(probe.fileno(), get_address, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has ``address``; None when it cannot be told."""
+    if ":" in address and sys.platform.startswith("linux"):
+        return _interface_of_ipv6(address)
+    return next((name for name, own in interfaces().items() if own == address), None)
 
 
 def _interface_of_ipv6(address: str) -> str | None:

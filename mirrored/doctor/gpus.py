@@ -1,0 +1,128 @@
+"""GPUs: what there is, and whether torch can use it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from mirrored.doctor.finding import Finding, note, ok, problem, warning
+
+_SUBJECT = "GPUs"
+_VERSION = pathlib.Path("/proc/driver/nvidia/version")
+
+
+def check(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Names, memory, driver, a computation on each, and how they reach each other."""
+    present, hidden = _on_machine(), environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
+        severe = warning if present else note
+        yield severe(
+            "CUDA_VISIBLE_DEVICES",
+            f"is {hidden!r}, which hides all GPUs: towers run on the CPU",
+            "unset CUDA_VISIBLE_DEVICES, unless that is what you want",
+        )
+        return
+    if torch.version.cuda is None:
+        if present:
+            yield problem(
+                _SUBJECT,
+                f"the machine has {present}, but torch {torch.__version__} was built without CUDA",
+                "install a CUDA build of torch: https://pytorch.org/get-started",
+            )
+        else:
+            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.__version__})")
+        return
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    driver = _driver()
+    versions = f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}"
+    if count == 0:
+        reason = str(said[0].message).split("(Triggered")[0] if said else "torch finds none"
+        if present:
+            fix = "install a driver that fits torch's CUDA, or a torch that fits the driver; in a container see that "
+            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", f"{fix}it was started with GPUs (--gpus all)")
+        elif hidden is not None:
+            yield warning(
+                "CUDA_VISIBLE_DEVICES",
+                f"is {hidden!r}, but torch finds no GPU: towers run on the CPU",
+                "unset CUDA_VISIBLE_DEVICES, or see that the machine's GPUs reach this container",
+            )
+        else:
+            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU ({versions})")
+        return
+    yield ok(_SUBJECT, f"{count}, {versions}, NCCL {_nccl()}")
+    for number in range(count):
+        yield _try(number)
+    yield from _together(count)
+
+
+def _on_machine() -> str:
+    """The GPUs that the kernel shows, whatever torch and CUDA say; empty where there is none."""
+    files = [entry.name for entry in pathlib.Path("/dev").glob("nvidia[0-9]*")]
+    return f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}" if files else ""
+
+
+def _driver() -> str | None:
+    try:
+        match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _VERSION.read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "not built in"
+
+
+def _try(number: int) -> Finding:
+    """A product of matrices on one GPU, whose result is known."""
+    device, subject = torch.device("cuda", number), f"cuda:{number}"
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        free, size = torch.cuda.mem_get_info(device)
+        ones = torch.ones(256, 256, device=device)
+        right = bool(((ones @ ones) == 256).all())
+    except RuntimeError as error:
+        first = str(error).splitlines()[0]
+        return problem(subject, f"cannot be used: {first}", f"see nvidia-smi -i {number}; is it free, and not broken?")
+    what = (
+        f"{name}, compute capability {capability[0]}.{capability[1]}, {free / 2**30:.0f} of {size / 2**30:.0f} GB free"
+    )
+    if not right:
+        return problem(
+            subject,
+            f"{what}: it computes wrong results",
+            f"leave it out, and have it tested: nvidia-smi -q -i {number}",
+        )
+    if free < 0.5 * size:
+        return warning(subject, f"{what}: another program uses it", "nvidia-smi names it; end it, or choose other GPUs")
+    return ok(subject, what)
+
+
+def _together(count: int) -> Iterator[Finding]:
+    if count < 2:
+        return
+    names = {torch.cuda.get_device_name(number) for number in range(count)}
+    if len(names) > 1:
+        yield note(_SUBJECT, f"they differ ({', '.join(sorted(names))}): the slowest sets the pace")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
+    apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        some = "no pair" if len(apart) == len(pairs) else f"all but {', '.join(apart[:8])}"
+        yield note(
+            "peer access",
+            f"{some} can read each other's memory; the others send through the host's",
+            "where the cards could: see the BIOS (ACS, IOMMU), and nvidia-smi topo -p2p r",
+        )
+    else:
+        yield ok("peer access", "all GPUs reach each other's memory")
+    cores = os.cpu_count() or 1
+    if cores < 2 * count:
+        yield warning(_SUBJECT, f"{count} GPUs, but {cores} cores to feed them", "ask for two cores or more for each")
