@@ -11,7 +11,7 @@ from jobs import ROOT, run_program
 README = (ROOT / "README.md").read_text()
 
 
-PROGRAM, EXACT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PROGRAM, EXACT, SAVED = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
@@ -42,10 +42,23 @@ def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib
     assert one == two
 
 
+def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM[: PROGRAM.index("for epoch")] + SAVED)
+    words = ["-m", "mirrored", "run", "--towers", "2", str(script)]
+    errors = []
+    for _ in range(2):
+        result = run_program(words, cwd=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        errors.append(result.stderr)
+    assert "goes on from" not in errors[0]
+    assert "goes on from results/run/step-00000080, after step 80" in errors[1]
+
+
 def test_the_commands_exist() -> None:
     commands = re.findall(r"^(scripts/\w+)$", README, re.MULTILINE)
     assert commands == ["scripts/demo", "scripts/test"]
-    for command in [*commands, "scripts/two_workers", "scripts/gpu_check", "scripts/bench", ".ci/run"]:
+    for command in [*commands, "scripts/two_workers", "scripts/gpu_check", "scripts/bench", "scripts/faults", ".ci/run"]:
         assert os.access(ROOT / command, os.X_OK), command
     for link in re.findall(r"\]\(([\w./]+)\)", README):
         assert (ROOT / link).exists(), link

@@ -60,10 +60,17 @@ class Record:
         self._path = pathlib.Path(path) if path else None
         self._memory: mmap.mmap | bytearray = bytearray(_BYTES)
         if self._path is not None:
-            with open(self._path, "w+b" if create else "r+b") as file:
+            # Never made shorter: an earlier strategy of this process may have it mapped.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+            try:
                 if create:
-                    file.truncate(_BYTES)
-                self._memory = mmap.mmap(file.fileno(), _BYTES)
+                    os.ftruncate(descriptor, _BYTES)
+                self._memory = mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+            if create:
+                self.enter(0, False, b"")
+                self.call(b"")
         if create or path is None:
             self.give_sign()
 
