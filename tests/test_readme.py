@@ -58,7 +58,8 @@ def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
 def test_the_commands_exist() -> None:
     commands = re.findall(r"^(scripts/\w+)$", README, re.MULTILINE)
     assert commands == ["scripts/demo", "scripts/test"]
-    for command in [*commands, "scripts/two_workers", "scripts/gpu_check", "scripts/bench", "scripts/faults", ".ci/run"]:
+    others = ["scripts/two_workers", "scripts/gpu_check", "scripts/bench", "scripts/faults", ".ci/run"]
+    for command in [*commands, *others]:
         assert os.access(ROOT / command, os.X_OK), command
     for link in re.findall(r"\]\(([\w./]+)\)", README):
         assert (ROOT / link).exists(), link

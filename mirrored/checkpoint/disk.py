@@ -17,8 +17,6 @@ from collections.abc import Iterable
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 
-_AHEAD = 4  # pieces that may be written before they are hashed
-
 
 class Disk:
     """Calls of the operating system, and what a checkpoint needs that is made of them.
@@ -103,7 +101,7 @@ class _Hasher:
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()
-        self._queue: queue.Queue[memoryview | None] = queue.Queue(_AHEAD)
+        self._queue: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mirrored-checksum", daemon=True)
         self.digest = ""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,8 @@ from torch import Tensor
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import Manifest
 from mirrored.checkpoint.tensors import Layout
+
+_NICE = 15  # writing takes what training leaves of the cores
 
 
 class Writer:
@@ -48,8 +53,13 @@ class Writer:
         layout.copy_to(self._memory)
         arguments = (name, {**manifest, "tensors": layout.unusual}, layout, self._memory)
         # Not a daemon: a program that ends meanwhile has its last checkpoint.
-        self._thread = threading.Thread(target=self._write, args=arguments, name="mirrored-checkpoint")
+        self._thread = threading.Thread(target=self._write_beside, args=arguments, name="mirrored-checkpoint")
         self._thread.start()
+
+    def _write_beside(self, *arguments: Any) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._write(*arguments)
 
     def _write(self, name: str, manifest: Manifest, layout: Layout, memory: Tensor | None) -> None:
         started = time.monotonic()
