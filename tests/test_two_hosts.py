@@ -8,11 +8,18 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
+from conftest import wait_until
 from jobs import ROOT
 from sockets import family, listening
+from test_faults import launched
+
+sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
+
+from play import DEADLINE, PROGRAM, differences
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
@@ -89,3 +96,44 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
         in outputs[0][1]
     )
     assert "mirrored:" not in outputs[1][1]
+
+
+def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start scripts/fault_injection/program.py with one tower on each host."""
+    cluster = {"worker": [f"{address}:4001" for _, address in hosts]}
+    program = [sys.executable, str(PROGRAM), str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *program],
+            env={
+                **os.environ,
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+                "NCCL_HOSTID": name,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, (name, _) in enumerate(hosts)
+    ]
+
+
+def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on(hosts: list[tuple[str, str]], tmp_path: pathlib.Path) -> None:
+    workers = train(hosts, tmp_path / "run", "--fault", "slow:forward:1:7")
+    wait_until((tmp_path / "run.fault").exists, 60)
+    ip("-n", hosts[0][0], "link", "set", "eth0", "down")
+    started = time.monotonic()
+    outputs = [worker.communicate(timeout=60) for worker in workers]
+    assert time.monotonic() - started < DEADLINE + 15, "a guard: six more on a machine that does nothing else"
+    assert all(worker.returncode for worker in workers), outputs
+    for own, (_, errors) in enumerate(outputs):
+        last = errors.splitlines()[-1]
+        assert last.startswith(f"towers: tower {own} on "), last
+        assert "failed in step 8" in last
+        assert f"tower {1 - own}" in last
+    ip("-n", hosts[0][0], "link", "set", "eth0", "up")
+    workers = train(hosts, tmp_path / "run")
+    outputs = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    assert "goes on from" in outputs[0][1]
+    assert differences(json.loads(outputs[0][0]), launched(tmp_path / "whole", towers=2)) == []

@@ -83,8 +83,8 @@ def problems(fault: Fault, ended: Ended) -> list[str]:
     expected = {"SIGTERM": {75}, "SIGKILL": {137}}.get(fault.action)
     if ended.code == 0 or (expected is not None and ended.code not in expected):
         found.append(f"exit code {ended.code}")
-    named = rf"tower {fault.tower}\b.*\bstep \d+" if fault.action != "SIGTERM" else r"step \d+"
-    if not re.search(named, ended.last_line):
+    named = [r"\bstep \d+"] + ([] if fault.action == "SIGTERM" else [rf"\btower {fault.tower}\b"])
+    if not all(re.search(pattern, ended.last_line) for pattern in named):
         found.append(f"the last line is {ended.last_line!r}")
     return found
 
