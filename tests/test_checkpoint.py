@@ -107,7 +107,8 @@ def test_a_run_that_is_done_is_done(folder: pathlib.Path) -> None:
 
 def test_only_the_newest_are_kept_and_named_ones_are_kept_always(folder: pathlib.Path) -> None:
     manager, model = one_tower(folder, keep=3)
-    manager.save("best")
+    manager.save("best", wait=True)
+    assert not (folder / "latest").exists()
     for _ in range(6):
         manager.step()
     manager.wait()

@@ -191,9 +191,11 @@ class Folder:
                 self._disk.remove(beside)
             raise
         self._disk.sync_folder(self.path)
+        if (match := _STEP.fullmatch(name)) is None:
+            return
         self._disk.replace_file(self.path / LATEST, f"{name}\n")
         for later in self.steps():
-            if _STEP.fullmatch(name) and name_of(later) > name:
+            if later > int(match[1]):
                 self._put_aside(self.path / name_of(later))
         for step in self.steps()[:-keep]:
             self._put_away(self.path / name_of(step))

@@ -162,8 +162,8 @@ class CheckpointManager:
         """A step of training is done: count it, save when it is time, and stop when that was asked for.
 
         Raises:
-            Preempted: SIGTERM or SIGINT has come to some tower; the step is saved, and the program ends with exit code
-            75. CheckpointError: as of :meth:`save`.
+            Preempted: SIGTERM or SIGINT has come to some tower; the step is saved, and the program ends with code 75.
+            CheckpointError: as of :meth:`save`.
         """
         self.steps += 1
         mine = STOP if self._signals.received is not None else 0
@@ -307,7 +307,7 @@ class CheckpointManager:
         for step in common:
             problem = self._problem_of(name_of(step))
             if not problem:
-                return self.restore(name_of(step))
+                return self._restore(name_of(step))
             self._warn(f"{problem}; the checkpoint before it is used, if there is one")
         if not common:
             newest = max(known)
@@ -339,8 +339,14 @@ class CheckpointManager:
         """
         check_name(name)
         self.wait()
+        if problem := self._problem_of(name):
+            raise CheckpointError(problem)
+        return self._restore(name)
+
+    def _restore(self, name: str) -> Restored:
+        """Restore a checkpoint that is known to be whole."""
         with self._strategy.health.during(f"restoring checkpoint {name}"):
-            found = self._restore(name)
+            found = self._take_on(name)
         self._strategy.health.step = self.steps = found.step
         if _STREAMS in found.of_first_tower:
             self._strategy.part_streams(f"resumed at step {found.step}")
@@ -351,9 +357,7 @@ class CheckpointManager:
             )
         return found
 
-    def _restore(self, name: str) -> Restored:
-        if problem := self._problem_of(name):
-            raise CheckpointError(problem)
+    def _take_on(self, name: str) -> Restored:
         opened, problem = None, ""
         try:
             opened = Opened(self.folder / name, check=False)
