@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,15 +26,42 @@ from towers.collectives.communicator import Communicator
 
 def prepare(module: nn.Module, comm: Communicator) -> None:
     """Let the metrics in ``module``, which can be one itself, take empty shares."""
-    if "torchmetrics" not in sys.modules:
-        return
-    for part in module.modules():
-        bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(part).__mro__}
-        if bases & {"torchmetrics.Metric", "torchmetrics.MetricCollection"}:
+    for part in module.modules() if "torchmetrics" in sys.modules else ():
+        if _is_a(part, "Metric", "MetricCollection"):
             if not isinstance(part.update, SkipEmpty):
                 part.update = SkipEmpty(part, part.update)  # type: ignore[assignment, arg-type]
-            if "torchmetrics.Metric" in bases:
+            if _is_a(part, "Metric"):
                 part.dist_sync_fn = GatherStates(comm)  # type: ignore[assignment]
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """What the metrics in ``module`` have counted, by path: torchmetrics leaves it out of a ``state_dict()``."""
+    found = {}
+    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
+        if _is_a(part, "Metric"):
+            metric: Any = part
+            found[path] = {"state": dict(metric.metric_state), "updates": metric._update_count}
+    return found
+
+
+def set_states_of(module: nn.Module, states: dict[str, Any]) -> None:
+    """Let the metrics in ``module`` go on where :func:`states_of` was taken.
+
+    Raises:
+        KeyError: there is no such metric.
+    """
+    parts = dict(module.named_modules()) if states else {}
+    for path, saved in states.items():
+        metric: Any = parts[path]
+        move = functools.partial(trees.map_leaves, operator.methodcaller("to", metric.device))
+        for name, value in saved["state"].items():
+            setattr(metric, name, move(value))
+        metric._update_count, metric._computed = saved["updates"], None
+
+
+def _is_a(module: nn.Module, *names: str) -> bool:
+    bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(module).__mro__}
+    return not bases.isdisjoint(f"torchmetrics.{name}" for name in names)
 
 
 class SkipEmpty:

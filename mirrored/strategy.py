@@ -71,7 +71,7 @@ class Strategy:
         self.is_chief = topology.is_chief
         self.known_shares = KnownShares()
         self.virtual_towers = training.virtual_towers
-        self._seed = seed
+        self._seed = self._virtual_seed = seed
         self._pid = os.getpid()
         self._several = topology.size > 1
         self._cut = cut_for(topology, training.virtual_towers)
@@ -232,7 +232,7 @@ class Strategy:
 
     @property
     def _stream_seed(self) -> int:
-        return self._seed if self._seed is not None else torch.initial_seed()
+        return self._virtual_seed if self._virtual_seed is not None else torch.initial_seed()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
@@ -244,7 +244,7 @@ class Strategy:
             number = state.get(key)
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
-        self._seed = state["seed"]
+        self._virtual_seed = state["seed"]
         if self.engine.virtual is not None:
             self.engine.virtual.step = state["backwards"]
 
@@ -406,7 +406,8 @@ class Strategy:
         """
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline)
+        seed = self._seed if self._seed is not None else 0
+        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed)
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:

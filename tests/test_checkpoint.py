@@ -382,6 +382,113 @@ def test_a_function_cannot_be_saved(folder: pathlib.Path) -> None:
         mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"other": 3})
 
 
+def come_back(folder: pathlib.Path, saved: Any, empty: Any) -> None:
+    """Save one object, and restore it into another."""
+    strategy = mirrored.OneDeviceStrategy()
+    mirrored.CheckpointManager(strategy, folder, {"it": saved}).save("it", wait=True)
+    mirrored.CheckpointManager(strategy, folder, {"it": empty}).restore("it")
+
+
+def test_names_that_look_alike_are_kept_apart(folder: pathlib.Path) -> None:
+    keys: list[Any] = ["a/b", "a", 1, "1", "x@1", "x", "%2F", "\udc80", "#1", (1, "1")]
+    state: dict[Any, Any] = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
+    state["a"] = {"b": torch.full((2,), 9.0), "b@0": 3}
+    found: dict[Any, Any] = {}
+    come_back(folder, state, found)
+    assert repr(found) == repr(state)
+
+
+def test_metrics_go_on_counting(folder: pathlib.Path) -> None:
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.classification import BinaryAUROC
+
+    first, second = (MetricCollection({"mean": MeanMetric(), "area": BinaryAUROC()}) for _ in range(2))
+    first["mean"].update(torch.tensor([1.0, 2.0]))
+    first["area"].update(torch.tensor([0.2, 0.8, 0.4]), torch.tensor([0, 1, 1]))
+    come_back(folder, first, second)
+    second["mean"].update(torch.tensor([6.0]))
+    assert float(second["mean"].compute()) == 3.0
+    assert second["area"].compute() == first["area"].compute() == 1.0
+
+
+class Versioned(nn.Module):
+    """Reads what versions before 2 have saved in tenths."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 0) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 10
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def test_modules_know_which_version_has_saved(folder: pathlib.Path) -> None:
+    model = nn.Sequential(Versioned())
+    come_back(folder, nn.Sequential(Versioned()), model)
+    assert model[0].weight.tolist() == [1.0, 1.0]
+
+
+def test_state_of_another_dtype_than_its_parameter_keeps_it(folder: pathlib.Path) -> None:
+    optimizers = []
+    for _ in range(2):
+        parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizers.append(torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
+        optimizers[-1].state[parameter]["momentum_buffer"] = torch.full((3,), 1 / 3)
+    come_back(folder, *optimizers)
+    (state,) = optimizers[1].state.values()
+    assert state["momentum_buffer"].tolist() == torch.full((3,), 1 / 3).tolist()
+
+
+def test_row_46_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(mirrored.CheckpointError, match="it is a Adam here; that in the checkpoint has momentum"):
+        come_back(folder, torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters()))
+
+
+@pytest.mark.parametrize("value", [collections.defaultdict(list), bytearray(b"x"), Stubborn()])
+def test_what_would_come_back_as_something_else_is_refused(folder: pathlib.Path, value: Any) -> None:
+    manager = mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"progress": {"value": value}})
+    with pytest.raises(TypeError, match="progress/value is a"):
+        manager.save()
+
+
+def test_what_was_restored_does_not_lie_in_the_file(folder: pathlib.Path) -> None:
+    progress = {"value": torch.arange(1000)}
+    come_back(folder, progress, progress)
+    path = folder / "it" / "tensors.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert torch.equal(progress["value"], torch.arange(1000))
+
+
+def test_a_named_checkpoint_is_replaced_whole(folder: pathlib.Path) -> None:
+    """Whatever call fails while "best" is written anew, there is an old or a new one."""
+    progress: dict[str, Any] = {"value": 0}
+    strategy = mirrored.OneDeviceStrategy()
+
+    def manager(disk: Disk | None = None) -> mirrored.CheckpointManager:
+        return mirrored.CheckpointManager(strategy, folder, {"progress": progress}, disk=disk)
+
+    values, at, calls = set(), 0, 1
+    while at < calls:
+        at += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        progress["value"] = 1
+        manager().save("best", wait=True)
+        progress["value"] = 2
+        disk = FaultyDisk(at, 28)
+        with contextlib.suppress(mirrored.CheckpointError):
+            manager(disk).save("best", wait=True)
+        calls = disk.calls
+        manager().restore("best")
+        values.add(progress["value"])
+    assert at > 10
+    assert values == {1, 2}
+
+
 # -- disks that fail -----------------------------------------------------------------------------------------
 
 
@@ -413,16 +520,21 @@ def test_row_44_a_disk_that_fails_at_any_call_keeps_what_was_there(tmp_path: pat
     outcomes = collections.Counter[str]()
     for at in range(1, calls + 1):
         folder = two_saved(tmp_path, at)
-        with pytest.raises(mirrored.CheckpointError, match=os.strerror(error)):
+        told = ""
+        try:
             save_values(folder, range(3, 4), FaultyDisk(at, error))
+        except mirrored.CheckpointError as caught:
+            told = str(caught)
+            assert os.strerror(error) in told
         found = saved_value(folder)
-        outcomes[f"restored {found}"] += 1
-        assert found in (2, 3)
+        outcomes[f"{'error' if told else 'warning'}, restored {found}"] += 1
         assert not list(folder.glob(".saving*")), "left behind"
         save_values(folder, range(4, 5))  # and it goes on
         assert saved_value(folder) == 4
         assert names_in(folder) == [".lock", "latest", name_of(found), name_of(4)]
-    assert set(outcomes) == {"restored 2", "restored 3"}
+    # Flushing the rename may fail, and cleaning up after it, which is only warned of.
+    assert set(outcomes) == {"error, restored 2", "error, restored 3", "warning, restored 3"}
+    assert outcomes["error, restored 3"] == 1
 
 
 def _kills(folder: str, calls: int) -> list[int]:
@@ -524,6 +636,74 @@ def test_one_run_writes_into_a_folder(folder: pathlib.Path) -> None:
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
+
+
+def _goes_on_after_a_full_disk(strategy: mirrored.Strategy, folder: str) -> int:
+    disk = FaultyDisk(2, 28) if strategy.is_chief else None
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": {"x": torch.ones(2)}}, disk=disk)
+    with manager.resume():
+        manager.step()
+        manager.save()
+        with pytest.raises(mirrored.CheckpointError):
+            manager.wait()
+    return manager.steps
+
+
+def test_a_script_that_bears_a_full_disk_saves_at_the_end(folder: pathlib.Path) -> None:
+    assert towers(_goes_on_after_a_full_disk, str(folder)) == [1, 1]
+    assert [p.name for p in folder.glob("step-*")] == [name_of(1)]
+
+
+def _pipeline(strategy: mirrored.Strategy, folder: str, stop: int | None) -> list[Any]:
+    """Batches of each tower's own shuffling loader."""
+
+    def build(context: mirrored.InputContext) -> Any:
+        examples = torch.arange(12) + 100 * context.input_pipeline_id
+        return torch.utils.data.DataLoader(examples, batch_size=2, shuffle=True)
+
+    data, seen = strategy.distribute_datasets_from_function(build), list[Any]()
+    manager = mirrored.CheckpointManager(strategy, folder, {"data": data, "seen": seen}, every_steps=1)
+    with contextlib.suppress(Interrupted), manager.resume():
+        for _ in data.epochs(2):
+            for batch in data:
+                seen.append(batch.tolist())
+                manager.step()
+                if manager.steps == stop:
+                    raise Interrupted
+    return seen
+
+
+def test_pipelines_that_shuffle_go_on_in_the_middle(tmp_path: pathlib.Path) -> None:
+    whole = towers(_pipeline, str(tmp_path / "a"), None)
+    towers(_pipeline, str(tmp_path / "b"), 8)
+    assert towers(_pipeline, str(tmp_path / "b"), None) == whole
+    assert sorted(example for batch in whole[1][:6] for example in batch) == list(range(100, 112))
+    assert whole[1][:6] != whole[1][6:]
+
+
+def _saves_by_time(strategy: mirrored.Strategy, folder: str) -> int:
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": {}}, every_seconds=0.3, keep=100)
+    for _ in range(13):
+        time.sleep(0.1)
+        manager.step()
+    manager.wait()
+    return len(list(pathlib.Path(folder).glob("step-*")))
+
+
+def test_towers_save_once_each_time(folder: pathlib.Path) -> None:
+    assert towers(_saves_by_time, str(folder))[0] in (2, 3, 4)
+
+
+def _unlike(strategy: mirrored.Strategy, folder: str) -> Any:
+    progress = {"x": torch.zeros(4) if strategy.is_chief else torch.zeros(2, dtype=torch.float64)}
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": progress})
+    manager.save("x", wait=True)
+    manager.restore("x")
+    return str(progress["x"])
+
+
+def test_towers_get_their_own_back_also_where_the_bytes_are_equal(folder: pathlib.Path) -> None:
+    assert towers(_unlike, str(folder)) == [str(torch.zeros(4)), str(torch.zeros(2, dtype=torch.float64))]
 
 
 def _alone(strategy: mirrored.Strategy, folder: str) -> None:

@@ -50,22 +50,19 @@ def capture(comm: Communicator, tracked: Sequence[Tracked], step: int, writes: b
     """
     encoder = Encoder()
     objects: dict[str, Any] = {}
-    equal: set[str] = set()
+    checksums: dict[str, Any] = {"step": step, "objects": {}, "tensors": {}}
     failed: Exception | None = None
-    for one in tracked if complete else [one for one in tracked if not isinstance(one, TrackedOptimizer)]:
-        before = set(encoder.tensors)
-        try:
+    try:
+        for one in tracked if complete else [one for one in tracked if not isinstance(one, TrackedOptimizer)]:
+            before = set(encoder.tensors)
             objects[one.name] = encoder.encode(one.state(), one.name, skip_code=one.skip_code)
-        except Exception as error:  # whatever a stranger's state_dict raises: all towers are told
-            failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
-            break
-        new = {name: tensor for name, tensor in encoder.tensors.items() if name not in before}
-        equal |= {name for name, tensor in new.items() if one.is_equal_everywhere(tensor)}
-    checksums = {
-        "step": step,
-        "objects": {name: _checksum(json.dumps(value).encode()) for name, value in objects.items()},
-        "tensors": {n: _checksum(as_bytes(t).cpu().numpy()) for n, t in encoder.tensors.items() if n not in equal},
-    }
+            if comm.size > 1:
+                checksums["objects"][one.name] = _checksum(json.dumps(objects[one.name]).encode())
+                for name in encoder.tensors.keys() - before:
+                    if not one.is_equal_everywhere(encoder.tensors[name]):
+                        checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
+    except Exception as error:  # whatever a stranger's state_dict raises: all towers are told
+        failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
     said = [s.details for s in announce(comm, "saves a checkpoint", checksums, error=failed)]
     for tower, other in enumerate(said):
         if other["step"] != said[0]["step"]:
@@ -114,6 +111,11 @@ def _join(
 def own_name(name: str, tower: int) -> str:
     """The name under which a tower's own value is saved, where it differs from tower 0's."""
     return f"{name}@{tower}"
+
+
+def _checksum_of(tensor: Tensor) -> str:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    return kind + _checksum(as_bytes(tensor).cpu().numpy())
 
 
 def _checksum(data: Any) -> str:

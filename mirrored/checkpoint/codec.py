@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import collections
+import enum
 import math
+import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
+_PLAIN = " !$&'()*+,:;<=>?[]^`{|}\""
 _KEYS = (str, int, float, bool, tuple, type(None))
 
 
@@ -50,9 +53,9 @@ class Encoder:
         """
 
         def inner(part: Any, key: object) -> Any:
-            return self.encode(part, f"{path}/{key}", skip_code=skip_code)
+            return self.encode(part, f"{path}/{_step_of_path(key)}", skip_code=skip_code)
 
-        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        if value is None or type(value) in (bool, int) or (isinstance(value, str) and not isinstance(value, enum.Enum)):
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"float": str(value)}
@@ -60,8 +63,8 @@ class Encoder:
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             return {"array": self._tensor(_from_numpy(value, path), path)}
-        if isinstance(value, np.generic):
-            return {"scalar": inner(np.asarray(value), "")}
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            return {"scalar": inner(value.item(), ""), "dtype": str(value.dtype)}
         if type(value) is list:
             return [inner(part, i) for i, part in enumerate(value)]
         if type(value) in (tuple, set, frozenset, torch.Size):
@@ -70,9 +73,9 @@ class Encoder:
             return {kind: [inner(part, i) for i, part in enumerate(parts)]}
         if type(value) is collections.deque:
             return {"deque": [inner(part, i) for i, part in enumerate(value)], "maxlen": value.maxlen}
-        if isinstance(value, Mapping):
+        if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
             return self._mapping(value, path, inner, skip_code)
-        if isinstance(value, (bytes, bytearray)):
+        if type(value) is bytes:
             return {"bytes": base64.b64encode(value).decode()}
         if type(value) is complex:
             return {"complex": [inner(value.real, "real"), inner(value.imag, "imag")]}
@@ -88,7 +91,7 @@ class Encoder:
     def _mapping(
         self, value: Mapping[Any, Any], path: str, inner: Callable[[Any, object], Any], skip_code: bool
     ) -> Any:
-        kind = type(value).__name__ if type(value).__name__ in _MAPPINGS else "dict"
+        kind = type(value).__name__
         entries = [(key, part) for key, part in value.items() if not (skip_code and callable(part))]
         for key, _ in entries:
             if not isinstance(key, _KEYS):
@@ -97,18 +100,32 @@ class Encoder:
                 )
         if kind == "dict" and all(type(key) is str for key, _ in entries):
             return {"dict": {key: inner(part, key) for key, part in entries}}
-        return {"items": [[inner(key, "key"), inner(part, key)] for key, part in entries], "kind": kind}
+        texts = all(isinstance(key, str) for key, _ in entries)
+        steps = [key if texts or type(key) is not str else (key,) for key, _ in entries]  # 1 and "1" differ
+        return {
+            "items": [[inner(key, "key"), inner(part, s)] for (key, part), s in zip(entries, steps, strict=True)],
+            "kind": kind,
+        }
 
     def _tensor(self, value: Tensor, path: str) -> dict[str, Any]:
         if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
             raise TypeError(
                 f"{path} is a {value.layout} tensor on {value.device}, which cannot be saved; save a dense one"
             )
-        value = value.detach()
+        value = value.detach().resolve_conj().resolve_neg()
+        if value.numel() and not value.data_ptr():
+            raise TypeError(f"{path} is a {type(value).__name__} without memory of its own; save what it stands for")
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (path,)
         name = self._names.setdefault(key, path)
         self.tensors.setdefault(name, value)
         return {"tensor": name}
+
+
+def _step_of_path(key: object) -> str:
+    """A key as part of a tensor's name: different for different keys, and never with '/' or '@' in it."""
+    if isinstance(key, str):
+        return urllib.parse.quote(key, safe=_PLAIN, errors="surrogatepass")
+    return str(key) if type(key) is int else "#" + urllib.parse.quote(repr(key), safe=_PLAIN)
 
 
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
@@ -180,7 +197,7 @@ _DECODERS: dict[str, Callable[[Any, Any, Callable[[str], Tensor]], Any]] = {
     "items": _read_items,
     "tensor": _read_tensor,
     "array": lambda _, content, tensor: _array(decode(content, tensor)),
-    "scalar": lambda _, content, tensor: decode(content, tensor)[()],
+    "scalar": lambda value, content, tensor: np.dtype(value["dtype"]).type(decode(content, tensor)),
     "tuple": lambda _, content, tensor: tuple(_sequence(content, tensor)),
     "set": lambda _, content, tensor: set(_sequence(content, tensor)),
     "frozenset": lambda _, content, tensor: frozenset(_sequence(content, tensor)),

@@ -36,7 +36,7 @@ log = get_logger("mirrored")
 LATEST = "latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d{8,})")
-_SAVING, _REMOVING = ".saving-", ".removing-"
+_SAVING, _REMOVING, _REPLACING, _PROBE = ".saving-", ".removing-", ".replacing-", ".probe-"
 
 
 def check_name(name: str) -> str:
@@ -51,6 +51,11 @@ def check_name(name: str) -> str:
             f"digit, and not be {LATEST!r}; it names a folder beside the others, not a path"
         )
     return name
+
+
+def is_step(name: str) -> bool:
+    """Whether a name is that of a step's checkpoint."""
+    return _STEP.fullmatch(name) is not None
 
 
 def name_of(step: int) -> str:
@@ -77,6 +82,13 @@ class Opened:
             CheckpointError: it is not there, or not whole; the text names the file.
         """
         self.path = path
+        try:
+            self._open(check)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+
+    def _open(self, check: bool) -> None:
+        path = self.path
         with contextlib.ExitStack() as opened:
             folder = _open(path, os.O_DIRECTORY, "folder")
             opened.callback(os.close, folder)
@@ -159,7 +171,7 @@ class Folder:
 
     def steps(self) -> list[int]:
         """The steps of which a checkpoint is here, in ascending order. Whether they are whole :class:`Opened` finds."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             found = (
                 _STEP.fullmatch(entry.name) for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False)
             )
@@ -172,7 +184,7 @@ class Folder:
         Checkpoints of later steps, which the run went back from, are put aside as ``replaced-…``: they are not its own.
 
         Raises:
-            OSError: something could not be written; the checkpoints that were here are here still.
+            OSError, ValueError: something could not be written; the checkpoints that were here are here still.
         """
         place = self.path / name
         beside = self.path / f"{_SAVING}{name}-{os.getpid()}"
@@ -181,16 +193,37 @@ class Folder:
             size, checksum = self._disk.write_file(beside / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
             text = manifests.dump({**manifest, "files": files}).encode()
+            if len(text) > manifests.LARGEST:
+                raise ValueError(f"the manifest would be {len(text)} bytes long; keep large lists as arrays or tensors")
             self._disk.write_file(beside / NAME, [memoryview(text)])
             self._disk.sync_folder(beside)
-            if place.exists():
-                self._put_away(place)
-            self._disk.rename(beside, place)
-        except OSError:
+            self._move_in(beside, place)
+        except (OSError, ValueError):
             with contextlib.suppress(OSError):
                 self._disk.remove(beside)
             raise
         self._disk.sync_folder(self.path)
+        try:
+            self._tidy(name, keep)
+        except OSError as error:
+            log.warning("%s is saved, but what it replaces could not be removed (%s)", place, error.strerror)
+
+    def _move_in(self, beside: pathlib.Path, place: pathlib.Path) -> None:
+        if not place.exists():
+            self._disk.rename(beside, place)
+            return
+        before = self.path / f"{_REPLACING}{place.name}"
+        self._disk.rename(place, before)
+        try:
+            self._disk.rename(beside, place)
+        except OSError:
+            self._disk.rename(before, place)
+            raise
+
+    def _tidy(self, name: str, keep: int) -> None:
+        """Name the newest, and remove what is no longer kept."""
+        if (before := self.path / f"{_REPLACING}{name}").exists():
+            self._disk.remove(before)
         if (match := _STEP.fullmatch(name)) is None:
             return
         self._disk.replace_file(self.path / LATEST, f"{name}\n")
@@ -216,9 +249,13 @@ class Folder:
         self._disk.remove(away)
 
     def clean(self) -> None:
-        """Remove what a process that was killed while it wrote or removed has left."""
-        for entry in self.path.iterdir():
-            if entry.name.startswith((_SAVING, _REMOVING)):
-                log.info("%s was left by a run that ended while it saved; it is removed", entry)
-                with contextlib.suppress(OSError):
+        """Remove what a process that was killed while it wrote or removed has left; put back what it was replacing."""
+        with contextlib.suppress(OSError):
+            for entry in self.path.iterdir():
+                place = self.path / entry.name.removeprefix(_REPLACING)
+                if entry.name.startswith(_REPLACING) and not place.exists():
+                    self._disk.rename(entry, place)
+                elif entry.name.startswith((_SAVING, _REMOVING, _REPLACING, _PROBE)):
+                    if entry.is_dir():
+                        log.info("%s was left by a run that ended while it saved; it is removed", entry)
                     self._disk.remove(entry)

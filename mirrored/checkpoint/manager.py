@@ -11,7 +11,7 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ import torch
 from mirrored.checkpoint.capture import capture
 from mirrored.checkpoint.disk import Disk, Lock
 from mirrored.checkpoint.errors import CheckpointError, Preempted
-from mirrored.checkpoint.folder import Folder, Opened, check_name, name_of
+from mirrored.checkpoint.folder import Folder, Opened, check_name, is_step, name_of
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
 from mirrored.checkpoint.places import writer_of
 from mirrored.checkpoint.restoring import Restored, restore
@@ -128,6 +128,8 @@ class CheckpointManager:
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
+        self._told_due = False
+        self._said_unsynced = False
         self._in_flight = ""
         if not self._compared:
             self._open(keep)
@@ -167,11 +169,15 @@ class CheckpointManager:
         """
         self.steps += 1
         mine = STOP if self._signals.received is not None else 0
-        if self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds:
-            mine |= DUE if self._comm.index == 0 else 0
+        # What is told is answered a step later, on all towers: once is enough.
+        due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        if due and self._comm.index == 0 and not self._told_due:
+            mine |= DUE
+            self._told_due = True
         wanted = self._flags.exchange(mine)
         if wanted & STOP:
-            self._stop()
+            self._save_the_last()
+            self._end()
         elif wanted & DUE or (self._every_steps is not None and self.steps % self._every_steps == 0):
             self.save()
 
@@ -189,7 +195,9 @@ class CheckpointManager:
                 Those that were there are there still.
             DisagreementError: on all towers: some call something else.
         """
-        chosen = check_name(name) if name is not None else name_of(self.steps)
+        if name is not None and is_step(check_name(name)):
+            raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
+        chosen = name if name is not None else name_of(self.steps)
         if self._compared:
             return
         started = time.monotonic()
@@ -197,7 +205,7 @@ class CheckpointManager:
             self._save(chosen, wait=not self._asynchronous if wait is None else wait)
         if name is None:
             self._saved_step = self.steps
-        self._saved_at = time.monotonic()
+        self._saved_at, self._told_due = time.monotonic(), False
         self.stalled_seconds += self._saved_at - started
 
     def _save(self, chosen: str, *, wait: bool) -> None:
@@ -211,6 +219,9 @@ class CheckpointManager:
             manifest = self._manifest(captured.objects, captured.own)
             (self._writer.write if wait else self._writer.start)(chosen, manifest, captured.tensors)
         self._in_flight = chosen
+        if self._strategy.engine.unsynced_gradients() and not self._said_unsynced:
+            self._said_unsynced = True
+            log.warning("gradients of no_sync() are not saved: save after the step that uses them")
         if not self._has_data and self._comm.index == 0:
             self._has_data = True
             log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
@@ -232,8 +243,11 @@ class CheckpointManager:
             problem = self._writer.outcome()
         if problem:
             problem = f"checkpoint {self.folder / name} could not be written ({problem}); earlier ones are as they were"
+        try:
+            self._raise_first(f"waits for checkpoint {name}", problem)
+        except CheckpointError:
             self._saved_step = None
-        self._raise_first(f"waits for checkpoint {name}", problem)
+            raise
 
     def _raise_first(self, call: str, problem: str) -> None:
         for tower, said in enumerate(announce(self._comm, call, problem)):
@@ -271,9 +285,10 @@ class CheckpointManager:
         """
         with self._signals:
             yield self.restore_newest()
-            if self._saved_step != self.steps:
-                self.save(wait=True)
-            self.wait()
+            self._save_the_last()
+            said = announce(self._comm, "ends a resumed run", self._signals.received is not None)
+            if any(other.details for other in said):
+                self._end()
 
     @property
     def written_seconds(self) -> float:
@@ -377,11 +392,13 @@ class CheckpointManager:
 
     # -- stopping ----------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        if self._in_flight:
-            self.wait()
+    def _save_the_last(self) -> None:
+        self.wait()
         if self._saved_step != self.steps:
             self.save(wait=True)
+
+    def _end(self) -> NoReturn:
+        """All towers end together, saved."""
         self._comm.barrier()  # whoever ends first makes its launcher end the others
         if self._comm.index == 0:
             by = self._signals.received

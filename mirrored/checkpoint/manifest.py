@@ -46,6 +46,7 @@ def load(text: bytes) -> Manifest:
         found = json.loads(text)
         stated = found.pop("sha256", None) if isinstance(found, dict) else None
         checksum = _checksum(found)
+        as_written = isinstance(found, dict) and dump(found).encode() == text
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is no JSON: {error}") from None
     if not isinstance(found, dict):
@@ -54,7 +55,7 @@ def load(text: bytes) -> Manifest:
         raise Malformed(f"its format is {found.get('format')!r}, not {FORMAT!r}")
     if found.get("version") != VERSION:
         raise Malformed(f"its version is {found.get('version')!r}; this version of mirrored reads version {VERSION}")
-    if stated != checksum or dump(found).encode() != text:
+    if stated != checksum or not as_written:
         raise Malformed("its checksum does not fit: it is damaged")
     for field, kind in _FIELDS.items():
         if not isinstance(found.get(field), kind) or isinstance(found[field], bool):

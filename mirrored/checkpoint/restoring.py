@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -81,7 +82,7 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
         CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
     """
     reader = _Reader(opened, comm.index, comm.size)
-    _agree(comm, opened, "", "checks a checkpoint", *_problems(reader, tracked))
+    _agree(comm, opened, "nothing was changed", "checks a checkpoint", *_problems(reader, tracked))
     # What cannot be checked beforehand goes first, and can go back.
     first = [one for one in tracked if not isinstance(one, (TrackedModule, TrackedOptimizer))]
     others = [one for one in tracked if isinstance(one, (TrackedModule, TrackedOptimizer))]
@@ -96,13 +97,18 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
             failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
             break
     try:
-        _agree(comm, opened, "", "takes a checkpoint on", *failed)
+        _agree(comm, opened, "nothing was changed", "takes a checkpoint on", *failed)
     except CheckpointError:
         for one, state in reversed(before):
-            one.load(state)
+            with contextlib.suppress(Exception):  # the one that refused its new state may refuse its old one
+                one.load(state)
         raise
-    for one in others:
-        one.load(reader.decode(one.name, data=True))
+    try:
+        for one in others:
+            one.load(reader.decode(one.name, data=True))
+    except Exception as error:
+        failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
+    _agree(comm, opened, "what is here is changed in part", "has taken a checkpoint on", *failed)
     manifest = opened.manifest
     taken = {one.name for one in tracked}
     return Restored(
@@ -124,16 +130,17 @@ def _problems(reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
             problem = one.problem(reader.decode(one.name, data=False))
         except CheckpointError as error:
             problem = str(error)
+        except Exception as error:  # whatever comes of comparing with what a stranger has written
+            problem = f"it cannot be compared: {type(error).__name__}: {error}"
         if problem:
             found.append(f"{one.name}: {problem}")
     return found
 
 
-def _agree(comm: Communicator, opened: Opened, prefix: str, call: str, *problems: str) -> None:
+def _agree(comm: Communicator, opened: Opened, state: str, call: str, *problems: str) -> None:
     for tower, said in enumerate(announce(comm, call, list(problems))):
         if said.details:
             where = f" on tower {tower}" if comm.size > 1 else ""
             raise CheckpointError(
-                f"checkpoint {opened.path} does not fit what is here{where}, nothing was changed: "
-                + "; ".join(said.details)
+                f"checkpoint {opened.path} does not fit what is here{where}, {state}: " + "; ".join(said.details)
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,7 @@ _FORMAT = {
 
 _DTYPES = {name: dtype for dtype, name in _FORMAT.items()}
 
+_LONGEST_HEADER = 10**8  # bytes that safetensors reads
 _PIECE = 2**23  # bytes that are written and hashed at a time
 
 
@@ -41,6 +42,9 @@ class Layout:
 
     Args:
         tensors: by name; of any dtype and strides.
+
+    Raises:
+        ValueError: there are too many.
 
     Attributes:
         header: what stands before the first tensor.
@@ -64,6 +68,8 @@ class Layout:
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
             end += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
+        if len(text) > _LONGEST_HEADER:
+            raise ValueError(f"{len(tensors)} tensors are more than a file of safetensors can name")
         text += b" " * (-len(text) % 8)
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = end
@@ -120,12 +126,13 @@ class TensorFile:
             Malformed: there is none, or it is not what the manifest says.
         """
         try:
-            tensor: Tensor = self._file.get_tensor(name)
+            # A copy: what safetensors gives lies in the file, which may be removed or changed.
+            tensor = self._file.get_tensor(name).clone()
         except SafetensorError as error:
             raise Malformed(f"there is no tensor {name!r} in it: {error}") from None
         unusual = self._unusual.get(name)
         if unusual is None:
-            return tensor
+            return cast(Tensor, tensor)
         try:
             return as_it_was(tensor, unusual)
         except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError) as error:
@@ -140,9 +147,9 @@ class TensorFile:
         try:
             entry = self._file.get_slice(name)
             unusual = self._unusual.get(name, {})
-            shape = unusual["shape"] if "shape" in unusual else entry.get_shape()
-            dtype = DTYPES[unusual["dtype"]] if "dtype" in unusual else _DTYPES[entry.get_dtype()]
-            return torch.empty(shape, dtype=dtype, device="meta")
+            if "dtype" in unusual:
+                return torch.empty(unusual["shape"], dtype=DTYPES[unusual["dtype"]], device="meta")
+            return torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
         except (SafetensorError, TypeError, ValueError, KeyError, RuntimeError) as error:
             raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,7 +13,28 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from mirrored import metrics
+
+_LIKE_THE_PARAMETER = {
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+    "exp_inf",
+    "sum",
+    "prev",
+    "ax",
+}
+"""State of torch's optimizers that has the shape of its parameter."""
+
 IsMirrored = Callable[[Tensor], bool]
+
+
+_VERSIONS, _METRICS = "mirrored.versions", "mirrored.metrics"
+_BESIDE = (_VERSIONS, _METRICS)
 
 
 class Tracked(ABC):
@@ -56,7 +78,12 @@ class TrackedModule(Tracked):
 
     def state(self) -> Any:
         self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
-        return self._module.state_dict()
+        state = self._module.state_dict()
+        # What torch keeps beside the state: versions, by which modules know how to read what older ones have saved.
+        extra = {_VERSIONS: dict(getattr(state, "_metadata", {}))}
+        if found := metrics.states_of(self._module):
+            extra[_METRICS] = found
+        return {**state, **extra}
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
         return value.data_ptr() in self._mirrored
@@ -64,10 +91,13 @@ class TrackedModule(Tracked):
     def problem(self, state: Any) -> str | None:
         if not isinstance(state, Mapping):
             return f"it is saved as a {type(state).__name__}, not as a model"
-        return mismatch(self._module.state_dict(), state)
+        return mismatch(self._module.state_dict(), {key: value for key, value in state.items() if key not in _BESIDE})
 
     def load(self, state: Any) -> None:
-        self._module.load_state_dict(state)
+        own = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
+        own._metadata = state.get(_VERSIONS, {})  # type: ignore[attr-defined]
+        self._module.load_state_dict(own)
+        metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
 
 class TrackedOptimizer(Tracked):
@@ -90,22 +120,39 @@ class TrackedOptimizer(Tracked):
         groups = self._optimizer.param_groups
         try:
             saved = [len(group["params"]) for group in state["param_groups"]]
-            shapes = {
-                number: entry.get("exp_avg", entry.get("momentum_buffer")) for number, entry in state["state"].items()
-            }
-        except (TypeError, KeyError, AttributeError):
+            moments = [
+                (number, value)
+                for number, entry in state["state"].items()
+                for name, value in entry.items()
+                if name in _LIKE_THE_PARAMETER and isinstance(value, Tensor)
+            ]
+        except (TypeError, KeyError, AttributeError, IndexError):
             return "it is not saved as an optimizer"
         here = [len(group["params"]) for group in groups]
         if saved != here:
             return f"its groups have {here} parameters here, and {saved} in the checkpoint"
-        for number, p in enumerate(p for group in groups for p in group["params"]):
-            moment = shapes.get(number)
-            if isinstance(moment, Tensor) and moment.shape != p.shape and not is_lazy(p):
-                return f"parameter {number} has shape {_shape(p)} here, and {_shape(moment)} in the checkpoint"
+        lacking = [name for name in self._optimizer.defaults if any(name not in g for g in state["param_groups"])]
+        unknown = [name for name in state["param_groups"][0] if name not in groups[0]] if saved else []
+        if lacking and unknown:
+            kind = type(self._optimizer).__name__
+            return f"it is a {kind} here; that in the checkpoint has {', '.join(unknown)}, but no {', '.join(lacking)}"
+        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        for number, moment in moments:
+            p = parameters.get(number)
+            if p is None or (moment.shape != p.shape and not is_lazy(p)):
+                shape = _shape(p) if p is not None else "none"
+                return f"parameter {number} has shape {shape} here, and {_shape(moment)} in the checkpoint"
         return None
 
     def load(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
+        # torch gives floating-point state the dtype of its parameter, also where it had another.
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        for number, entry in state["state"].items():
+            kept = self._optimizer.state.get(parameters[number], {})
+            for name, value in entry.items():
+                if isinstance(value, Tensor) and name in kept and kept[name].dtype != value.dtype:
+                    kept[name] = value.to(kept[name].device)
 
 
 class TrackedContainer(Tracked):
@@ -188,8 +235,10 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     found = [f"{key} is missing in the checkpoint" for key in here if key not in saved]
     found += [f"{key} is in the checkpoint only" for key in saved if key not in here]
     for key, value in here.items():
-        other = saved.get(key)
-        if isinstance(value, Tensor) and isinstance(other, Tensor) and not is_lazy(value):
+        other = saved.get(key, value)
+        if isinstance(value, Tensor) is not isinstance(other, Tensor):
+            found.append(f"{key} is a {type(value).__name__} here, and a {type(other).__name__} in the checkpoint")
+        elif isinstance(value, Tensor) and not is_lazy(value):
             if value.shape != other.shape:
                 found.append(f"{key} has shape {_shape(value)} here, and {_shape(other)} in the checkpoint")
             elif value.dtype != other.dtype:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError
@@ -84,7 +85,7 @@ def load_weights(
     misfits = {
         new: f"{new} has shape {tuple(here[new].shape)} here, and {tuple(saved[key].shape)} in the file"
         for new, key in taken.items()
-        if here[new].shape != saved[key].shape
+        if not is_lazy(here[new]) and here[new].shape != saved[key].shape
     }
     if misfits and not skip_misfits:
         raise CheckpointError(f"{path} does not fit, nothing was loaded: {'; '.join(misfits.values())}")

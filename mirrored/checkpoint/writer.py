@@ -41,20 +41,28 @@ class Writer:
     def write(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Write now; what goes wrong :meth:`outcome` tells."""
         self.wait()
-        layout = Layout(tensors)
+        try:
+            layout = Layout(tensors)
+        except ValueError as error:
+            self._error = error
+            return
         self._write(name, {**manifest, "tensors": layout.unusual}, layout, None)
 
     def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, and write them while training goes on; first waits for what is still being written."""
         self.wait()
-        layout = Layout(tensors)
-        if self._memory.numel() < layout.nbytes:
-            self._memory = torch.empty(layout.nbytes, dtype=torch.uint8)
-        layout.copy_to(self._memory)
-        arguments = (name, {**manifest, "tensors": layout.unusual}, layout, self._memory)
-        # Not a daemon: a program that ends meanwhile has its last checkpoint.
-        self._thread = threading.Thread(target=self._write_beside, args=arguments, name="mirrored-checkpoint")
-        self._thread.start()
+        try:
+            layout = Layout(tensors)
+            if self._memory.numel() < layout.nbytes:
+                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+            layout.copy_to(self._memory)
+            arguments = (name, {**manifest, "tensors": layout.unusual}, layout, self._memory)
+            # Not a daemon: a program that ends meanwhile has its last checkpoint.
+            thread = threading.Thread(target=self._write_beside, args=arguments, name="mirrored-checkpoint")
+            thread.start()
+            self._thread = thread
+        except (ValueError, RuntimeError, MemoryError) as error:  # no memory for the copy, no thread
+            self._error = error
 
     def _write_beside(self, *arguments: Any) -> None:
         with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread alone

@@ -93,11 +93,12 @@ class StreamDataset(DistributedDataset):
 class PipelineDataset(DistributedDataset):
     """Batches that each tower's own pipeline makes; the pipelines may have different lengths.
 
-    Towers whose pipeline has ended go on with empty shares until all have ended.
+    Towers whose pipeline has ended go on with empty shares until all have ended. Each runs on a random stream of its
+    own, another one in every epoch.
     """
 
-    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, pipeline: Iterable[Any]) -> None:
-        super().__init__(comm, cut, known, 0, {})
+    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, pipeline: Iterable[Any], seed: int) -> None:
+        super().__init__(comm, cut, known, seed, {})
         self._pipeline = pipeline
 
     def __len__(self) -> int:
@@ -105,11 +106,15 @@ class PipelineDataset(DistributedDataset):
 
     def _load(self, epoch: int, first: int) -> Iterator[Batch]:
         tell_epoch(self._pipeline, epoch)
-        batches = iter(self._pipeline)
+        # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
+        stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
+        with stream:
+            batches = iter(self._pipeline)
         template: Any = None
         step = 0
         while True:
-            batch = next(batches, None)
+            with stream:
+                batch = next(batches, None)
             local = count_examples(batch) if batch is not None else -1
             said = announce(self._comm, f"batch {step} of a dataset from a function", local)
             counts = [other.details for other in said]
