@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import pathlib
-import platform
 import signal
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
-import torch
-
-from mirrored.checkpoint.capture import capture
-from mirrored.checkpoint.disk import Disk, Lock
+from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, Preempted
 from mirrored.checkpoint.folder import Folder, Opened, check_name, is_step, name_of
-from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
-from mirrored.checkpoint.places import writer_of
 from mirrored.checkpoint.restoring import Restored, restore
+from mirrored.checkpoint.saver import Saver, raise_first
 from mirrored.checkpoint.stopping import DUE, STOP, Flags, StopSignals
 from mirrored.checkpoint.tracked import TrackedCalls, TrackedObject, track
-from mirrored.checkpoint.writer import Writer
 from mirrored.data.dataset import DistributedDataset
 from mirrored.observer import observer
 from mirrored.strategy import Strategy
@@ -35,8 +26,6 @@ from towers.log import get_logger
 
 log = get_logger("mirrored")
 
-_LOCK = ".lock"
-_LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
 _STREAMS = "mirrored.streams"
 
 
@@ -115,48 +104,20 @@ class CheckpointManager:
             TrackedCalls(_STREAMS, strategy.streams, strategy.set_streams),
         ]
         self._has_data = any(isinstance(thing, DistributedDataset) for thing in objects.values())
-        # A comparison of runs begins anew each time, and leaves the checkpoints of the real one alone.
-        self._compared = observer() is not None
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
         self._flags = Flags(self._comm)
         self.folder = pathlib.Path(folder)
         self._folder = Folder(self.folder, disk or Disk())
-        self._writer: Writer | None = None
         self.steps = 0
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._told_due = False
         self._said_unsynced = False
-        self._in_flight = ""
-        if not self._compared:
-            self._open(keep)
-
-    def _open(self, keep: int) -> None:
-        problem = ""
-        if writer_of(self._comm, self.folder) == self._comm.index:
-            self._writer = Writer(self._folder, keep)
-            problem = self._begin_writing()
-        self._raise_first("opens a folder of checkpoints", problem)
-
-    def _begin_writing(self) -> str:
-        """Take the folder, and clear away what a killed run left; returns what is wrong."""
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                lock = Lock(self.folder / _LOCK)
-                weakref.finalize(self, lock.release)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    return f"another process writes checkpoints into {self.folder}; give every run a folder of its own"
-                time.sleep(0.1)
-            except OSError as error:
-                return f"{self.folder / _LOCK} cannot be opened: {error.strerror}"
-        self._folder.clean()
-        return ""
+        # A comparison of runs begins anew each time, and leaves the checkpoints of the real one alone.
+        self._saver = None if observer() is not None else Saver(strategy, self._folder, keep)
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -198,35 +159,17 @@ class CheckpointManager:
         if name is not None and is_step(check_name(name)):
             raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
         chosen = name if name is not None else name_of(self.steps)
-        if self._compared:
+        if self._saver is None:
             return
         started = time.monotonic()
-        with self._strategy.health.during(f"saving checkpoint {chosen}"):
-            self._save(chosen, wait=not self._asynchronous if wait is None else wait)
+        self._remind()
+        wait = not self._asynchronous if wait is None else wait
+        with self._strategy.health.during(f"saving checkpoint {chosen}"), self._noting_failure():
+            self._saver.save(chosen, [*self._tracked, *self._own], self.steps, wait=wait)
         if name is None:
             self._saved_step = self.steps
         self._saved_at, self._told_due = time.monotonic(), False
         self.stalled_seconds += self._saved_at - started
-
-    def _save(self, chosen: str, *, wait: bool) -> None:
-        if self._in_flight:
-            self.wait()
-        shared_out = self._strategy.engine.state_is_shared_out
-        complete = self._writer is not None or not shared_out or self._comm.windows is None
-        everything = [*self._tracked, *self._own]
-        captured = capture(self._comm, everything, self.steps, self._writer is not None, complete)
-        if self._writer is not None and captured is not None:
-            manifest = self._manifest(captured.objects, captured.own)
-            (self._writer.write if wait else self._writer.start)(chosen, manifest, captured.tensors)
-        self._in_flight = chosen
-        if self._strategy.engine.unsynced_gradients() and not self._said_unsynced:
-            self._said_unsynced = True
-            log.warning("gradients of no_sync() are not saved: save after the step that uses them")
-        if not self._has_data and self._comm.index == 0:
-            self._has_data = True
-            log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
-        if wait:
-            self.wait()
 
     def wait(self) -> None:
         """Return when nothing is being written. All towers call it.
@@ -234,38 +177,27 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all towers: the checkpoint that was being written could not be.
         """
-        name, self._in_flight = self._in_flight, ""
-        if not name:
-            return
-        problem = ""
-        if self._writer is not None:
-            self._writer.wait()
-            problem = self._writer.outcome()
-        if problem:
-            problem = f"checkpoint {self.folder / name} could not be written ({problem}); earlier ones are as they were"
+        if self._saver is not None:
+            with self._noting_failure():
+                self._saver.wait()
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Nothing counts as saved after an error, on all towers alike."""
         try:
-            self._raise_first(f"waits for checkpoint {name}", problem)
+            yield
         except CheckpointError:
             self._saved_step = None
             raise
 
-    def _raise_first(self, call: str, problem: str) -> None:
-        for tower, said in enumerate(announce(self._comm, call, problem)):
-            if said.details:
-                raise CheckpointError(f"tower {tower}: {said.details}" if self._comm.size > 1 else said.details)
-
-    def _manifest(self, objects: dict[str, Any], own: list[dict[str, Any]]) -> Manifest:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": self.steps,
-            "towers": self._comm.size,
-            "virtual_towers": self._strategy.virtual_towers,
-            "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-            "objects": objects,
-            "own": own,
-        }
+    def _remind(self) -> None:
+        """Say once what is not saved."""
+        if not self._has_data and self._comm.index == 0:
+            log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
+        self._has_data = True
+        if self._strategy.engine.unsynced_gradients() and not self._said_unsynced:
+            self._said_unsynced = True
+            log.warning("gradients of no_sync() are not saved: save after the step that uses them")
 
     # -- going on ----------------------------------------------------------------------------------------
 
@@ -293,7 +225,7 @@ class CheckpointManager:
     @property
     def written_seconds(self) -> float:
         """How long this tower wrote the newest checkpoint, beside the training or not; 0 where another tower writes."""
-        return self._writer.seconds if self._writer is not None else 0.0
+        return self._saver.written_seconds if self._saver is not None else 0.0
 
     @property
     def latest(self) -> str | None:
@@ -307,7 +239,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: as of :meth:`resume`.
         """
-        if self._compared:
+        if self._saver is None:
             return None
         self.wait()
         mine = self._folder.steps()
@@ -337,7 +269,7 @@ class CheckpointManager:
     def _problem_of(self, name: str) -> str:
         """What is wrong with a checkpoint in some folder; empty when nothing is. Read once for each folder."""
         problem = ""
-        if self._writer is not None:
+        if self._saver is not None and self._saver.writes:
             try:
                 Opened(self.folder / name).close()
             except CheckpointError as error:
@@ -378,7 +310,7 @@ class CheckpointManager:
             opened = Opened(self.folder / name, check=False)
         except CheckpointError as error:
             problem = str(error)
-        self._raise_first(f"opens checkpoint {name}", problem)
+        raise_first(self._comm, f"opens checkpoint {name}", problem)
         assert opened is not None
         try:
             self._strategy.engine.settle()

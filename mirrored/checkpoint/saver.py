@@ -1,0 +1,139 @@
+"""Saving together: what all towers hold is brought to those that write, and all are told how it went."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mirrored.checkpoint.capture import capture
+from mirrored.checkpoint.disk import Lock
+from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
+from mirrored.checkpoint.places import writer_of
+from mirrored.checkpoint.tracked import Tracked
+from mirrored.checkpoint.writer import Writer
+from mirrored.strategy import Strategy
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+
+_LOCK = ".lock"
+_LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
+
+
+class Saver:
+    """Saves a strategy's state in a folder. All towers make the same calls.
+
+    Args:
+        strategy: whose towers.
+        folder: where; one process at a time writes there.
+        keep: how many steps are kept.
+
+    Attributes:
+        writes: whether this tower does the writing.
+
+    Raises:
+        CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
+    """
+
+    def __init__(self, strategy: Strategy, folder: Folder, keep: int) -> None:
+        self._strategy = strategy
+        self._comm = strategy.communicator
+        self._folder = folder
+        self._writer: Writer | None = None
+        self._in_flight = ""
+        problem = ""
+        if writer_of(self._comm, folder.path) == self._comm.index:
+            self._writer = Writer(folder, keep)
+            problem = self._take_folder()
+        self.writes = self._writer is not None
+        raise_first(self._comm, "opens a folder of checkpoints", problem)
+
+    def _take_folder(self) -> str:
+        """Take the folder, and clear away what a killed run left; returns what is wrong."""
+        path = self._folder.path
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                lock = Lock(path / _LOCK)
+                weakref.finalize(self, lock.release)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return f"another process writes checkpoints into {path}; give every run a folder of its own"
+                time.sleep(0.1)
+            except OSError as error:
+                return f"{path / _LOCK} cannot be opened: {error.strerror}"
+        self._folder.clean()
+        return ""
+
+    @property
+    def written_seconds(self) -> float:
+        """How long this tower wrote the newest checkpoint; 0 where another tower writes."""
+        return self._writer.seconds if self._writer is not None else 0.0
+
+    def save(self, name: str, tracked: Sequence[Tracked], step: int, *, wait: bool) -> None:
+        """Save what is tracked under ``name``; first waits for what is still being written.
+
+        Raises:
+            CheckpointError, DisagreementError, TypeError, ValueError: as of ``CheckpointManager.save``.
+        """
+        self.wait()
+        shared_out = self._strategy.engine.state_is_shared_out
+        complete = self.writes or not shared_out or self._comm.windows is None
+        captured = capture(self._comm, tracked, step, self.writes, complete)
+        if self._writer is not None and captured is not None:
+            manifest = self._manifest(step, captured.objects, captured.own)
+            (self._writer.write if wait else self._writer.start)(name, manifest, captured.tensors)
+        self._in_flight = name
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            CheckpointError: on all towers: the checkpoint that was being written could not be.
+        """
+        name, self._in_flight = self._in_flight, ""
+        if not name:
+            return
+        problem = ""
+        if self._writer is not None:
+            self._writer.wait()
+            problem = self._writer.outcome()
+        if problem:
+            place = self._folder.path / name
+            problem = f"checkpoint {place} could not be written ({problem}); earlier ones are as they were"
+        raise_first(self._comm, f"waits for checkpoint {name}", problem)
+
+    def _manifest(self, step: int, objects: dict[str, Any], own: list[dict[str, Any]]) -> Manifest:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": step,
+            "towers": self._comm.size,
+            "virtual_towers": self._strategy.virtual_towers,
+            "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "objects": objects,
+            "own": own,
+        }
+
+
+def raise_first(comm: Communicator, call: str, problem: str) -> None:
+    """Raise the first tower's problem on all towers, if any has one.
+
+    Raises:
+        CheckpointError: some tower has.
+    """
+    for tower, said in enumerate(announce(comm, call, problem)):
+        if said.details:
+            raise CheckpointError(f"tower {tower}: {said.details}" if comm.size > 1 else said.details)
