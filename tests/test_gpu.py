@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -21,6 +22,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import mirrored
+
+sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
+
+import training
 
 pytestmark = pytest.mark.gpu
 
@@ -313,6 +318,22 @@ def batch_norm_over_both() -> list[float]:
 def test_batch_norm_over_both() -> None:
     results = on_one_gpu("from test_gpu import batch_norm_over_both as run")
     assert results[0] == results[1]
+
+
+def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: pathlib.Path) -> None:
+    """Checkpoints hold a GPU's tensors and its random numbers."""
+
+    def run(name: str, stop: int | None) -> dict[str, Any]:
+        with contextlib.suppress(training.Interrupted):
+            return training.train(mirrored.OneDeviceStrategy("cuda:0", seed=0), tmp_path / name, stop=stop)
+        return {}
+
+    whole = run("whole", None)
+    run("parts", 6)
+    resumed = run("parts", None)
+    assert resumed["restored"].step == 4
+    assert resumed["digest"] == whole["digest"]
+    assert resumed["losses"] == whole["losses"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")

@@ -89,7 +89,7 @@ class Layout:
             place = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
             if tensor.numel() and tensor.dtype in _FORMAT and place.storage_offset() % tensor.element_size() == 0:
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             elif tensor.numel():
                 place.copy_(as_bytes(tensor))
 

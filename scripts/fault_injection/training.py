@@ -113,8 +113,8 @@ def digest(model: nn.Module, average: nn.Module, optimizer: torch.optim.Optimize
     found = hashlib.sha256()
     for module in (model, average):
         for value in module.state_dict().values():
-            found.update(value.numpy().tobytes())
+            found.update(value.cpu().numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
         for value in state.values():
-            found.update(value.numpy().tobytes())
+            found.update(value.cpu().numpy().tobytes())
     return found.hexdigest()
