@@ -20,7 +20,7 @@ def is_png(path: pathlib.Path) -> bool:
 @pytest.mark.slow
 def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--output", str(tmp_path)]
-    result = run_program(words, timeout=180)
+    result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")], timeout=180)
     assert result.returncode == 0, result.stderr
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
     assert match, result.stdout
@@ -31,6 +31,8 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
     for part in ("28740/28740", "example/s", "loss=", "accuracy="):
         assert part in result.stderr, "the progress bar shows loss, accuracy and examples per second"
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000400", "step-00000460"]
 
 
 @pytest.mark.slow

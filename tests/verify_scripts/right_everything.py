@@ -1,4 +1,4 @@
-"""Right: dropout, clipping, a schedule, an evaluation that counts every example once."""
+"""Right: dropout, clipping, a schedule, an evaluation that counts every example once, checkpoints."""
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,14 @@ def test_step(x, y):
     return (model(x).argmax(1) == y).sum(), len(y)
 
 
-for _ in range(2):
-    for batch in train:
-        strategy.reduce("sum", strategy.run(train_step, args=batch))
-    model.eval()
-    found = [strategy.reduce("sum", strategy.run(test_step, args=batch)) for batch in test]
-    model.train()
-    strategy.print(sum(int(hits) for hits, _ in found) / sum(count for _, count in found))
+# Where nothing can be written: a comparison neither restores nor saves.
+checkpoints = mirrored.CheckpointManager(strategy, "/proc/nowhere", {"model": model, "train": train}, every_steps=1)
+with checkpoints.resume():
+    for _ in train.epochs(2):
+        for batch in train:
+            strategy.reduce("sum", strategy.run(train_step, args=batch))
+            checkpoints.step()
+        model.eval()
+        found = [strategy.reduce("sum", strategy.run(test_step, args=batch)) for batch in test]
+        model.train()
+        strategy.print(sum(int(hits) for hits, _ in found) / sum(count for _, count in found))
