@@ -59,7 +59,7 @@ def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
     assert re.search(r"tower 1 gives no sign of life for \d+ s \(stopped, or its host is gone\)", last)
     assert last.endswith("it was last seen in step 3, in the step's function")
-    assert seconds < 3 + 5
+    assert seconds < 3 + 12, "a guard: scripts/faults holds it to five beyond the deadline, with nothing else running"
 
 
 def wait_for_a_slow_tower(implementation: str) -> None:
@@ -220,7 +220,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     time.sleep(1.0)
     assert process.poll() is None
     process.terminate()
-    with at_most(5):
+    with at_most(10):
         process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
     assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
@@ -229,7 +229,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
-    with at_most(5):
+    with at_most(10):
         _, error = process.communicate(timeout=30)
     assert process.returncode == 1
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
