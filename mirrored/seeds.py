@@ -81,12 +81,61 @@ def share(comm: Communicator) -> None:
         set_state(json.loads(chief), comm.device)
 
 
-def part(seed: int | None, tower: int) -> None:
-    """Give every tower random streams of its own from here on: dropout must differ. Without a seed tower 0 goes on."""
-    if seed is not None:
-        seed_all(mix(seed, "tower", tower))
-    elif tower > 0:
-        seed_all(mix(torch.initial_seed(), "tower", tower))
+class TowerStreams:
+    """The random numbers of one tower of a strategy: equal on all while data and model are made, then its own.
+
+    Args:
+        comm: the towers.
+        seed: seeds everything; None leaves tower 0's generators as they are, and gives the others their state.
+        stay_equal: whether they stay equal for good, as with virtual towers, which have streams of their own.
+    """
+
+    def __init__(self, comm: Communicator, seed: int | None, *, stay_equal: bool) -> None:
+        self._device, self._index = comm.device, comm.index
+        self._seed = seed
+        self._restored: int | None = None
+        self._parted = stay_equal or (comm.size == 1 and seed is None)
+        if seed is not None:
+            seed_all(seed)
+        elif comm.size > 1:
+            share(comm)
+
+    @property
+    def seed(self) -> int:
+        """What streams depend on that are named by a key: the seed that a run began with, also where none was given."""
+        if self._restored is not None:
+            return self._restored
+        return self._seed if self._seed is not None else torch.initial_seed()
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._restored = value
+
+    def begin_run(self) -> None:
+        """From the first run on every tower has its own: dropout must differ. Without a seed tower 0 goes on."""
+        if not self._parted:
+            if self._seed is not None or self._index > 0:
+                begun = self._seed if self._seed is not None else torch.initial_seed()
+                seed_all(mix(begun, "tower", self._index))
+            self._parted = True
+
+    def part(self, key: object) -> None:
+        """Give every tower streams of its own that depend on the seed, ``key`` and its index."""
+        seed_all(mix(self.seed, key, "tower", self._index))
+        self._parted = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this tower's random numbers stand: its generators, and whether they are its own yet."""
+        return {"parted": self._parted, "generators": state(self._device)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, on this tower.
+
+        Raises:
+            ValueError, TypeError, KeyError, RuntimeError: it is no such state.
+        """
+        set_state(saved["generators"], self._device)
+        self._parted = bool(saved["parted"])
 
 
 def _cpu_state() -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from mirrored import seeds
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.dataset import DistributedDataset
@@ -25,6 +24,7 @@ from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.options import CommunicationOptions
+from mirrored.seeds import TowerStreams
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
@@ -50,6 +50,7 @@ class Strategy:
         health: where this tower is (``step``, the number of :meth:`run` calls, and a phase), which is what a failure
             report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the script's own.
         virtual_towers: how many there are, if there are any.
+        streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
     """
 
@@ -71,18 +72,14 @@ class Strategy:
         self.is_chief = topology.is_chief
         self.known_shares = KnownShares()
         self.virtual_towers = training.virtual_towers
-        self._seed = self._virtual_seed = seed
+        self._seed = seed
         self._pid = os.getpid()
         self._several = topology.size > 1
         self._cut = cut_for(topology, training.virtual_towers)
         self._accumulates = False
         self._said: set[str] = set()
         # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
-        self._streams_parted = self.virtual_towers is not None or (not self._several and seed is None)
-        if seed is not None:
-            seeds.seed_all(seed)
-        elif self._several:
-            seeds.share(communicator)
+        self.streams = TowerStreams(communicator, seed, stay_equal=self.virtual_towers is not None)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
         if self._several or self.virtual_towers is not None:
             self._guard = OptimizerGuard(self)
@@ -149,9 +146,7 @@ class Strategy:
         self._check_here("run()")
         self.health.begin_step()
         self.engine.begin_run()
-        if not self._streams_parted:
-            self._streams_parted = True
-            seeds.part(self._seed, self.topology.index)
+        self.streams.begin_run()
         if (watching := observer()) is not None:
             fn = watching.running(self, fn)
         with frame(self, ReplicaContext(self, (args, kwargs))):
@@ -223,16 +218,12 @@ class Strategy:
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
                 "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"
             )
-        return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self._stream_seed)
+        return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
 
     def state_dict(self) -> dict[str, int]:
         """What the next :meth:`backward` draws depends on: the seed, and how many there were before."""
         backwards = self.engine.virtual.step if self.engine.virtual is not None else 0
-        return {"seed": self._stream_seed, "backwards": backwards}
-
-    @property
-    def _stream_seed(self) -> int:
-        return self._virtual_seed if self._virtual_seed is not None else torch.initial_seed()
+        return {"seed": self.streams.seed, "backwards": backwards}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
@@ -244,30 +235,9 @@ class Strategy:
             number = state.get(key)
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
-        self._virtual_seed = state["seed"]
+        self.streams.seed = state["seed"]
         if self.engine.virtual is not None:
             self.engine.virtual.step = state["backwards"]
-
-    def streams(self) -> dict[str, Any]:
-        """Where this tower's random numbers stand: its generators, and whether they are its own yet.
-
-        Nested dicts and lists of numbers, texts and tensors.
-        """
-        return {"parted": self._streams_parted, "generators": seeds.state(self.device)}
-
-    def set_streams(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`streams` was taken, on this tower.
-
-        Raises:
-            ValueError, TypeError, KeyError, RuntimeError: it is no such state.
-        """
-        seeds.set_state(state["generators"], self.device)
-        self._streams_parted = bool(state["parted"])
-
-    def part_streams(self, key: object) -> None:
-        """Give every tower random streams of its own that depend on the seed, ``key`` and its index."""
-        seeds.seed_all(seeds.mix(self._stream_seed, key, "tower", self.topology.index))
-        self._streams_parted = True
 
     def check_mirrored(self, *, quick: bool = False) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.

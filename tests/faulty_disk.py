@@ -16,9 +16,13 @@ CALLS = ("create", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
 class FaultyDisk(Disk):
-    """Does something else at one of its calls."""
+    """Does something else at one of its calls: raises an error of that number or, without one, ends the process."""
 
-    def __init__(self, at: int, error: int | None) -> None:
+    def __init__(self, at: int = 0, error: int | None = None) -> None:
+        self.at, self.error, self.calls = at, error, 0
+
+    def fail(self, at: int, error: int) -> None:
+        """From here on, at the call of this number."""
         self.at, self.error, self.calls = at, error, 0
 
     def fault(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import json
 import math
 import os
@@ -479,7 +480,7 @@ def test_a_named_checkpoint_is_replaced_whole(folder: pathlib.Path) -> None:
         progress["value"] = 1
         manager().save("best", wait=True)
         progress["value"] = 2
-        disk = FaultyDisk(at, 28)
+        disk = FaultyDisk(at, errno.ENOSPC)
         with contextlib.suppress(mirrored.CheckpointError):
             manager(disk).save("best", wait=True)
         calls = disk.calls
@@ -508,7 +509,7 @@ def two_saved(tmp_path: pathlib.Path, number: int) -> pathlib.Path:
 def count_calls(tmp_path: pathlib.Path) -> int:
     """How many calls the third save makes, which also removes the first."""
     save_values(tmp_path / "count", range(1, 3))
-    disk = FaultyDisk(-1, None)
+    disk = FaultyDisk()
     save_values(tmp_path / "count", range(3, 4), disk)
     return disk.calls
 
@@ -545,7 +546,7 @@ def _kills(folder: str, calls: int) -> list[int]:
         child = os.fork()
         if child == 0:
             try:
-                save_values(place, range(3, 4), FaultyDisk(at, None))
+                save_values(place, range(3, 4), FaultyDisk(at))
             finally:
                 os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -564,9 +565,11 @@ def test_a_kill_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path) -> None
 
 
 def _full_disk(strategy: mirrored.Strategy, folder: str, asynchronous: bool) -> Any:
-    disk = FaultyDisk(2, 28) if strategy.is_chief else None
+    disk = FaultyDisk()
     progress = {"step": torch.zeros(3)}
     manager = mirrored.CheckpointManager(strategy, folder, {"progress": progress}, disk=disk, asynchronous=asynchronous)
+    if strategy.is_chief:
+        disk.fail(2, errno.ENOSPC)
     with pytest.raises(mirrored.CheckpointError) as caught:
         manager.save()
         manager.save()
@@ -639,8 +642,10 @@ def test_one_run_writes_into_a_folder(folder: pathlib.Path) -> None:
 
 
 def _goes_on_after_a_full_disk(strategy: mirrored.Strategy, folder: str) -> int:
-    disk = FaultyDisk(2, 28) if strategy.is_chief else None
+    disk = FaultyDisk()
     manager = mirrored.CheckpointManager(strategy, folder, {"progress": {"x": torch.ones(2)}}, disk=disk)
+    if strategy.is_chief:
+        disk.fail(2, errno.ENOSPC)
     with manager.resume():
         manager.step()
         manager.save()

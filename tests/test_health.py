@@ -29,6 +29,15 @@ UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
 
 
+def within(seconds: float, *words: str) -> subprocess.CompletedProcess[str]:
+    """As :func:`unwell`, over within so many seconds: the first time or, when other tests are in the way, the next."""
+    result, took = unwell(*words)
+    if took >= seconds:
+        result, took = unwell(*words)
+    assert took < seconds
+    return result
+
+
 def unwell(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run tests/programs/unwell.py; its result, and the seconds from what happened to the end of all."""
     result = run_program([UNWELL, *words])
@@ -46,20 +55,18 @@ def unwell(*words: str) -> tuple[subprocess.CompletedProcess[str], float]:
     ],
 )
 def test_row_42_the_last_line_says_who_and_where(words: str, code: int, last: str) -> None:
-    result, seconds = unwell(*words.split())
+    result = within(5, *words.split())
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == last
-    assert seconds < 10, "a guard: five on a machine that does nothing else"
 
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:
-    result, seconds = unwell(*["3", "stop", "1", "3", "forward", "timeout_seconds=3"])
+    result = within(3 + 5, *["3", "stop", "1", "3", "forward", "timeout_seconds=3"])
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
     assert re.search(r"tower 1 gives no sign of life for \d+ s \(stopped, or its host is gone\)", last)
     assert last.endswith("it was last seen in step 3, in the step's function")
-    assert seconds < 3 + 12, "a guard: scripts/faults holds it to five beyond the deadline, with nothing else running"
 
 
 def wait_for_a_slow_tower(implementation: str) -> None:
@@ -220,7 +227,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     time.sleep(1.0)
     assert process.poll() is None
     process.terminate()
-    with at_most(10):
+    with at_most(5):
         process.communicate(timeout=30)
     assert process.returncode == -signal.SIGTERM
     assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
@@ -229,7 +236,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
-    with at_most(10):
+    with at_most(5):
         _, error = process.communicate(timeout=30)
     assert process.returncode == 1
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])

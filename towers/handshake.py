@@ -15,7 +15,6 @@ import importlib.metadata
 import ipaddress
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +26,7 @@ from torch.distributed import Store, TCPStore
 from towers import cards, network
 from towers.cards import Card, NotACardError, OtherJobError, plain
 from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
+from towers.within import within
 
 Compare = Callable[[int, Card, int, Card], str | None]
 """(an index, its card, another index, its card) → what is wrong between the two, or None."""
@@ -170,20 +170,16 @@ def join_store(
 
 def _connect(host: str, port: int, timeout: timedelta, deadline: float, who: str, origin: str) -> TCPStore:
     """Connect to what listens there, which may be no store: then torch waits without end, or throws frames."""
-    found: list[TCPStore | str] = []
-
-    def connect() -> None:
-        try:
-            found.append(TCPStore(host, port, None, False, timeout, wait_for_workers=False))
-        except RuntimeError as error:
-            found.append(str(error).splitlines()[0])
-
-    thread = threading.Thread(target=connect, name="towers-connect", daemon=True)
-    thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()))
-    if found and not isinstance(found[0], str):
-        return found[0]
-    reason = f" ({found[0]})" if found else ""
+    reason = ""
+    try:
+        return within(
+            max(1.0, deadline - time.monotonic()),
+            lambda: TCPStore(host, port, None, False, timeout, wait_for_workers=False),
+        )
+    except TimeoutError:
+        pass
+    except RuntimeError as error:
+        reason = f" ({str(error).splitlines()[0]})"
     raise StartupError(
         f"what listens at {_join(host, port)} does not answer as {who} would{reason}: another program has the port; "
         f"the address comes from {origin}: start {who} there, or correct that"

@@ -25,6 +25,7 @@ from towers.cards import Card, NotACardError
 from towers.health import Health
 from towers.topology import Topology
 from towers.whereabouts import Place, Record
+from towers.within import within
 
 INTERVAL = 1.0
 """Seconds between two signs of life."""
@@ -161,11 +162,11 @@ class Heartbeat:
         asked = [sight.tower for sight in seen if sight.lives] if ask else []
         if not asked:
             return seen
-        answers = _within(_ANSWER + _PATIENCE, lambda: self._ask(asked)) or {}
+        answers = _patiently(_ANSWER + _PATIENCE, lambda: self._ask(asked)) or {}
         return [dataclasses.replace(sight, stack=answers.get(sight.tower, "")) for sight in self._see(towers)]
 
     def _see(self, towers: Sequence[int]) -> list[Sight]:
-        signs = _within(_PATIENCE, lambda: self._signs(towers)) or {}
+        signs = _patiently(_PATIENCE, lambda: self._signs(towers)) or {}
         now, found = time.monotonic(), []
         for tower in towers:
             sight = signs.get(tower, Sight(tower))
@@ -211,17 +212,9 @@ def main_stack() -> str:
     return "".join(left_out + lines[-_FRAMES:]).rstrip()
 
 
-def _within(seconds: float, look: Callable[[], _T]) -> _T | None:
+def _patiently(seconds: float, look: Callable[[], _T]) -> _T | None:
     """What ``look`` returns, if it does so in time: a store whose host is gone may not answer at all."""
-    found: list[_T] = []
-
-    def run() -> None:
-        try:
-            found.append(look())
-        except Exception:  # the store is gone
-            return
-
-    thread = threading.Thread(target=run, name="towers-look", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
+    try:
+        return within(seconds, look)
+    except Exception:  # the store is gone, or silent
+        return None

@@ -76,9 +76,8 @@ class Supervisor(LocalElasticAgent):
         told = signal.Signals(number)
         if self.told is None and self._living():
             self.told = told
-            for (
-                process
-            ) in self._living().values():  # not what they have started, such as loaders, which they still need
+            # Not what they have started, such as loaders, which they still need.
+            for process in self._living().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
             return

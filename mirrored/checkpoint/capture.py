@@ -8,6 +8,7 @@ differs is saved for each tower: the base is tower 0's, and tower 2's "model/bn.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 
 
+@dataclasses.dataclass(frozen=True)
 class Captured:
     """The state of all towers.
 
@@ -32,8 +34,9 @@ class Captured:
         tensors: by name; views of what is trained.
     """
 
-    def __init__(self, objects: dict[str, Any], own: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
-        self.objects, self.own, self.tensors = objects, own, tensors
+    objects: dict[str, Any]
+    own: list[dict[str, Any]]
+    tensors: dict[str, Tensor]
 
 
 def capture(comm: Communicator, tracked: Sequence[Tracked], step: int, writes: bool, complete: bool) -> Captured | None:

@@ -36,7 +36,9 @@ log = get_logger("mirrored")
 LATEST = "latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-(\d{8,})")
-_SAVING, _REMOVING, _REPLACING, _PROBE = ".saving-", ".removing-", ".replacing-", ".probe-"
+_SAVING, _REMOVING, _REPLACING = ".saving-", ".removing-", ".replacing-"
+PROBE = ".probe-"
+"""How the names of files begin by which towers find out who sees them."""
 
 
 def check_name(name: str) -> str:
@@ -129,6 +131,17 @@ class Opened:
         if check and _checksum(descriptor) != stated.get("sha256"):
             raise CheckpointError(f"{path} has another checksum than when it was written: it is damaged")
 
+    def lacks(self, name: str) -> str:
+        """That there is no object of a name, in words; empty where there is one."""
+        objects = self.manifest["objects"]
+        own = ", ".join(each for each in objects if not each.startswith("mirrored."))
+        return "" if name in objects else f"it holds no {name!r}, only {own}"
+
+    def of_each_tower(self) -> set[str]:
+        """The names of tensors and objects that were not the same on all towers."""
+        names = {name.rpartition("@")[0] for name in self.tensors.names if "@" in name}
+        return names.union(*self.manifest["own"])
+
     def close(self) -> None:
         self.tensors.close()
 
@@ -167,7 +180,7 @@ class Folder:
 
     def __init__(self, path: pathlib.Path, disk: Disk) -> None:
         self.path = path
-        self._disk = disk
+        self.disk = disk
 
     def steps(self) -> list[int]:
         """The steps of which a checkpoint is here, in ascending order. Whether they are whole :class:`Opened` finds."""
@@ -189,20 +202,20 @@ class Folder:
         place = self.path / name
         beside = self.path / f"{_SAVING}{name}-{os.getpid()}"
         try:
-            self._disk.mkdir(beside)
-            size, checksum = self._disk.write_file(beside / TENSORS, pieces)
+            self.disk.mkdir(beside)
+            size, checksum = self.disk.write_file(beside / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
             text = manifests.dump({**manifest, "files": files}).encode()
             if len(text) > manifests.LARGEST:
                 raise ValueError(f"the manifest would be {len(text)} bytes long; keep large lists as arrays or tensors")
-            self._disk.write_file(beside / NAME, [memoryview(text)])
-            self._disk.sync_folder(beside)
+            self.disk.write_file(beside / NAME, [memoryview(text)])
+            self.disk.sync_folder(beside)
             self._move_in(beside, place)
         except (OSError, ValueError):
             with contextlib.suppress(OSError):
-                self._disk.remove(beside)
+                self.disk.remove(beside)
             raise
-        self._disk.sync_folder(self.path)
+        self.disk.sync_folder(self.path)
         try:
             self._tidy(name, keep)
         except OSError as error:
@@ -210,23 +223,23 @@ class Folder:
 
     def _move_in(self, beside: pathlib.Path, place: pathlib.Path) -> None:
         if not place.exists():
-            self._disk.rename(beside, place)
+            self.disk.rename(beside, place)
             return
         before = self.path / f"{_REPLACING}{place.name}"
-        self._disk.rename(place, before)
+        self.disk.rename(place, before)
         try:
-            self._disk.rename(beside, place)
+            self.disk.rename(beside, place)
         except OSError:
-            self._disk.rename(before, place)
+            self.disk.rename(before, place)
             raise
 
     def _tidy(self, name: str, keep: int) -> None:
         """Name the newest, and remove what is no longer kept."""
         if (before := self.path / f"{_REPLACING}{name}").exists():
-            self._disk.remove(before)
+            self.disk.remove(before)
         if (match := _STEP.fullmatch(name)) is None:
             return
-        self._disk.replace_file(self.path / LATEST, f"{name}\n")
+        self.disk.replace_file(self.path / LATEST, f"{name}\n")
         for later in self.steps():
             if later > int(match[1]):
                 self._put_aside(self.path / name_of(later))
@@ -237,16 +250,16 @@ class Folder:
         aside = self.path / f"replaced-{place.name}"
         if aside.exists():
             self._put_away(aside)
-        self._disk.rename(place, aside)
+        self.disk.rename(place, aside)
         log.warning("%s is of a later step than this run has come to: it was renamed to %s", place, aside.name)
 
     def _put_away(self, place: pathlib.Path) -> None:
         """Remove a checkpoint, which is not there any more at once: never half of one."""
         away = self.path / f"{_REMOVING}{place.name}-{os.getpid()}"
         with contextlib.suppress(FileNotFoundError):
-            self._disk.remove(away)
-        self._disk.rename(place, away)
-        self._disk.remove(away)
+            self.disk.remove(away)
+        self.disk.rename(place, away)
+        self.disk.remove(away)
 
     def clean(self) -> None:
         """Remove what a process that was killed while it wrote or removed has left; put back what it was replacing."""
@@ -254,8 +267,8 @@ class Folder:
             for entry in self.path.iterdir():
                 place = self.path / entry.name.removeprefix(_REPLACING)
                 if entry.name.startswith(_REPLACING) and not place.exists():
-                    self._disk.rename(entry, place)
-                elif entry.name.startswith((_SAVING, _REMOVING, _REPLACING, _PROBE)):
+                    self.disk.rename(entry, place)
+                elif entry.name.startswith((_SAVING, _REMOVING, _REPLACING, PROBE)):
                     if entry.is_dir():
                         log.info("%s was left by a run that ended while it saved; it is removed", entry)
-                    self._disk.remove(entry)
+                    self.disk.remove(entry)

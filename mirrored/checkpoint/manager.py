@@ -14,9 +14,10 @@ from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, Preempted
 from mirrored.checkpoint.folder import Folder, Opened, check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restored, restore
-from mirrored.checkpoint.saver import Saver, raise_first
+from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.stopping import DUE, STOP, Flags, StopSignals
-from mirrored.checkpoint.tracked import TrackedCalls, TrackedObject, track
+from mirrored.checkpoint.together import first_problem, raise_first
+from mirrored.checkpoint.tracked import TrackedObject, track
 from mirrored.data.dataset import DistributedDataset
 from mirrored.observer import observer
 from mirrored.strategy import Strategy
@@ -99,10 +100,7 @@ class CheckpointManager:
         self._strategy = strategy
         self._comm = strategy.communicator
         self._tracked = [track(name, thing, strategy.is_mirrored) for name, thing in objects.items()]
-        self._own = [
-            TrackedObject("mirrored.strategy", strategy),
-            TrackedCalls(_STREAMS, strategy.streams, strategy.set_streams),
-        ]
+        self._own = [TrackedObject("mirrored.strategy", strategy), TrackedObject(_STREAMS, strategy.streams)]
         self._has_data = any(isinstance(thing, DistributedDataset) for thing in objects.values())
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
@@ -274,8 +272,7 @@ class CheckpointManager:
                 Opened(self.folder / name).close()
             except CheckpointError as error:
                 problem = str(error)
-        said = [s.details for s in announce(self._comm, f"checks checkpoint {name}", problem)]
-        return next((f"tower {i}: {p}" if self._comm.size > 1 else p for i, p in enumerate(said) if p), "")
+        return first_problem(self._comm, f"checks checkpoint {name}", problem)
 
     def restore(self, name: str) -> Restored:
         """Restore a checkpoint of this folder by its name. All towers call it.
@@ -296,7 +293,7 @@ class CheckpointManager:
             found = self._take_on(name)
         self._strategy.health.step = self.steps = found.step
         if _STREAMS in found.of_first_tower:
-            self._strategy.part_streams(f"resumed at step {found.step}")
+            self._strategy.streams.part(f"resumed at step {found.step}")
         self._saved_step = found.step if name == name_of(found.step) else None
         if self._comm.index == 0:
             log.info(

@@ -10,26 +10,28 @@ import os
 import pathlib
 import secrets
 
-from mirrored.checkpoint.disk import FILE_MODE, FOLDER_MODE
+from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import PROBE
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 
-_PROBE = ".probe-"
 
-
-def writer_of(comm: Communicator, folder: pathlib.Path) -> int:
+def writer_of(comm: Communicator, folder: pathlib.Path, disk: Disk) -> int:
     """The tower that writes into this tower's ``folder``, which is made where it is missing. All towers call it.
 
     Raises:
         CheckpointError: on all towers, when the folder cannot be made or written on one of them.
     """
     token = secrets.token_hex(8)
-    mine = folder / f"{_PROBE}{token}"
+    mine = folder / f"{PROBE}{token}"
     problem = ""
     try:
-        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        os.close(os.open(mine, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE))
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another tower was faster; else the next line tells
+                disk.mkdir(folder)
+        os.close(disk.create(mine))
     except OSError as error:
         problem = f"{folder} cannot be written to: {error.strerror}"
     try:
@@ -37,9 +39,9 @@ def writer_of(comm: Communicator, folder: pathlib.Path) -> int:
         for tower, (_, other) in enumerate(said):
             if other:
                 raise CheckpointError(f"tower {tower}: {other}")
-        found = next(tower for tower, (theirs, _) in enumerate(said) if (folder / f"{_PROBE}{theirs}").exists())
+        found = next(tower for tower, (theirs, _) in enumerate(said) if (folder / f"{PROBE}{theirs}").exists())
         comm.barrier()  # everybody has looked
         return found
     finally:
         with contextlib.suppress(OSError):
-            mine.unlink()
+            disk.unlink(mine)

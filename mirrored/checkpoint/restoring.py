@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from mirrored.checkpoint.capture import own_name
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Opened
-from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer, keep
-from towers.collectives.agreement import announce
+from mirrored.checkpoint.together import first_problem
+from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
 from towers.collectives.communicator import Communicator
 
 
@@ -49,13 +50,6 @@ class _Reader:
         self._tower = tower if self.same_towers else 0
         self._objects = {**manifest["objects"], **(own[tower] if self.same_towers else {})}
         self._names = set(opened.tensors.names)
-        self._each = {name.rpartition("@")[0] for name in self._names if "@" in name}
-        self._different = {name for theirs in own for name in theirs}
-        self.names = list(manifest["objects"])
-
-    def differs(self, name: str) -> bool:
-        """Whether an object was another on each tower."""
-        return name in self._different or any(each.startswith(f"{name}/") for each in self._each)
 
     def decode(self, name: str, *, data: bool) -> Any:
         """The state of an object; without ``data``, its tensors are empty shells.
@@ -82,7 +76,7 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
         CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
     """
     reader = _Reader(opened, comm.index, comm.size)
-    _agree(comm, opened, "nothing was changed", "checks a checkpoint", *_problems(reader, tracked))
+    _agree(comm, opened, "nothing was changed", "checks a checkpoint", *_problems(opened, reader, tracked))
     # What cannot be checked beforehand goes first, and can go back.
     first = [one for one in tracked if not isinstance(one, (TrackedModule, TrackedOptimizer))]
     others = [one for one in tracked if isinstance(one, (TrackedModule, TrackedOptimizer))]
@@ -91,7 +85,7 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
     for one in first:
         try:
             state = reader.decode(one.name, data=True)
-            before.append((one, keep(one.state())))
+            before.append((one, copy.deepcopy(one.state())))
             one.load(state)
         except Exception as error:  # whatever a stranger's load_state_dict raises
             failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
@@ -111,20 +105,21 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
     _agree(comm, opened, "what is here is changed in part", "has taken a checkpoint on", *failed)
     manifest = opened.manifest
     taken = {one.name for one in tracked}
+    different = {name.partition("/")[0] for name in opened.of_each_tower()} if not reader.same_towers else set()
     return Restored(
         opened.path.name,
         manifest["step"],
         manifest["towers"],
-        tuple(name for name in reader.names if name not in taken),
-        () if reader.same_towers else tuple(name for name in reader.names if name in taken and reader.differs(name)),
+        tuple(name for name in manifest["objects"] if name not in taken),
+        tuple(name for name in manifest["objects"] if name in taken & different),
     )
 
 
-def _problems(reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
+def _problems(opened: Opened, reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
     found = []
     for one in tracked:
-        if one.name not in reader.names:
-            found.append(f"it holds no {one.name!r}, only {', '.join(n for n in reader.names if '.' not in n)}")
+        if lacking := opened.lacks(one.name):
+            found.append(lacking)
             continue
         try:
             problem = one.problem(reader.decode(one.name, data=False))
@@ -138,9 +133,5 @@ def _problems(reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
 
 
 def _agree(comm: Communicator, opened: Opened, state: str, call: str, *problems: str) -> None:
-    for tower, said in enumerate(announce(comm, call, list(problems))):
-        if said.details:
-            where = f" on tower {tower}" if comm.size > 1 else ""
-            raise CheckpointError(
-                f"checkpoint {opened.path} does not fit what is here{where}, {state}: " + "; ".join(said.details)
-            )
+    if found := first_problem(comm, call, "; ".join(problems)):
+        raise CheckpointError(f"checkpoint {opened.path} does not fit what is here, {state}: {found}")

@@ -14,15 +14,13 @@ import torch
 
 from mirrored.checkpoint.capture import capture
 from mirrored.checkpoint.disk import Lock
-from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
 from mirrored.checkpoint.places import writer_of
+from mirrored.checkpoint.together import raise_first
 from mirrored.checkpoint.tracked import Tracked
 from mirrored.checkpoint.writer import Writer
 from mirrored.strategy import Strategy
-from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
@@ -36,9 +34,6 @@ class Saver:
         folder: where; one process at a time writes there.
         keep: how many steps are kept.
 
-    Attributes:
-        writes: whether this tower does the writing.
-
     Raises:
         CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
     """
@@ -50,10 +45,9 @@ class Saver:
         self._writer: Writer | None = None
         self._in_flight = ""
         problem = ""
-        if writer_of(self._comm, folder.path) == self._comm.index:
+        if writer_of(self._comm, folder.path, folder.disk) == self._comm.index:
             self._writer = Writer(folder, keep)
             problem = self._take_folder()
-        self.writes = self._writer is not None
         raise_first(self._comm, "opens a folder of checkpoints", problem)
 
     def _take_folder(self) -> str:
@@ -75,6 +69,11 @@ class Saver:
         return ""
 
     @property
+    def writes(self) -> bool:
+        """Whether this tower does the writing."""
+        return self._writer is not None
+
+    @property
     def written_seconds(self) -> float:
         """How long this tower wrote the newest checkpoint; 0 where another tower writes."""
         return self._writer.seconds if self._writer is not None else 0.0
@@ -91,7 +90,7 @@ class Saver:
         captured = capture(self._comm, tracked, step, self.writes, complete)
         if self._writer is not None and captured is not None:
             manifest = self._manifest(step, captured.objects, captured.own)
-            (self._writer.write if wait else self._writer.start)(name, manifest, captured.tensors)
+            self._writer.start(name, manifest, captured.tensors, beside=not wait)
         self._in_flight = name
         if wait:
             self.wait()
@@ -126,14 +125,3 @@ class Saver:
             "objects": objects,
             "own": own,
         }
-
-
-def raise_first(comm: Communicator, call: str, problem: str) -> None:
-    """Raise the first tower's problem on all towers, if any has one.
-
-    Raises:
-        CheckpointError: some tower has.
-    """
-    for tower, said in enumerate(announce(comm, call, problem)):
-        if said.details:
-            raise CheckpointError(f"tower {tower}: {said.details}" if comm.size > 1 else said.details)

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
-from towers.log import get_logger
-
-log = get_logger("mirrored")
 
 
 class StopSignals:

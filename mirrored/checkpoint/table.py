@@ -51,13 +51,9 @@ def _lines(opened: Opened) -> Iterator[str]:
     for name, tree in manifest["objects"].items():
         for path, kind, shape, count in _rows(name, decode(tree, opened.tensors.describe)):
             yield f"{path:<44} {kind:<10} {shape:<18} {count:>12}".rstrip()
-    if own := sorted({name for each in manifest["own"] for name in each} | _each(opened)):
+    if own := sorted(opened.of_each_tower()):
         yield ""
         yield f"of its own on each tower: {', '.join(own)}"
-
-
-def _each(opened: Opened) -> set[str]:
-    return {name.rpartition("@")[0] for name in opened.tensors.names if "@" in name}
 
 
 def _rows(path: str, value: Any) -> Iterator[tuple[str, str, str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -193,20 +192,6 @@ class TrackedObject(Tracked):
         self._thing.load_state_dict(state)
 
 
-class TrackedCalls(Tracked):
-    """What two functions give and take."""
-
-    def __init__(self, name: str, get: Callable[[], Any], take: Callable[[Any], None]) -> None:
-        super().__init__(name)
-        self._get, self._take = get, take
-
-    def state(self) -> Any:
-        return self._get()
-
-    def load(self, state: Any) -> None:
-        self._take(state)
-
-
 def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
     """How a thing of the user's is saved.
 
@@ -251,8 +236,3 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
 
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
-
-
-def keep(state: Any) -> Any:
-    """A copy of a state, to go back to."""
-    return copy.deepcopy(state)

@@ -112,10 +112,9 @@ def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
     opened = Opened(path)
     try:
-        objects = opened.manifest["objects"]
-        if name not in objects:
-            raise CheckpointError(f"{path} holds no {name!r}, only {', '.join(n for n in objects if '.' not in n)}")
-        state = decode(objects[name], opened.tensors.read)
+        if lacking := opened.lacks(name):
+            raise CheckpointError(f"{path}: {lacking}")
+        state = decode(opened.manifest["objects"][name], opened.tensors.read)
     except (Malformed, RecursionError) as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
     finally:

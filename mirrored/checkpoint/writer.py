@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,25 +38,22 @@ class Writer:
         self._error: Exception | None = None
         self.seconds = 0.0
 
-    def write(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write now; what goes wrong :meth:`outcome` tells."""
-        self.wait()
-        try:
-            layout = Layout(tensors)
-        except ValueError as error:
-            self._error = error
-            return
-        self._write(name, {**manifest, "tensors": layout.unusual}, layout, None)
+    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, beside: bool) -> None:
+        """Write a checkpoint; nothing else may be being written. What goes wrong :meth:`outcome` tells.
 
-    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, and write them while training goes on; first waits for what is still being written."""
-        self.wait()
+        Args:
+            beside: return when the tensors are copied, and write while training goes on; else when all is written.
+        """
         try:
             layout = Layout(tensors)
+            whole = {**manifest, "tensors": layout.unusual}
+            if not beside:
+                self._write(name, whole, layout.pieces())
+                return
             if self._memory.numel() < layout.nbytes:
                 self._memory = torch.empty(layout.nbytes, dtype=torch.uint8)
             layout.copy_to(self._memory)
-            arguments = (name, {**manifest, "tensors": layout.unusual}, layout, self._memory)
+            arguments = (name, whole, layout.pieces_of(self._memory))
             # Not a daemon: a program that ends meanwhile has its last checkpoint.
             thread = threading.Thread(target=self._write_beside, args=arguments, name="mirrored-checkpoint")
             thread.start()
@@ -69,9 +66,8 @@ class Writer:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._write(*arguments)
 
-    def _write(self, name: str, manifest: Manifest, layout: Layout, memory: Tensor | None) -> None:
+    def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
         started = time.monotonic()
-        pieces = layout.pieces() if memory is None else layout.pieces_of(memory)
         try:
             self._folder.write(name, manifest, pieces, self._keep)
         except Exception as error:
@@ -83,11 +79,6 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is still being written."""
-        return self._thread is not None and self._thread.is_alive()
 
     def outcome(self) -> str:
         """What went wrong since the last time it was asked; empty when nothing did."""

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from mirrored.doctor.finding import Finding, ok, problem, warning
-from mirrored.doctor.within import all_within
 from towers import PortInUseError, StartupError, handshake
+from towers.within import all_within
 
 _RESOLVING = 5.0  # seconds
 _CONNECTING = 3.0

@@ -143,7 +143,8 @@ class WatchedDisk(Disk):
 
     def mkdir(self, path: pathlib.Path) -> None:
         super().mkdir(path)
-        self._step = int(path.name.split("-")[2]) - 1
+        if path.name.startswith(".saving-"):
+            self._step = int(path.name.split("-")[2]) - 1
 
     def write(self, descriptor: int, data: memoryview) -> int:
         written = super().write(descriptor, data[: max(1, len(data) // 2)])

@@ -16,7 +16,7 @@ class _Call(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._outcome: list[T | BaseException] = []
-        self.thread = threading.Thread(target=self._run, name="doctor", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="towers-within", daemon=True)
         self.thread.start()
 
     def outcome(self) -> T | BaseException:
