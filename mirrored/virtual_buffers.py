@@ -28,13 +28,13 @@ class Buffer:
 
     Attributes:
         name: what messages call it; the same on all towers.
-        before: its value before the step; for small floating-point ones it lies elsewhere.
+        before: its value before the step.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str, tensor: Tensor) -> None:
         self.name = name
         self._module = weakref.ref(module)
-        self._key = key
+        self.key = key
         self.tensor = tensor
         self.before = torch.empty(0)
         self._version = -1
@@ -50,9 +50,10 @@ class Buffer:
         return self.tensor.nbytes <= _SMALL_BYTES and not any(stride == 0 and size > 1 for stride, size in layout)
 
     @property
-    def _registered(self) -> Tensor | None:
+    def home(self) -> dict[str, Tensor | None]:
+        """Where it is registered; where its module is gone, it still is."""
         module = self._module()
-        return module._buffers.get(self._key) if module is not None else self.tensor
+        return module._buffers if module is not None else {self.key: self.tensor}
 
     @property
     def now(self) -> Tensor:
@@ -61,7 +62,7 @@ class Buffer:
         Raises:
             MirrorError: it is of another shape or dtype.
         """
-        found = self._registered
+        found = self.home.get(self.key)
         if found is None or found.shape != self.tensor.shape or found.dtype != self.tensor.dtype:
             raise MirrorError(
                 f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self.tensor.shape)}, and the forward of a "
@@ -71,23 +72,150 @@ class Buffer:
 
     @property
     def was_written(self) -> bool:
-        if self._registered is not self.tensor or self.tensor._version != self._version:
-            return True
-        on_cpu = self.tensor.device.type == "cpu"
-        return self.is_integer and self.is_small and on_cpu and not torch.equal(self.tensor, self.before)
+        """Whether it has another version than before, or another tensor is registered."""
+        return self.home.get(self.key) is not self.tensor or self.tensor._version != self._version
 
     def begin(self) -> None:
         """A step begins: keep the value, unless it is still the one that was kept last."""
-        if self.tensor._version != self._version or self.is_small:
+        if self.tensor._version != self._version:
             self.before = self.tensor.detach().clone()
             self._version = self.tensor._version
 
     def set(self, value: Tensor) -> None:
         """Give the registered tensor a value, and see that it is the one that was there before the step."""
-        if (module := self._module()) is not None:
-            module._buffers[self._key] = self.tensor
+        self.home[self.key] = self.tensor
         self.tensor.copy_(value)
         self._version = -1 if value is not self.before else self.tensor._version
+
+
+class Pack:
+    """Small buffers that are read and written as one tensor: a model has dozens, and every virtual tower looks at all.
+
+    Args:
+        buffers: floating-point or complex ones, or integer ones of one dtype.
+
+    Attributes:
+        before: their values before the step, one after the other; as real numbers of 32 bits or more, or as integers.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self.buffers = buffers
+        self._own = [buffer.tensor for buffer in buffers]
+        self._keys = [buffer.key for buffer in buffers]
+        self._homes = [buffer.home for buffer in buffers]
+        self._places: list[int] = []
+        self.before = self.read()
+        self._pieces = self.pieces(self.before)
+
+    def begin(self) -> None:
+        """A step begins: keep the values."""
+        self._homes = [buffer.home for buffer in self.buffers]
+        self.before.copy_(self.read())
+
+    def read(self) -> Tensor:
+        """The values now.
+
+        Raises:
+            MirrorError: the forward has put a tensor of another shape or dtype in the place of one.
+        """
+        self._look()
+        rows = self._flat
+        if len(rows) < len(self._own) or not self._are_in_place():
+            rows = [_real(buffer.now).reshape(-1) for buffer in self.buffers]
+        values = torch.cat(rows)
+        return _wide(values) if values.is_floating_point() else values
+
+    def write(self, values: Tensor) -> None:
+        """Give all of them values."""
+        self._look()
+        if not self._are_in_place():
+            for buffer in self.buffers:
+                buffer.home[buffer.key] = buffer.tensor
+        pieces = self._pieces if values is self.before else self.pieces(values)
+        torch._foreach_copy_(self._tensors, pieces)
+
+    def pieces(self, values: Tensor) -> list[Tensor]:
+        """Each buffer's part of such a tensor, in its shape."""
+        rows = values.split([tensor.numel() for tensor in self._tensors])
+        return [row.view(tensor.shape) for row, tensor in zip(rows, self._tensors, strict=True)]
+
+    def _look(self) -> None:
+        """Have the tensors at hand, as real numbers, in the memory they have now: ``buffer.data = …`` moves them."""
+        places = list(map(Tensor.data_ptr, self._own))
+        if places != self._places:
+            self._places = places
+            self._tensors = [_real(tensor.detach()) for tensor in self._own]
+            self._flat = [tensor.view(-1) for tensor in self._tensors if tensor.is_contiguous()]
+
+    def _are_in_place(self) -> bool:
+        """Whether the tensors that were registered before the step still are."""
+        return all(map(operator.is_, map(dict.get, self._homes, self._keys), self._own))
+
+
+class IntegerPack(Pack):
+    """As :class:`Pack`, of integer buffers of one dtype: what was written to is asked one by one."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        super().__init__(buffers)
+        for buffer, piece in zip(buffers, self._pieces, strict=True):
+            buffer.before = piece
+
+    def begin(self) -> None:
+        super().begin()
+        self._versions = self._current_versions()
+        self._last: tuple[list[bool], Tensor] | None = None
+
+    def written(self) -> list[tuple[Buffer, Tensor]]:
+        """Those that a virtual tower has written to, and a copy of what it wrote.
+
+        None when it has left all as the virtual tower before it did.
+
+        Raises:
+            MirrorError: as of :meth:`read`.
+        """
+        flags, values, last = self._flags(), self.read(), self._last
+        self._last = flags, values
+        on_cpu = values.device.type == "cpu"  # nobody waits for a GPU
+        if on_cpu and last is not None and last[0] == flags and torch.equal(last[1], values):
+            return []
+        return self._changed(flags, values)
+
+    def restore(self) -> None:
+        """Give those that were written to the values from before the step."""
+        flags = self._flags()
+        if all(flags):
+            self.write(self.before)
+        else:
+            for buffer, _ in self._changed(flags, self.read()):
+                buffer.set(buffer.before)
+        self._versions = self._current_versions()
+
+    def set(self, values: Mapping[str, Tensor]) -> None:
+        """Give some of them, by name, values."""
+        found = [values.get(buffer.name) for buffer in self.buffers]
+        given = [value.reshape(-1) for value in found if value is not None]
+        if len(given) == len(found):
+            self.write(torch.cat(given))
+        else:
+            for buffer, value in zip(self.buffers, found, strict=True):
+                if value is not None:
+                    buffer.set(value)
+
+    def _changed(self, flags: Sequence[bool], values: Tensor) -> list[tuple[Buffer, Tensor]]:
+        """Those that were written to, with their values: they say so or, on a CPU, have another one."""
+        on_cpu = values.device.type == "cpu"
+        pieces = zip(self.buffers, flags, self.pieces(values), self._pieces, strict=True)
+        return [(buffer, now) for buffer, says, now, was in pieces if says or (on_cpu and not torch.equal(now, was))]
+
+    def _current_versions(self) -> list[int]:
+        return [tensor._version for tensor in self._own]
+
+    def _flags(self) -> list[bool]:
+        """Which of them have another version than before, or are not the registered tensor any more."""
+        flags = list(map(operator.ne, self._current_versions(), self._versions))
+        if not self._are_in_place():
+            flags = [says or b.home.get(b.key) is not b.tensor for says, b in zip(flags, self.buffers, strict=True)]
+        return flags
 
 
 class StepBuffers:
@@ -113,17 +241,16 @@ class StepBuffers:
             for key, tensor in module._buffers.items()
             if tensor is not None
         ]
-        self._small: dict[torch.dtype, list[Buffer]] = {}
-        self._large: list[Buffer] = []
-        self._integers: dict[str, Buffer] = {}
+        self._alone = [buffer for buffer in found if not buffer.is_small]
+        self._large = [buffer for buffer in self._alone if not buffer.is_integer]
+        self._integers = {buffer.name: buffer for buffer in found if buffer.is_integer}
+        small: dict[torch.dtype, list[Buffer]] = {}
         for buffer in found:
-            if buffer.is_integer:
-                self._integers[buffer.name] = buffer
-            elif buffer.is_small:
-                self._small.setdefault(_wide(buffer.tensor).dtype, []).append(buffer)
-            else:
-                self._large.append(buffer)
-        self._before: list[Tensor] = []
+            if buffer.is_small:
+                dtype = buffer.tensor.dtype if buffer.is_integer else _wide(buffer.tensor).dtype
+                small.setdefault(dtype, []).append(buffer)
+        self._small = [Pack(buffers) for dtype, buffers in small.items() if dtype.is_floating_point]
+        self._counters = [IntegerPack(buffers) for dtype, buffers in small.items() if not dtype.is_floating_point]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}
         self.written: dict[str, int] = {}
@@ -152,18 +279,18 @@ class StepBuffers:
             if doubt:
                 self.refuse(name)
         self._doubts, self._firsts, self.written, self.differing = {}, {}, {}, []
-        self._before = [_flat(buffers) for buffers in self._small.values()]
-        for buffer in self._others():
+        for pack in (*self._small, *self._counters):
+            pack.begin()
+        for buffer in self._alone:
             buffer.begin()
-
-    def _others(self) -> list[Buffer]:
-        return [*self._large, *self._integers.values()]
 
     def restore(self) -> None:
         """Give back the values from before the step."""
-        for before, buffers in zip(self._before, self._small.values(), strict=True):
-            _spread(before, buffers)
-        for buffer in self._others():
+        for pack in self._small:
+            pack.write(pack.before)
+        for counters in self._counters:
+            counters.restore()
+        for buffer in self._alone:
             if buffer.was_written:
                 buffer.set(buffer.before)
 
@@ -174,89 +301,121 @@ class StepBuffers:
         large ones those that were written to.
         """
         found: list[Tensor | None] = []
-        for before, buffers in zip(self._before, self._small.values(), strict=True):
-            now = _flat(buffers)
-            found += [now, (now != before).to(now.dtype)]
+        for pack in self._small:
+            now = pack.read()
+            found += [now, (now != pack.before).to(now.dtype)]
         for buffer in self._large:
             written = buffer.was_written
             found.append(_wide(buffer.now).clone() if written else None)
             if written:
                 self.written[buffer.name] = self.written.get(buffer.name, 0) + 1
-        for name, buffer in self._integers.items():
-            if buffer.was_written:
-                if name in self._firsts:
-                    self._compare(name, self._firsts[name], buffer.now)
-                else:
-                    self._firsts[name] = buffer.now.clone()
+        integers = [pair for counters in self._counters for pair in counters.written()]
+        integers += [(b, b.now.clone()) for b in self._alone if b.is_integer and b.was_written]
+        for buffer, value in integers:
+            if buffer.name in self._firsts:
+                self._compare(buffer.name, self._firsts[buffer.name], value)
+            else:
+                self._firsts[buffer.name] = value
         return found
 
     def travelling(
         self, sums: Sequence[Tensor | None], kept: set[str], written: set[str], counted: Sequence[str]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What towers exchange: floating-point sums, which are added up, and integers, which are compared.
+        """What towers exchange: floating-point sums, which are added up, and integers, for :meth:`agreed`.
 
         Args:
             sums: of what :meth:`take` gave, None for zeros.
             kept: the names of buffers that all towers have.
             written, counted: those of large and integer ones that any tower has changed.
         """
-        like = [t for before in self._before for t in (before, before)] + [_wide(b.before) for b in self._large]
+        like = [t for pack in self._small for t in (pack.before, pack.before)]
+        like += [_wide(buffer.before) for buffer in self._large]
         full = [torch.zeros_like(a) if b is None else b for a, b in zip(like, sums, strict=True)]
         floats = []
-        for number, buffers in enumerate(self._small.values()):
-            chosen = _mask(buffers, kept)
+        for number, pack in enumerate(self._small):
+            chosen = _mask(pack.buffers, kept)
             floats += [full[2 * number][chosen], full[2 * number + 1][chosen]]
         large = zip(self._large, full[2 * len(self._small) :], strict=True)
         floats += [total for buffer, total in large if buffer.name in written]
-        return floats, [self._firsts.get(name, self._integers[name].before) for name in counted]
+        own = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
+        return floats, [torch.cat([own[name].reshape(-1) for name in names]) for names in self._by_dtype(counted)]
+
+    def _by_dtype(self, counted: Sequence[str]) -> list[list[str]]:
+        """Names of integer buffers in the groups that travel as one tensor."""
+        groups: dict[torch.dtype, list[str]] = {}
+        for name in counted:
+            groups.setdefault(self._integers[name].tensor.dtype, []).append(name)
+        return list(groups.values())
+
+    def _named(self, counted: Sequence[str], packed: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The integers that travelled as ``packed``, by name."""
+        found = {}
+        for names, values in zip(self._by_dtype(counted), packed, strict=True):
+            likes = [self._integers[name].tensor for name in names]
+            for name, like, value in zip(names, likes, values.split([like.numel() for like in likes]), strict=True):
+                found[name] = value.view(like.shape)
+        return found
+
+    def agreed(
+        self, counted: Sequence[str], rows: Sequence[Sequence[Tensor]], changed: Sequence[Sequence[str]]
+    ) -> dict[str, Tensor]:
+        """The integers that towers have changed, by name.
+
+        Args:
+            counted: as of :meth:`travelling`.
+            rows: by tower, the integers that travelled.
+            changed: by tower, names of those that it has changed.
+
+        Raises:
+            MirrorError: on all towers alike (on GPUs by the next :meth:`begin`), where several have made different
+                things of one.
+        """
+        on_cpu = all(tensor.device.type == "cpu" for tensor in rows[0])
+        if on_cpu and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
+            return self._named(counted, rows[0])
+        found: dict[str, Tensor] = {}
+        for row, names in zip(rows, changed, strict=True):
+            named = self._named(counted, row)
+            for name in set(names).intersection(counted):
+                self._compare(name, found.setdefault(name, named[name]), named[name])
+        for name in self.differing:
+            self.refuse(name)
+        return found
 
     def settle(
         self,
         floats: Sequence[Tensor],
-        integers: Sequence[Tensor],
+        integers: Mapping[str, Tensor],
         kept: set[str],
         written: Mapping[str, int],
-        counted: Sequence[str],
         leaves: int,
     ) -> None:
         """Give the buffers the values after the step.
 
         Args:
-            floats, integers, kept, counted: as of :meth:`travelling`, the floats added up over all towers.
+            floats, kept: as of :meth:`travelling`, the floats added up over all towers.
+            integers: what :meth:`agreed` returned.
             written: how many virtual towers have changed a large buffer.
             leaves: how many virtual towers had examples.
         """
         remaining = iter(floats)
-        for before, buffers in zip(self._before, self._small.values(), strict=True):
-            chosen = _mask(buffers, kept)
-            after = before.clone()
+        for pack in self._small:
+            chosen = _mask(pack.buffers, kept)
+            after = pack.before.clone()
             total, changes = next(remaining), next(remaining)
-            after[chosen] = torch.where(changes == 0, before[chosen], total / leaves)
-            _spread(after, buffers)
+            after[chosen] = torch.where(changes == 0, pack.before[chosen], total / leaves)
+            pack.write(after)
         for buffer in self._large:
             if (count := written.get(buffer.name, 0)) > 0:
                 total = next(remaining)
                 if count < leaves:
                     total = total + _wide(buffer.before) * (leaves - count)
                 buffer.set(_narrow(total / leaves, buffer.tensor))
-        for name, value in zip(counted, integers, strict=True):
-            self._integers[name].set(value)
-
-    def compare(self, rows: Sequence[dict[str, Tensor]]) -> None:
-        """See that integers are equal where several towers have changed them.
-
-        Args:
-            rows: by tower, the integers that it has changed.
-
-        Raises:
-            MirrorError: on all towers alike (on GPUs by the next :meth:`begin`).
-        """
-        firsts: dict[str, Tensor] = {}
-        for row in rows:
-            for name, value in row.items():
-                self._compare(name, firsts.setdefault(name, value), value)
-        for name in self.differing:
-            self.refuse(name)
+        for counters in self._counters:
+            counters.set(integers)
+        for buffer in self._alone:
+            if buffer.name in integers:
+                buffer.set(integers[buffer.name])
 
     def _compare(self, name: str, first: Tensor, other: Tensor) -> None:
         """Note whether an integer buffer is the same twice; on a GPU in the next step, so that nobody waits for it."""
@@ -296,16 +455,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _narrow(value: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(value) if like.is_complex() else value
-
-
-def _flat(buffers: Sequence[Buffer]) -> Tensor:
-    return torch.cat([_wide(buffer.now).reshape(-1) for buffer in buffers])
-
-
-def _spread(flat: Tensor, buffers: Sequence[Buffer]) -> None:
-    pieces = flat.split([_real(buffer.tensor).numel() for buffer in buffers])
-    for buffer, piece in zip(buffers, pieces, strict=True):
-        buffer.set(_narrow(piece.view(_real(buffer.tensor).shape), buffer.tensor))
 
 
 def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:

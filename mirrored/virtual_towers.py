@@ -260,14 +260,10 @@ class VirtualTowers:
         mean, *floats = rows[0][: 1 + len(floats)]
         active = [tower for tower, card in enumerate(said) if card.leaves]
         if active:
-            changed = []
-            for row, card in zip(rows, said, strict=True):
-                named = zip(counted, row[1 + len(floats) :], strict=True)
-                changed.append({name: value for name, value in named if name in card.counted})
-            buffers.compare(changed)
-            integers = [next(row[name] for row in changed if name in row) for name in counted]
+            packed = [row[1 + len(floats) :] for row in rows]
+            agreed = buffers.agreed(counted, packed, [card.counted for card in said])
             leaves = sum(card.leaves for card in said)
-            buffers.settle(floats, integers, kept, written, counted, leaves)
+            buffers.settle(floats, agreed, kept, written, leaves)
         dtype = said[active[0] if active else 0].dtype
         return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 

@@ -264,6 +264,10 @@ class Remembers(nn.Module):
         self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
         self.register_buffer("table", torch.zeros(2**19))  # 2 MB
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("unseen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("positions", torch.arange(5))
+        self.register_buffer("moved", torch.zeros(2))
+        self.register_buffer("turned", torch.zeros(2, 3).t())
         self.register_buffer("nothing", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -272,6 +276,9 @@ class Remembers(nn.Module):
         self.phase += torch.complex(x.mean(), -x.mean())
         self.table[int(x[0]) :] += x.mean()
         self.steps += 1
+        self.unseen.numpy()[...] += 1  # no new version of the tensor
+        self.moved.data = self.moved + x.mean()  # the same tensor in other memory
+        self.turned += x.mean()
         return self.weight * x.squeeze(1)
 
 
@@ -284,7 +291,8 @@ def with_buffers(strategy: mirrored.Strategy, examples: int) -> str:
         for batch in data:
             strategy.run(lambda x: strategy.backward(model, x), args=batch)
     assert all(buffer is kept[name] for name, buffer in model.named_buffers()), "the registered tensors stay"
-    assert model.steps == 2
+    assert model.steps == model.unseen == 2
+    assert torch.equal(model.positions, torch.arange(5))
     assert torch.equal(model.mask, torch.triu(torch.full((4, 4), float("-inf")), 1))
     assert torch.equal(model.third, torch.full((3,), 1 / 3)), "what nobody changes keeps its bits"
     # 11 examples in 8 parts: 0 1 | 2 3 | 4 5 | 6 | … | 10; the mean of the parts' means, added up over two steps.
@@ -293,6 +301,8 @@ def with_buffers(strategy: mirrored.Strategy, examples: int) -> str:
     means = [sum(range(start, end)) / (end - start) for start, end in cuts]
     torch.testing.assert_close(model.mean.item(), 1.5 * sum(means) / parts)
     torch.testing.assert_close(model.phase[0].item(), complex(2, -2) * sum(means) / parts)
+    for buffer in (model.moved, model.turned):
+        torch.testing.assert_close(buffer, torch.full_like(buffer, 2 * sum(means) / parts))
     return digest(model.buffers())
 
 
