@@ -179,6 +179,31 @@ def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, en
     assert 0 not in [process.returncode for process in processes]
 
 
+LEAVING = """
+import threading, time
+from torch.distributed import TCPStore
+from towers.agent import leave
+
+store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+
+def ask() -> None:
+    while True:
+        store.check(["news"])
+
+for _ in range(4):
+    threading.Thread(target=ask, daemon=True).start()
+time.sleep(0.2)
+print("last words", flush=False)
+leave(3)
+"""
+
+
+def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
+    """With ``sys.exit`` in the place of ``leave`` this is exit code 134 in five of five runs."""
+    result = run_program(["-c", LEAVING])
+    assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "")
+
+
 # -- being told to end ---------------------------------------------------------------------------------
 
 

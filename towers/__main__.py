@@ -15,4 +15,4 @@ if str(_here.parent) not in sys.path:
 
 from towers.agent import main  # noqa: E402
 
-sys.exit(main(sys.argv[1:]))
+main(sys.argv[1:])

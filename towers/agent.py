@@ -36,9 +36,20 @@ from towers.outcome import Outcome, judge
 from towers.supervision import Supervisor
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> NoReturn:
     """What ``python …/towers …`` does: :func:`run`, as :func:`towers.job.agent_command` has written it down."""
-    return run(*_parse(arguments))
+    leave(run(*_parse(arguments)))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once.
+
+    The interpreter is not taken down first: a thread that comes back from a store meanwhile, as those of
+    :mod:`towers.news` do, would abort the process ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(job: Job, program: Sequence[str]) -> int:
