@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -51,6 +52,21 @@ def test_the_callers_environment_is_the_towers(monkeypatch: pytest.MonkeyPatch) 
     assert launch(environment, ("A_VARIABLE",)) == ["second", "second"]
     monkeypatch.delenv("A_VARIABLE")
     assert launch(environment, ("A_VARIABLE",)) == [None, None]
+
+
+def load_with_a_worker() -> tuple[str, list[int]]:
+    squares = torch.utils.data.DataLoader(range(3), num_workers=1, collate_fn=lambda x: x[0] ** 2)
+    return multiprocessing.get_start_method(), list(squares)
+
+
+def test_loader_workers_start_as_the_callers_would() -> None:
+    """From a fork server of each tower's own they would take seconds to come, and not take what does not pickle."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        assert launch(load_with_a_worker) == [("fork", [0, 1, 4])] * 2
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def fail_on(which: int, how: str) -> int:

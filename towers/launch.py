@@ -100,7 +100,8 @@ def launch(
                 variables = _environment(tower, count, store.port, token, names)
                 variables[failure.ERROR_FILE] = str(relay.directory / f"error{tower}.json")
                 variables[topology.WHEREABOUTS] = str(whereabouts.path_in(relay.directory, tower))
-                arguments = (sender, variables, os.getcwd(), _streams(relay, tower), payload)
+                start_method = multiprocessing.get_start_method(allow_none=True)
+                arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
                 with _importable_main():
                     process.start()
@@ -212,7 +213,12 @@ def _importable_main() -> Iterator[None]:
 
 
 def _be_tower(
-    sender: Connection, variables: dict[str, str], directory: str, streams: tuple[str, str], payload: bytes
+    sender: Connection,
+    variables: dict[str, str],
+    directory: str,
+    streams: tuple[str, str],
+    start_method: str | None,
+    payload: bytes,
 ) -> None:
     """What the process of a tower runs."""
     lifeline.end_with_parent()
@@ -225,6 +231,9 @@ def _be_tower(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
+    # As the caller's would, not as this one: loader workers from a fork server of each tower take seconds to come, and
+    # datasets would have to pickle.
+    multiprocessing.set_start_method(start_method, force=True)
     try:
         fn, args, kwargs = pickle.loads(payload)
         message = ("result", pickle.dumps(fn(*args, **kwargs)))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
-import multiprocessing
 import os
 import runpy
 import sys
@@ -76,8 +75,6 @@ def _play(play: Play, repairs: Repairs, shapes: Shapes | None, unrest: bool) -> 
     sys.argv = [play.script, *play.arguments]
     sys.path.insert(0, os.getcwd() if play.module else os.path.dirname(os.path.abspath(play.script)))
     torch.compiler.set_stance("force_eager")  # hooks see what a compiled step does
-    # The process comes from a fork server; loader workers come as they do in a script that python runs.
-    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     gc.freeze()  # the recorder searches what the script makes, and nothing older
     recorder = Recorder(play.steps, repairs, shapes, unrest)
     observe(recorder)

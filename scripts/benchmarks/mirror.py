@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 import models
+import plain
 import steps
 import torch
 from steps import Times
@@ -27,13 +28,13 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
     communication = mirrored.CommunicationOptions(implementation=implementation)
     batch = models.CASES[case]
 
-    def step_of(action: str) -> tuple[mirrored.Strategy, steps.Step]:
+    def step_of(action: str) -> tuple[mirrored.Strategy, plain.Step]:
         strategy = mirrored.MirroredStrategy(
             communication=communication, mirror_check_interval=None, nonfinite_gradients=action
         )
         torch.manual_seed(0)
         x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
-        return strategy, steps.ours(strategy, case, x, y, batch, steps.OPTIMIZERS[optimizer])
+        return strategy, steps.ours(strategy, case, x, y, batch, plain.OPTIMIZERS[optimizer])
 
     strategy, step = step_of("ignore")
     checks: list[float] = []
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
     parser.add_argument("--towers", type=int, default=2)
     parser.add_argument("--implementation", default="auto", help="auto, gloo, …")
-    parser.add_argument("--optimizer", default="sgd", choices=steps.OPTIMIZERS)
+    parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS)
     parser.add_argument("--turns", type=int, default=11, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
     options = parser.parse_args(arguments)

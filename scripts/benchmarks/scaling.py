@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import figure
 import models
+import plain
 import steps
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -34,11 +35,11 @@ def _measure(case: str, share: int, turns: int, seconds: float, implementation: 
     x, y = models.batch(case, share, seed=strategy.topology.index)
     variants = {
         "ours": steps.ours(strategy, case, x, y, share * towers),
-        "bound": steps.plain(models.make(case), x, y),
+        "bound": plain.step(models.make(case), x, y),
     }
     if towers > 1:
         wrapped = DistributedDataParallel(models.make(case), gradient_as_bucket_view=True)
-        variants["DDP"] = steps.plain(wrapped, x, y)
+        variants["DDP"] = plain.step(wrapped, x, y)
     return steps.alternate(variants, turns, seconds, together=towers > 1)
 
 

@@ -3,24 +3,28 @@
 ``--variants`` names what is compared with DDP on Gloo and with no communication at all: "ours"; "sharded", ours with
 ``shard_optimizer=True``; "ddp-shm", DDP on our own backend for torch.distributed; "zero", DDP on Gloo with its
 ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical CPUs (of mlp; left out where it is not installed:
-the extra of that name). The towers of the first comparison are CPU towers; the one tower of the second is a GPU where
-there is one. All variants but TensorFlow live in the same processes, and all take turns in blocks of steps, so that
-each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two equal
-loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
+the extra of that name). ``--untouched`` adds a second DDP and a second bare loop, in processes of their own without
+mirrored, as a script has them that never heard of it. All other variants but TensorFlow live in the same processes. The
+towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one. All take turns
+in blocks of steps, so that each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its
+twin" compares two equal loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import figure
 import models
+import plain
 import steps
 import tensorflow_step
 import torch
 import torch.distributed as dist
+import untouched_step
 from steps import Times
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -38,20 +42,34 @@ LABELS = {
 }
 """What can be compared with DDP on Gloo."""
 
+BASES = {
+    "DDP": "DDP on Gloo",
+    "bound": "no communication",
+    "untouched DDP": "untouched DDP",
+    "untouched bound": "untouched bare loop",
+}
+"""What they are compared with."""
+
 
 def _two_towers(
-    case: str, turns: int, seconds: float, implementation: str, optimizer: str, variants: Sequence[str]
+    case: str,
+    turns: int,
+    seconds: float,
+    implementation: str,
+    optimizer: str,
+    variants: Sequence[str],
+    meeting: str | None,
 ) -> Times:
     options = mirrored.CommunicationOptions(implementation=implementation)
     strategy = mirrored.MirroredStrategy(communication=options)
     torch.manual_seed(0)
-    make, batch = steps.OPTIMIZERS[optimizer], models.CASES[case]
+    make, batch = plain.OPTIMIZERS[optimizer], models.CASES[case]
     x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
 
     def ddp(**kwargs: Any) -> nn.Module:
         return DistributedDataParallel(models.make(case), gradient_as_bucket_view=True, **kwargs)
 
-    found: dict[str, steps.Step] = {}
+    found: dict[str, plain.Step] = {}
     if "ours" in variants:
         found["ours"] = steps.ours(strategy, case, x, y, batch, make)
     if "sharded" in variants:
@@ -60,19 +78,23 @@ def _two_towers(
     if "ddp-shm" in variants:
         import towers.backend
 
-        found["ddp-shm"] = steps.plain(ddp(process_group=dist.new_group(backend=towers.backend.NAME)), x, y, make)
+        found["ddp-shm"] = plain.step(ddp(process_group=dist.new_group(backend=towers.backend.NAME)), x, y, make)
     if "zero" in variants:
-        found["zero"] = steps.plain(ddp(), x, y, lambda p: _zero(make, p))
+        found["zero"] = plain.step(ddp(), x, y, lambda p: _zero(make, p))
     if "tensorflow" in variants:
         found["tensorflow"] = lambda: None  # the other towers wait
         if strategy.is_chief:
-            found["tensorflow"] = tensorflow_step.Process(strategy.num_replicas_in_sync, batch, optimizer)
-    found["DDP"] = steps.plain(ddp(), x, y, make)
-    found["bound"] = steps.plain(models.make(case), x, y, make)
+            found["tensorflow"] = tensorflow_step.program(strategy.num_replicas_in_sync, batch, optimizer)
+    found["DDP"] = plain.step(ddp(), x, y, make)
+    found["bound"] = plain.step(models.make(case), x, y, make)
+    if meeting is not None:
+        where = strategy.topology.index, strategy.num_replicas_in_sync
+        for kind in untouched_step.KINDS:
+            found[f"untouched {kind}"] = untouched_step.program(kind, case, optimizer, meeting, *where)
     return steps.alternate(found, turns, seconds, together=True)
 
 
-def _zero(make: steps.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
+def _zero(make: plain.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
     every = list(parameters)
     like = make([torch.zeros(1, requires_grad=True)])
     settings = {name: value for name, value in like.defaults.items() if name != "decoupled_weight_decay"}
@@ -83,7 +105,7 @@ def _one_tower(case: str, turns: int, seconds: float) -> Times:
     strategy = mirrored.MirroredStrategy()
     torch.manual_seed(0)
     x, y = (tensor.to(strategy.device) for tensor in models.batch(case, models.CASES[case], seed=0))
-    bare, twin = (steps.plain(models.make(case).to(strategy.device), x, y) for _ in range(2))
+    bare, twin = (plain.step(models.make(case).to(strategy.device), x, y) for _ in range(2))
     variants = {"ours": steps.ours(strategy, case, x, y, models.CASES[case]), "bare": bare, "twin": twin}
     return steps.alternate(variants, turns, seconds, together=False)
 
@@ -101,8 +123,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
     parser.add_argument("--towers", type=int, default=2, help="1 leaves the first comparison out")
     parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
-    parser.add_argument("--optimizer", default="sgd", choices=steps.OPTIMIZERS, help="of all variants")
+    parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS, help="of all variants")
     parser.add_argument("--variants", default="ours", help="comma-separated: " + ", ".join(LABELS))
+    parser.add_argument("--untouched", action="store_true", help="also compare with processes without mirrored")
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
     figure.add_option(parser)
@@ -121,10 +144,14 @@ def main(arguments: Sequence[str]) -> None:
         timing = (case, options.turns, options.seconds)
         if options.towers > 1:
             compared = [v for v in variants if v != "tensorflow" or case.startswith("mlp")]
-            arguments_ = (*timing, options.implementation, options.optimizer, compared)
-            times = mirrored.launch(_two_towers, arguments_, devices=names)[0]
+            with tempfile.TemporaryDirectory() as folder:
+                meeting = f"{folder}/meeting" if options.untouched else None
+                arguments_ = (*timing, options.implementation, options.optimizer, compared, meeting)
+                times = mirrored.launch(_two_towers, arguments_, devices=names)[0]
             for variant in compared:
-                for base, what in (("DDP", "DDP on Gloo"), ("bound", "no communication")):
+                for base, what in BASES.items():
+                    if base not in times:
+                        continue
                     label = f"{LABELS[variant]} ÷ {what}"
                     print(_row(f"{case}: {label}", times, base, variant), flush=True)
                     bars.append(figure.bar(case, label, _ratios(times, base, variant)))

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
 
 import models
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
+from plain import OPTIMIZERS, MakeOptimizer, Step
 
 import mirrored
-
-Step = Callable[[], None]
-MakeOptimizer = Callable[[Any], Optimizer]
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-4),
-    "adam-fused": lambda parameters: torch.optim.Adam(parameters, lr=1e-4, fused=True),
-}
-"""Name and optimizer; SGD has momentum, Adam comes as torch builds it by default and with its fused kernel."""
 
 Times = dict[str, list[float]]
 """Name of a variant, and its seconds per step, one number a turn."""
@@ -50,20 +38,6 @@ def ours(
         return loss.detach()
 
     return lambda: strategy.run(train_step, args=(x, y))
-
-
-def plain(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"]
-) -> Step:
-    """An ordinary loop; with ``model`` wrapped in DDP it is DDP's."""
-    optimizer = make_optimizer(model.parameters())
-
-    def train_step() -> None:
-        optimizer.zero_grad()
-        models.per_example_loss(model(x), y).mean().backward()
-        optimizer.step()
-
-    return train_step
 
 
 def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool) -> Times:

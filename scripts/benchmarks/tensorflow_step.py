@@ -1,17 +1,16 @@
 """TensorFlow's MirroredStrategy on logical CPUs, as a process that takes one step for each line it is given.
 
-TensorFlow has its towers in one process, so it cannot live in ours: this module starts it (:class:`Process`) and, run
+TensorFlow has its towers in one process, so it cannot live in ours: this module starts it (:func:`program`) and, run
 as a program, is it. It needs the extra ``tensorflow``.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-import weakref
 from typing import Any
+
+from beside import Program
 
 WIDTHS = (784, 2048, 2048, 2048, 10)
 """Of the MLP, the one model that is there for both."""
@@ -22,32 +21,15 @@ def installed() -> bool:
     return importlib.util.find_spec("tensorflow") is not None
 
 
-class Process:
-    """Steps of the MLP in TensorFlow; call it to take one.
+def program(towers: int, batch: int, optimizer: str) -> Program:
+    """Steps of the MLP in TensorFlow.
 
     Args:
         batch: global batch size.
-        optimizer: a name of :data:`steps.OPTIMIZERS`.
+        optimizer: a name of :data:`plain.OPTIMIZERS`.
     """
-
-    def __init__(self, towers: int, batch: int, optimizer: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(towers), str(batch), optimizer],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
-        )
-        self._end = weakref.finalize(self, self._process.kill)
-
-    def __call__(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        if not self._process.stdout.readline():
-            raise RuntimeError(f"TensorFlow's process ended with exit code {self._process.wait(10)}")
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    return Program(__file__, towers, batch, optimizer, environment=quiet)
 
 
 def main() -> None:

@@ -10,9 +10,11 @@ import argparse
 from collections.abc import Sequence
 
 import models
+import plain
 import steps
 import torch
-from steps import Step, Times
+from plain import Step
+from steps import Times
 
 import mirrored
 
@@ -22,7 +24,7 @@ MICRO_BATCHES = 4
 def _virtual(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor) -> Step:
     with strategy.scope():
         model = models.make(case)
-        optimizer = steps.OPTIMIZERS["sgd"](model.parameters())
+        optimizer = plain.OPTIMIZERS["sgd"](model.parameters())
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -36,7 +38,7 @@ def _virtual(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.T
 def _accumulating(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor, batch: int) -> Step:
     with strategy.scope():
         model = models.make(case)
-        optimizer = steps.OPTIMIZERS["sgd"](model.parameters())
+        optimizer = plain.OPTIMIZERS["sgd"](model.parameters())
 
     def backward(x: torch.Tensor, y: torch.Tensor) -> None:
         losses = models.per_example_loss(model(x), y)

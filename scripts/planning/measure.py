@@ -14,6 +14,7 @@ from pathlib import Path
 
 import cpu
 import models
+import plain
 import rounds
 import steps
 import torch
@@ -75,7 +76,7 @@ def _step(case: str, share: int, turns: int, seconds: float, implementation: str
     towers = strategy.num_replicas_in_sync
     x, y = models.batch(case, share, seed=strategy.topology.index)
     model = models.make(case)
-    bound = steps.plain(model, x, y)
+    bound = plain.step(model, x, y)
     variants = {"ours": steps.ours(strategy, case, x, y, share * towers), "bound": bound}
     if towers > machine.cores():
         variants["one each"] = bound if strategy.topology.index < machine.cores() else lambda: None
