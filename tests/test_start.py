@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -44,15 +43,18 @@ def test_one_device_stays_in_place() -> None:
 
 
 def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "my script.py"
-    shutil.copy(REPORT, script)
-    flags = ["-O", "-u", "-X", "utf8", "-Wignore::UserWarning", "-X", "dev"]
-    found = report(run_program([*flags, script.name, *WORDS], cwd=str(tmp_path)))
+    """With all its flags and words, from where it was started, and whatever is called towers there."""
+    (tmp_path / "towers.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "sub").mkdir()
+    script = tmp_path / "sub" / "my script.py"
+    script.write_text("import os\nos.chdir('/')\n" + pathlib.Path(REPORT).read_text())
+    flags = ["-O", "-u", "-X", "utf8", "-Wignore::UserWarning", "-X", "faulthandler"]
+    found = report(run_program([*flags, "sub/my script.py", *WORDS], cwd=str(tmp_path)))
     assert found["towers"] == 2
     assert found["arguments"] == WORDS
     assert found["optimize"] == 1
     assert found["unbuffered"] is True
-    assert found["xoptions"] == {"utf8": True, "dev": True}
+    assert found["xoptions"] == {"utf8": True, "faulthandler": True}
     assert found["warnings"][-1] == "ignore::UserWarning"
     assert found["file"] == "my script.py"
 
@@ -88,7 +90,7 @@ def state_of(process: int) -> str:
     return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def test_suspending_and_continuing_reaches_the_towers() -> None:
+def test_suspending_and_continuing_reaches_the_towers_and_nothing_is_left_when_the_launcher_is_killed() -> None:
     # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
     command = [sys.executable, REPORT, "two", "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
@@ -98,34 +100,10 @@ def test_suspending_and_continuing_reaches_the_towers() -> None:
         process.send_signal(number)
         wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted, 10)  # type: ignore[misc]
     process.send_signal(signal.SIGCONT)
-    process.terminate()
-    process.communicate(timeout=15)
-    assert process.returncode == -signal.SIGTERM
-
-
-def test_nothing_is_left_when_the_launcher_is_killed() -> None:
-    process = subprocess.Popen([sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    tower = json.loads(process.stdout.readline())["pid"]
+    wait_until(lambda: {state_of(process.pid), state_of(tower)} <= {"R", "S"}, 10)
     process.kill()
     process.communicate(timeout=20)
     wait_until(lambda: not os.path.exists(f"/proc/{tower}"), 10)
-
-
-def test_changing_the_directory_first_does_no_harm(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "moves.py"
-    script.write_text(
-        "import os; os.chdir('/')\nimport mirrored\n"
-        "s = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\nprint(s.num_replicas_in_sync)\n"
-    )
-    assert run_program(["moves.py"], cwd=str(tmp_path)).stdout == "2\n"
-
-
-def test_a_folder_named_towers_in_the_way_does_no_harm(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "towers.py").write_text("raise RuntimeError('not this one')")
-    (tmp_path / "sub").mkdir()
-    shutil.copy(REPORT, tmp_path / "sub" / "run.py")
-    assert report(run_program(["sub/run.py", "two"], cwd=str(tmp_path)))["towers"] == 2
 
 
 def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
@@ -157,18 +135,12 @@ def test_the_first_exception_comes_last_and_whole() -> None:
     assert "elastic" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "last"),
-    [
-        ("exit", 7, "towers: tower 1 ended with exit code 7 before its first step"),
-        ("die", 137, "towers: tower 1 was ended by SIGKILL before its first step"),
-    ],
-)
-def test_exit_codes(how: str, code: int, last: str) -> None:
+def test_an_exit_code_is_passed_on() -> None:
+    """That of a signal is: tests/test_health.py, row 42."""
     with at_most(20):
-        result = run_program([REPORT, "two", how])
-    assert result.returncode == code
-    assert result.stderr.splitlines()[-1] == last
+        result = run_program([REPORT, "two", "exit"])
+    assert result.returncode == 7
+    assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
 
 
 def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
@@ -373,6 +345,7 @@ def test_nohup_is_kept() -> None:
     finally:
         process.terminate()
         process.wait(20)
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
