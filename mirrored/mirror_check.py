@@ -6,6 +6,7 @@ Runs are counted, not optimizer steps: all towers come to a check together, also
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -24,7 +25,12 @@ from towers.mirror import Named
 
 log = get_logger("mirrored")
 
-DEFAULT_INTERVAL = 100
+DEFAULT_INTERVAL = 1000
+
+PARTS = 10
+"""Into how many parts parameters and state are cut in an interval that is long enough for it."""
+
+_IN_PARTS_FROM = 1000
 
 _EARLY = (2, 10)  # the runs in which a script that is wrong from the start shows it
 _READ_AFTER = 10  # runs, by when a GPU has done what it was given before
@@ -47,7 +53,8 @@ class MirrorCheck:
 
     Args:
         comm: the towers.
-        interval: runs from one check to the next; None for no checks but those that are asked for.
+        interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one a
+            tenth is compared ten times: what differs is most often everything, which is then found sooner.
         with_state: whether optimizer state is the same on all towers.
         meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
 
@@ -65,13 +72,14 @@ class MirrorCheck:
     ) -> None:
         self._comm = comm
         self._meet = meet
-        self._interval = interval
+        self._in_parts = interval is not None and interval >= _IN_PARTS_FROM
+        self._every = interval // PARTS if interval is not None and self._in_parts else interval
         self._with_state = with_state
         self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
         self._under_way: _Check | None = None
-        self._last_equal: int | None = None
+        self._last_equal: dict[int | None, int] = {}
         self._warned: set[str] = set()
         self._read_later = comm.device.type == "cuda"
         self.due = self._next(0)
@@ -92,9 +100,9 @@ class MirrorCheck:
 
     def _next(self, run: int) -> int:
         """The first check after ``run``."""
-        if self._interval is None:
+        if self._every is None:
             return 0
-        regular = (run // self._interval + 1) * self._interval
+        regular = (run // self._every + 1) * self._every
         return min([regular, *(early for early in _EARLY if early > run)])
 
     def come_to(self, run: int) -> None:
@@ -109,7 +117,10 @@ class MirrorCheck:
         if earlier is not None:
             self._judge(earlier)
         if self._next(run - 1) == run:
-            check = self._start(f"run() number {run}", run, quick=run not in _EARLY)
+            assert self._every is not None
+            regular = run not in _EARLY
+            part = run // self._every % PARTS if regular and self._in_parts else None
+            check = self._start(f"run() number {run}", run, quick=regular, part=part)
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
@@ -130,7 +141,7 @@ class MirrorCheck:
 
     # -- what --------------------------------------------------------------------------------------------
 
-    def _start(self, call: str, run: int, *, quick: bool) -> _Check:
+    def _start(self, call: str, run: int, *, quick: bool, part: int | None = None) -> _Check:
         optimizers = list(self._optimizers.items())
         stepped = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
         self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
@@ -140,18 +151,26 @@ class MirrorCheck:
         if self._with_state:
             names = {id(p): name for name, p in living}
             held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
+        if part is not None:
+            held = [one for one in held if one.kind == _SETTING or self._is_in(part, one.name)]
+            living = [(name, p) for name, p in living if self._is_in(part, name)]
         if self._meet is not None:
             self._meet(f"comes to {call}")
         comparison = start_comparison(self._comm, call, held, quick=quick)
         trained = [(name, p.detach()) for name, p in living if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
-        return _Check(run, comparison, [name for name, _ in trained], highest)
+        return _Check(run, part, comparison, [name for name, _ in trained], highest)
+
+    @staticmethod
+    def _is_in(part: int, name: str) -> bool:
+        """Which part something is in depends on its name alone, for towers need not hold the same."""
+        return zlib.crc32(name.encode()) % PARTS == part
 
     def _judge(self, check: _Check, *, everything: bool = False) -> None:
         differences = check.comparison.differences()
         serious = [one for one in differences if everything or one.kinds != [_KEPT]]
         if serious:
-            raise MirrorError(self._text(check.run, [*serious, *(one for one in differences if one not in serious)]))
+            raise MirrorError(self._text(check, [*serious, *(one for one in differences if one not in serious)]))
         for one in differences:
             if one.name not in self._warned:
                 self._warned.add(one.name)
@@ -161,10 +180,10 @@ class MirrorCheck:
                     who_differs(one.groups),
                 )
         if not differences and not everything:
-            self._last_equal = check.run
+            self._last_equal[check.part] = check.run
         self._say_if_not_finite(check)
 
-    def _text(self, run: int, differences: Sequence[Difference]) -> str:
+    def _text(self, check: _Check, differences: Sequence[Difference]) -> str:
         first, *others = differences
         values = ""
         if first.values is not None:
@@ -173,12 +192,13 @@ class MirrorCheck:
         counts = Counter(_called(other) for other in others)
         counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
         also = f" Also different: {counted}." if others else ""
-        before = f"; the towers were equal when run {self._last_equal} began" if self._last_equal is not None else ""
+        equal = [run for part, run in self._last_equal.items() if part in (None, check.part)]
+        before = f"; the towers were equal when run {max(equal)} began" if equal else ""
         return (
             f"{_called(first)} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}."
-            f"{also} This is how it was when run {run} began{before}. Look for what one tower does alone or in its own "
-            "way: optimizer.step(), a scheduler or a loaded state under `if strategy.is_chief:`, parameters or "
-            "averaged gradients changed by its own random numbers or data, a GPU or memory that fails. Then start "
+            f"{also} This is how it was when run {check.run} began{before}. Look for what one tower does alone or in "
+            "its own way: optimizer.step(), a scheduler or a loaded state under `if strategy.is_chief:`, parameters "
+            "or averaged gradients changed by its own random numbers or data, a GPU or memory that fails. Then start "
             "again from the last checkpoint"
         )
 
@@ -205,11 +225,14 @@ class _Check:
 
     Attributes:
         run: the run that was about to begin.
+        part: which part was compared; None for all.
         names, highest: parameters that an optimizer steps, and their extremes.
     """
 
-    def __init__(self, run: int, comparison: Comparison, names: Sequence[str], highest: HostCopy) -> None:
-        self.run, self.comparison, self.names, self.highest = run, comparison, names, highest
+    def __init__(
+        self, run: int, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
+    ) -> None:
+        self.run, self.part, self.comparison, self.names, self.highest = run, part, comparison, names, highest
 
 
 def _called(difference: Difference) -> str:

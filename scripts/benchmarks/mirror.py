@@ -1,9 +1,9 @@
 """What it costs to see that towers are still mirror images, and to watch gradients for NaN.
 
-CPU towers take steps in turns: without checks, with a regular one after every step, and with
-``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes for it, without waiting for the
-others; by default every hundredth run begins with one, so a step pays a hundredth of it. Ratios are medians over the
-turns, each of which compares neighbours in time.
+CPU towers take steps in turns: without checks, with a tenth of a regular one before every step, and with
+``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes for its ten parts, without waiting
+for the others; by default there is a part of one in every hundredth run, so a step pays a thousandth of it. Ratios are
+medians over the turns, each of which compares neighbours in time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from steps import Times
 
 import mirrored
-from mirrored.mirror_check import DEFAULT_INTERVAL
+from mirrored.mirror_check import DEFAULT_INTERVAL, PARTS
 
 
 def _measure(case: str, turns: int, seconds: float, optimizer: str, implementation: str) -> tuple[Times, list[float]]:
@@ -28,25 +28,29 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
     communication = mirrored.CommunicationOptions(implementation=implementation)
     batch = models.CASES[case]
 
-    def step_of(action: str) -> tuple[mirrored.Strategy, plain.Step]:
+    def step_of(interval: int | None, action: str) -> tuple[mirrored.Strategy, plain.Step]:
         strategy = mirrored.MirroredStrategy(
-            communication=communication, mirror_check_interval=None, nonfinite_gradients=action
+            communication=communication, mirror_check_interval=interval, nonfinite_gradients=action
         )
         torch.manual_seed(0)
         x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
         return strategy, steps.ours(strategy, case, x, y, batch, plain.OPTIMIZERS[optimizer])
 
-    strategy, step = step_of("ignore")
-    checks: list[float] = []
+    strategy, step = step_of(DEFAULT_INTERVAL, "ignore")
+    check = strategy.engine._mirror_check
+    assert check is not None
+    parts: list[float] = []
 
     def step_and_check() -> None:
         step()
         started = time.thread_time()
-        strategy.check_mirrored(quick=True)
-        checks.append(time.thread_time() - started)
+        check.come_to((len(parts) + 1) * DEFAULT_INTERVAL // PARTS)
+        parts.append(time.thread_time() - started)
 
-    variants = {"never": step, "checked": step_and_check, "watched": step_of("raise")[1]}
-    return steps.alternate(variants, turns, seconds, together=True), checks
+    variants = {"never": step_of(None, "ignore")[1], "checked": step_and_check, "watched": step_of(None, "raise")[1]}
+    times = steps.alternate(variants, turns, seconds, together=True)
+    whole = range(0, len(parts) - PARTS + 1, PARTS)
+    return times, [sum(parts[start : start + PARTS]) for start in whole]
 
 
 def _ratio(times: Times, name: str) -> str:
