@@ -5,6 +5,7 @@ Runs are counted, not optimizer steps: all towers come to a check together, also
 
 from __future__ import annotations
 
+import functools
 import weakref
 import zlib
 from collections import Counter
@@ -27,12 +28,12 @@ log = get_logger("mirrored")
 
 DEFAULT_INTERVAL = 1000
 
-PARTS = 10
+PARTS = 4
 """Into how many parts parameters and state are cut in an interval that is long enough for it."""
 
 _IN_PARTS_FROM = 1000
 
-_EARLY = (2, 10)  # the runs in which a script that is wrong from the start shows it
+_EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start shows it
 _READ_AFTER = 10  # runs, by when a GPU has done what it was given before
 
 _PARAMETER, _KEPT, _STATE, _SETTING = "parameter", "parameter that no optimizer steps", "optimizer state", "setting"
@@ -53,8 +54,8 @@ class MirrorCheck:
 
     Args:
         comm: the towers.
-        interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one a
-            tenth is compared ten times: what differs is most often everything, which is then found sooner.
+        interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one
+            this is done in parts: what differs is most often everything, which is then found sooner.
         with_state: whether optimizer state is the same on all towers.
         meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
 
@@ -145,26 +146,19 @@ class MirrorCheck:
         optimizers = list(self._optimizers.items())
         stepped = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
         self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
-        living = [(name, p) for name, reference in self._parameters if _has_bits(p := reference())]
+        chosen = self._parameters if part is None else [one for one in self._parameters if _part_of(one[0]) == part]
+        living = [(name, p) for name, reference in chosen if _has_bits(p := reference())]
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
         held += [Held(name, _PARAMETER if id(p) in stepped else _KEPT, p.detach()) for name, p in living]
         if self._with_state:
             names = {id(p): name for name, p in living}
             held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
-        if part is not None:
-            held = [one for one in held if one.kind == _SETTING or self._is_in(part, one.name)]
-            living = [(name, p) for name, p in living if self._is_in(part, name)]
         if self._meet is not None:
             self._meet(f"comes to {call}")
         comparison = start_comparison(self._comm, call, held, quick=quick)
         trained = [(name, p.detach()) for name, p in living if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
         return _Check(run, part, comparison, [name for name, _ in trained], highest)
-
-    @staticmethod
-    def _is_in(part: int, name: str) -> bool:
-        """Which part something is in depends on its name alone, for towers need not hold the same."""
-        return zlib.crc32(name.encode()) % PARTS == part
 
     def _judge(self, check: _Check, *, everything: bool = False) -> None:
         differences = check.comparison.differences()
@@ -233,6 +227,12 @@ class _Check:
         self, run: int, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
     ) -> None:
         self.run, self.part, self.comparison, self.names, self.highest = run, part, comparison, names, highest
+
+
+@functools.cache
+def _part_of(name: str) -> int:
+    """In which part a parameter and its state are compared; by name, for towers need not hold the same."""
+    return zlib.crc32(name.encode()) % PARTS
 
 
 def _called(difference: Difference) -> str:

@@ -64,11 +64,11 @@ class MirroredStrategy(Strategy):
         virtual_towers: how many parts the work of a step is cut into, a power of two that the number of towers divides.
             With :meth:`Strategy.backward` a run then has the same bits on any such number of towers, 1 included. CPU
             towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
-        mirror_check_interval: within so many ``run`` calls (and in the second and the tenth) the towers compare their
-            parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a difference is a
-            MirrorError on all towers. Below 1,000 all is compared at once; from there on a tenth at a time, and the
-            settings each time. Parameters that no optimizer steps only give a warning, and so do parameters that are
-            not finite. None: no such checks. Between GPUs the result is read by the tenth run after.
+        mirror_check_interval: within so many ``run`` calls (and in the second, tenth and hundredth) the towers compare
+            their parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a
+            difference is a MirrorError on all towers. From 1,000 on, the default, a quarter is compared at a time, and
+            the settings each time. Parameters that no optimizer steps only give a warning, and so do parameters that
+            are not finite. None: no such checks. Between GPUs the result is read by the tenth run after.
         nonfinite_gradients: "ignore" (the default: a ``GradScaler`` makes infinities on purpose, and what it decides is
             the same on all towers), "warn" or "raise": at the end of each backward say which tower contributed NaN or
             infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero

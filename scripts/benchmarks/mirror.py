@@ -1,8 +1,8 @@
 """What it costs to see that towers are still mirror images, and to watch gradients for NaN.
 
-CPU towers take steps in turns: without checks, with a tenth of a regular one before every step, and with
-``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes for its ten parts, without waiting
-for the others; by default there is a part of one in every hundredth run, so a step pays a thousandth of it. Ratios are
+CPU towers take steps in turns: without checks, with a part of a regular one before every step, and with
+``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes for all its parts, without waiting
+for the others; by default there is one within every thousand runs, so a step pays a thousandth of it. Ratios are
 medians over the turns, each of which compares neighbours in time.
 """
 
