@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from towers.c10d.sharing import share
 from towers.collectives.communicator import Communicator
+from towers.collectives.sharing import share
 from towers.errors import DisagreementError
 
 _CARD = 256  # bytes: the number of the call, then what it is

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from towers.c10d.sharing import share
 from towers.c10d.streams import FIRST, Letter, Receiver, Sender
 from towers.collectives import semaphores
 from towers.collectives.communicator import Communicator
 from towers.collectives.peers import Peers
 from towers.collectives.segment import Segment, aligned
+from towers.collectives.sharing import share
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
 _NAP = 0.1  # seconds between two looks whether the others live

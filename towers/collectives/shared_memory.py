@@ -9,10 +9,7 @@ writes a half again has met everybody since, so everybody has read it.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +20,7 @@ from towers.collectives.arithmetic import reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
 from towers.collectives.meeting import BOARD_BYTES, Meeting
 from towers.collectives.segment import ALIGNMENT, Segment, aligned
+from towers.collectives.sharing import share
 from towers.collectives.windows import TABLE_BYTES, Windows, part
 from towers.errors import DisagreementError
 
@@ -30,7 +28,6 @@ SEVERAL_HOSTS = "the towers run on several hosts"
 
 _HALF = 2**20  # bytes of one half of a staging area
 _ALONE = 2**15  # bytes up to which every tower reduces all for itself, which saves a meeting
-_TOKEN = 16  # bytes
 
 
 class _Layout:
@@ -38,8 +35,7 @@ class _Layout:
 
     def __init__(self, towers: int) -> None:
         self.inbox = 0
-        self.token = semaphores.BYTES * towers
-        self.board = self.token + aligned(_TOKEN)
+        self.board = aligned(semaphores.BYTES * towers)
         self.table = self.board + aligned(BOARD_BYTES)
         self.staging = aligned(self.table + TABLE_BYTES)
         self.total = self.staging + 2 * _HALF
@@ -252,48 +248,19 @@ class SharedMemoryCommunicator(Communicator):
 def join(base: Communicator, timeout: float) -> SharedMemoryCommunicator | str:
     """Share memory among all towers of ``base``, or say why they cannot; all towers get the same answer.
 
-    That two towers run on one host is not believed but tried: beside equal boot ids, each maps the others' memory and
-    looks for what they wrote there.
+    Beside equal boot ids that takes memory of the others that can be mapped (:func:`share`).
 
     Args:
         timeout: seconds that a collective may take.
     """
-    layout = _Layout(base.size)
-    token = secrets.token_bytes(_TOKEN)
-    mine: Segment | None = None
-    card: dict[str, Any] = {"process": os.getpid(), "host": machine.host_identity(), "token": token.hex()}
+    mine = {"host": machine.host_identity(), "device": base.device.type}
+    towers = [json.loads(text) for text in base.all_gather_bytes(json.dumps(mine).encode())]
+    if len({tower["host"] for tower in towers}) > 1:
+        return SEVERAL_HOSTS
+    if any(tower["device"] != "cpu" for tower in towers):
+        return "only CPU towers share memory"
     try:
-        if base.device.type != "cpu" or not semaphores.available():
-            raise OSError("this system has no semaphores that processes can share")
-        mine = Segment.create(layout.total, reserve=False)
-        for tower in range(base.size):
-            semaphores.create(mine.address + layout.inbox + semaphores.BYTES * tower)
-        mine.tensor(torch.uint8, _TOKEN, layout.token).copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-        card["file"] = mine.file
+        segments, processes = share(base, _Layout(base.size).total, waiting=base.size)
     except OSError as error:
-        card["problem"] = str(error)
-    cards = [json.loads(text) for text in base.all_gather_bytes(json.dumps(card).encode())]
-    problem = next(
-        (f"tower {tower}: {other['problem']}" for tower, other in enumerate(cards) if "problem" in other), ""
-    )
-    if len({other["host"] for other in cards}) > 1:
-        problem = SEVERAL_HOSTS
-    segments: list[Segment] = []
-    if not problem:
-        try:
-            segments = [mine if i == base.index else _open(other, layout) for i, other in enumerate(cards)]  # type: ignore[misc]
-        except OSError as error:
-            problem = f"tower {base.index}: {error}"
-    verdicts = [text.decode() for text in base.all_gather_bytes(problem.encode())]
-    if mine is not None:
-        mine.withdraw()  # all have mapped it who could
-    if any(verdicts):
-        return next(filter(None, verdicts))
-    return SharedMemoryCommunicator(base, timeout, segments, [other["process"] for other in cards])
-
-
-def _open(card: dict[str, Any], layout: _Layout) -> Segment:
-    segment = Segment.open(card["process"], card["file"])
-    if segment.nbytes < layout.total or bytes(segment.tensor(torch.uint8, _TOKEN, layout.token)).hex() != card["token"]:
-        raise OSError(f"the memory of process {card['process']} is not there: it runs in another container")
-    return segment
+        return str(error)
+    return SharedMemoryCommunicator(base, timeout, segments, processes)
