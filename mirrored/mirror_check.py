@@ -120,7 +120,7 @@ class MirrorCheck:
         if self._next(run - 1) == run:
             assert self._every is not None
             regular = run not in _EARLY
-            part = run // self._every % PARTS if regular and self._in_parts else None
+            part = (run // self._every - 1) % PARTS if regular and self._in_parts else None
             check = self._start(f"run() number {run}", run, quick=regular, part=part)
             if self._read_later:
                 self._under_way = check
@@ -203,7 +203,8 @@ class MirrorCheck:
         if found:
             self._warned.add("not finite")
             name, kind = next(iter(found.items()))
-            more = f", and {len(found) - 1} more parameters are not finite" if len(found) > 1 else ""
+            among = "parameters" if check.part is None else "parameters of those looked at"
+            more = f", and {len(found) - 1} more {among} are not finite" if len(found) > 1 else ""
             log.warning(
                 "parameter %s holds %s on all towers%s, found when run %d began. MirroredStrategy(nonfinite_gradients="
                 '"raise") says which tower and which gradient it comes from',

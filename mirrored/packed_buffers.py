@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from towers.errors import MirrorError
 _SMALL_BYTES = 2**14
 """Buffers up to this size are looked at whether or not they say that they were written to: batch norm updates its
 running statistics without a new version. Larger ones (masks, tables) are believed."""
+
+_COPIED_ALONE = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that copying several at once does not know on GPUs."""
 
 
 class Buffer:
@@ -29,6 +33,7 @@ class Buffer:
         self._module = weakref.ref(module)
         self.key = key
         self.tensor = tensor
+        self._shape = tensor.shape
         self.before = torch.empty(0)
         self._version = -1
 
@@ -56,9 +61,9 @@ class Buffer:
             MirrorError: it is of another shape or dtype.
         """
         found = self.home.get(self.key)
-        if found is None or found.shape != self.tensor.shape or found.dtype != self.tensor.dtype:
+        if found is None or found.shape != self._shape or found.dtype != self.tensor.dtype:
             raise MirrorError(
-                f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self.tensor.shape)}, and the forward of a "
+                f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self._shape)}, and the forward of a "
                 "virtual tower made something else of it: all virtual towers of a step start from the same buffers"
             )
         return found
@@ -96,7 +101,8 @@ class Pack:
         self._own = [buffer.tensor for buffer in buffers]
         self._keys = [buffer.key for buffer in buffers]
         self._homes = [buffer.home for buffer in buffers]
-        self._places: list[int] = []
+        self._shapes = [buffer.tensor.shape for buffer in buffers]
+        self._places: list[list[Any]] = []
         self.before = self.read()
         self._pieces = self.pieces(self.before)
 
@@ -113,7 +119,7 @@ class Pack:
         """
         self._look()
         rows = self._flat
-        if len(rows) < len(self._own) or not self._are_in_place():
+        if len(rows) < len(self._own) or not self._are_in_place() or self._places[1] != self._shapes:
             rows = [real(buffer.now).reshape(-1) for buffer in self.buffers]
         values = torch.cat(rows)
         return wide(values) if values.is_floating_point() else values
@@ -125,7 +131,12 @@ class Pack:
             for buffer in self.buffers:
                 buffer.home[buffer.key] = buffer.tensor
         pieces = self._pieces if values is self.before else self.pieces(values)
-        torch._foreach_copy_(self._tensors, pieces)
+        for dtype, indices in self._by_dtype.items():
+            if dtype in _COPIED_ALONE:
+                for index in indices:
+                    self._tensors[index].copy_(pieces[index])
+            else:  # of one dtype: GPUs have mixed up several (pytorch issue 173383)
+                torch._foreach_copy_([self._tensors[i] for i in indices], [pieces[i] for i in indices])
 
     def pieces(self, values: Tensor) -> list[Tensor]:
         """Each buffer's part of such a tensor, in its shape."""
@@ -134,11 +145,14 @@ class Pack:
 
     def _look(self) -> None:
         """Have the tensors at hand, as real numbers, in the memory they have now: ``buffer.data = …`` moves them."""
-        places = list(map(Tensor.data_ptr, self._own))
+        places = [list(map(ask, self._own)) for ask in (Tensor.data_ptr, Tensor.size, Tensor.stride)]
         if places != self._places:
             self._places = places
             self._tensors = [real(tensor.detach()) for tensor in self._own]
             self._flat = [tensor.view(-1) for tensor in self._tensors if tensor.is_contiguous()]
+            self._by_dtype: dict[torch.dtype, list[int]] = {}
+            for index, tensor in enumerate(self._tensors):
+                self._by_dtype.setdefault(tensor.dtype, []).append(index)
 
     def _are_in_place(self) -> bool:
         """Whether the tensors that were registered before the step still are."""
@@ -174,13 +188,15 @@ class IntegerPack(Pack):
         return self._changed(flags, values)
 
     def restore(self) -> None:
-        """Give those that were written to the values from before the step."""
+        """Give those that were written to the values from before the step; also what has become no such buffer."""
         flags = self._flags()
         if all(flags):
             self.write(self.before)
         else:
-            for buffer, _ in self._changed(flags, self.read()):
-                buffer.set(buffer.before)
+            on_cpu = self.before.device.type == "cpu"
+            for buffer, says in zip(self.buffers, flags, strict=True):
+                if says or (on_cpu and not torch.equal(buffer.tensor, buffer.before)):
+                    buffer.set(buffer.before)
         self._versions = self._current_versions()
 
     def set(self, values: Mapping[str, Tensor]) -> None:

@@ -36,6 +36,7 @@ class StepBuffers:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         modules = list(modules)
         self._tensors = registered(module for _, module in modules)
+        self._shapes = list(map(Tensor.size, self._tensors))
         found = [
             Buffer(f"{name}.{key}", module, key, tensor)
             for name, module in modules
@@ -62,8 +63,9 @@ class StepBuffers:
         self.names = [buffer.name for buffer in found]
 
     def holds(self, tensors: list[Tensor]) -> bool:
-        """Whether these are all the buffers there are."""
-        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        """Whether these are all the buffers there are, in their shapes."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return same and list(map(Tensor.size, tensors)) == self._shapes
 
     @property
     def counted(self) -> list[str]:
@@ -139,19 +141,20 @@ class StepBuffers:
         large = zip(self._large, full[2 * len(self._small) :], strict=True)
         floats += [total for buffer, total in large if buffer.name in written]
         own = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
-        return floats, [torch.cat([own[name].reshape(-1) for name in names]) for names in self._by_dtype(counted)]
+        return floats, [torch.cat([own[name].reshape(-1) for name in names]) for names in self._together(counted)]
 
-    def _by_dtype(self, counted: Sequence[str]) -> list[list[str]]:
+    def _together(self, counted: Sequence[str]) -> list[list[str]]:
         """Names of integer buffers in the groups that travel as one tensor."""
-        groups: dict[torch.dtype, list[str]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
         for name in counted:
-            groups.setdefault(self._integers[name].tensor.dtype, []).append(name)
+            tensor = self._integers[name].tensor
+            groups.setdefault((tensor.device, tensor.dtype), []).append(name)
         return list(groups.values())
 
     def _named(self, counted: Sequence[str], packed: Sequence[Tensor]) -> dict[str, Tensor]:
         """The integers that travelled as ``packed``, by name."""
         found = {}
-        for names, values in zip(self._by_dtype(counted), packed, strict=True):
+        for names, values in zip(self._together(counted), packed, strict=True):
             likes = [self._integers[name].tensor for name in names]
             for name, like, value in zip(names, likes, values.split([like.numel() for like in likes]), strict=True):
                 found[name] = value.view(like.shape)
@@ -177,8 +180,9 @@ class StepBuffers:
         found: dict[str, Tensor] = {}
         for row, names in zip(rows, changed, strict=True):
             named = self._named(counted, row)
-            for name in set(names).intersection(counted):
-                self._compare(name, found.setdefault(name, named[name]), named[name])
+            for name in counted:
+                if name in names:
+                    self._compare(name, found.setdefault(name, named[name]), named[name])
         for name in self.differing:
             self.refuse(name)
         return found

@@ -204,6 +204,12 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "")
 
 
+def test_a_job_that_nobody_listens_to_ends_well() -> None:
+    """Its starter has closed its outputs, as some schedulers do."""
+    command = f"exec {sys.executable} {ROOT / 'towers'} --towers 1 -- {sys.executable} -c 'import sys' >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
+
+
 # -- being told to end ---------------------------------------------------------------------------------
 
 

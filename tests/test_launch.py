@@ -69,6 +69,22 @@ def test_loader_workers_start_as_the_callers_would() -> None:
         multiprocessing.set_start_method(before, force=True)
 
 
+def decide_on_a_start_method() -> str:
+    multiprocessing.set_start_method("spawn")
+    return multiprocessing.get_start_method()
+
+
+def test_towers_of_a_caller_without_a_start_method_have_none_either() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+    try:
+        for _ in range(2):
+            assert launch(decide_on_a_start_method) == ["spawn", "spawn"]
+            assert multiprocessing.get_start_method(allow_none=True) is None
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
 def fail_on(which: int, how: str) -> int:
     if tower() == which:
         if how == "raise":

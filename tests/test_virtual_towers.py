@@ -910,6 +910,39 @@ def test_a_buffer_that_grows_is_refused_and_all_are_given_back() -> None:
     assert model.norm.num_batches_tracked == 0
 
 
+class Misfits(nn.Module):
+    """Makes something else of a counter, and then fails."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("positions", torch.arange(3))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("big", torch.zeros(2**13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1 if self.dtype is None else (self.count + 1).to(self.dtype)
+        self.mean += 1
+        self.big += 1
+        raise KeyError("the script's own")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_an_error_of_the_script_gives_all_buffers_back_and_comes_through(dtype: torch.dtype | None) -> None:
+    strategy = mirrored.OneDeviceStrategy(virtual_towers=2, seed=0)
+    with strategy.scope():
+        model = Misfits(dtype)
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the script's own"):
+            strategy.run(lambda: strategy.backward(model, torch.ones(4, 1)))
+        after = dict(model.named_buffers())
+        assert all(
+            after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items()
+        )
+
+
 def test_batches_are_cut_by_virtual_towers() -> None:
     shares = [Cut(8, 0, 4).bounds(11), Cut(8, 4, 8).bounds(11)]
     assert shares == [(0, 7), (7, 11)], "not 6 and 5"

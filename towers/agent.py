@@ -14,6 +14,7 @@ missing (:mod:`towers.rendezvous`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import secrets
@@ -47,8 +48,9 @@ def leave(code: int) -> NoReturn:
     The interpreter is not taken down first: a thread that comes back from a store meanwhile, as those of
     :mod:`towers.news` do, would abort the process ("terminate called without an active exception").
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+            stream.flush()
     os._exit(code)
 
 

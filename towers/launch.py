@@ -86,6 +86,7 @@ def launch(
         raise CannotStartError("launch was called inside a tower (RANK is set); towers cannot have towers")
     payload = _dump((fn, tuple(args), dict(kwargs or {})))
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    start_method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
     context.set_forkserver_preload(["towers.launch", "torch._dynamo"])
@@ -101,7 +102,6 @@ def launch(
                 variables = _environment(tower, count, store.port, token, names)
                 variables[failure.ERROR_FILE] = str(relay.directory / f"error{tower}.json")
                 variables[topology.WHEREABOUTS] = str(whereabouts.path_in(relay.directory, tower))
-                start_method = multiprocessing.get_start_method(allow_none=True)
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
                 with _importable_main():
@@ -116,6 +116,8 @@ def launch(
             if not failures:  # threads may have something left to do, as in any program
                 _join(processes, deadline - time.monotonic())
         finally:
+            if start_method is None:  # starting a process has decided on one
+                multiprocessing.set_start_method(None, force=True)
             _end(processes)
     if failures:
         first = min(failures, key=lambda f: f.consequence)

@@ -1,4 +1,4 @@
-"""Steps that are taken in another program, which takes one for each line it is given and answers with a line."""
+"""Steps that are taken in another program, which takes as many as a line says and answers with a line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 
 class Program:
-    """A step in another program; call it to take one.
+    """Steps in another program.
 
     Args:
         path: of the program.
@@ -31,9 +31,22 @@ class Program:
         self._name = os.path.basename(path)
 
     def __call__(self) -> None:
+        """Take one step."""
+        self.take(1)
+
+    def take(self, steps: int) -> None:
+        """Take some steps in one go, so that asking for them costs nothing."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("step\n")
+        self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
         if not self._process.stdout.readline():
             raise RuntimeError(f"{self._name} ended with exit code {self._process.wait(10)}")
+
+
+def serve(step: Callable[[], object]) -> None:
+    """What the other program does until its input ends."""
+    for line in sys.stdin:
+        for _ in range(int(line)):
+            step()
+        print("done", flush=True)

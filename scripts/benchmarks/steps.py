@@ -8,6 +8,7 @@ import time
 import models
 import torch
 import torch.distributed as dist
+from beside import Program
 from plain import OPTIMIZERS, MakeOptimizer, Step
 
 import mirrored
@@ -67,11 +68,18 @@ def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool
         for name, step in order:
             _finish(together)
             started = time.perf_counter()
-            for _ in range(block):
-                step()
+            _take(step, block)
             _finish(together)
             times[name].append((time.perf_counter() - started) / block)
     return times
+
+
+def _take(step: Step, count: int) -> None:
+    if isinstance(step, Program):
+        step.take(count)
+    else:
+        for _ in range(count):
+            step()
 
 
 def _finish(together: bool) -> None:

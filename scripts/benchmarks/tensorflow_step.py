@@ -1,4 +1,4 @@
-"""TensorFlow's MirroredStrategy on logical CPUs, as a process that takes one step for each line it is given.
+"""TensorFlow's MirroredStrategy on logical CPUs, as a process that takes steps when it is told to.
 
 TensorFlow has its towers in one process, so it cannot live in ours: this module starts it (:func:`program`) and, run
 as a program, is it. It needs the extra ``tensorflow``.
@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from beside import Program
+from beside import Program, serve
 
 WIDTHS = (784, 2048, 2048, 2048, 10)
 """Of the MLP, the one model that is there for both."""
@@ -64,8 +64,7 @@ def main() -> None:
     def step() -> Any:
         return strategy.reduce("SUM", strategy.run(train_step, args=(x, y)), axis=None)
 
-    for _ in sys.stdin:
-        print(float(step()), flush=True)
+    serve(lambda: float(step()))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Steps without mirrored in programs without mirrored, as a script has them that never heard of it.
 
 In the processes of our towers DDP and the bare loop find freed memory kept (``towers/machine.py``), which makes both
-faster than they are by themselves. This program is one tower of theirs: it takes one step for each line it is given.
+faster than they are by themselves. This program is one tower of theirs.
 """
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import sys
 
@@ -13,7 +14,7 @@ import models
 import plain
 import torch
 import torch.distributed as dist
-from beside import Program
+from beside import Program, serve
 from torch.nn.parallel import DistributedDataParallel
 
 KINDS = ("DDP", "bound")
@@ -26,22 +27,22 @@ def program(kind: str, case: str, optimizer: str, meeting: str, index: int, size
         kind: one of :data:`KINDS`.
         meeting: a file, not there yet, by which all towers find each other.
     """
-    return Program(__file__, kind, case, optimizer, pathlib.Path(meeting).with_suffix(f".{kind}"), index, size)
+    place = pathlib.Path(meeting).with_suffix(f".{kind}")
+    return Program(__file__, kind, case, optimizer, place, index, size, torch.get_num_threads())
 
 
 def main() -> None:
     kind, case, optimizer, meeting, *numbers = sys.argv[1:]
-    index, size = map(int, numbers)
-    torch.set_num_threads(1)
+    index, size, threads = map(int, numbers)
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=index, world_size=size)
     model = models.make(case)
     if kind == "DDP":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     step = plain.step(model, *models.batch(case, models.CASES[case] // size, seed=index), plain.OPTIMIZERS[optimizer])
-    for _ in sys.stdin:
-        step()
-        print("done", flush=True)
+    gc.freeze()  # as in launched towers
+    serve(step)
 
 
 if __name__ == "__main__":
