@@ -185,10 +185,10 @@ class Engine:
         if self.recorder.pending:
             self._mirror_recorded()
 
-    def check_mirrored(self, *, quick: bool) -> None:
+    def check_mirrored(self) -> None:
         """See now that all towers hold the same."""
         if self._mirror_check is not None:
-            self._mirror_check.check_now(self._runs + 1, quick=quick)
+            self._mirror_check.check_now(self._runs + 1)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are each tower's own."""

@@ -5,7 +5,6 @@ Runs are counted, not optimizer steps: all towers come to a check together, also
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
 from collections import Counter
@@ -128,16 +127,13 @@ class MirrorCheck:
             else:
                 self._judge(check)
 
-    def check_now(self, run: int, *, quick: bool = False) -> None:
+    def check_now(self, run: int) -> None:
         """Check all at once, before ``run`` has begun.
-
-        Args:
-            quick: as the regular checks do.
 
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        check = self._start("check_mirrored()", run, quick=quick)
+        check = self._start("check_mirrored()", run, quick=False)
         self._judge(check, everything=True)
 
     # -- what --------------------------------------------------------------------------------------------
@@ -230,7 +226,6 @@ class _Check:
         self.run, self.part, self.comparison, self.names, self.highest = run, part, comparison, names, highest
 
 
-@functools.cache
 def _part_of(name: str) -> int:
     """In which part a parameter and its state are compared; by name, for towers need not hold the same."""
     return zlib.crc32(name.encode()) % PARTS

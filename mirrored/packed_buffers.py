@@ -61,12 +61,16 @@ class Buffer:
             MirrorError: it is of another shape or dtype.
         """
         found = self.home.get(self.key)
-        if found is None or found.shape != self._shape or found.dtype != self.tensor.dtype:
+        if found is None or not self.fits(found):
             raise MirrorError(
                 f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self._shape)}, and the forward of a "
                 "virtual tower made something else of it: all virtual towers of a step start from the same buffers"
             )
         return found
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the shape and dtype that the buffer had when it was found."""
+        return tensor.shape == self._shape and tensor.dtype == self.tensor.dtype
 
     @property
     def was_written(self) -> bool:
@@ -101,7 +105,6 @@ class Pack:
         self._own = [buffer.tensor for buffer in buffers]
         self._keys = [buffer.key for buffer in buffers]
         self._homes = [buffer.home for buffer in buffers]
-        self._shapes = [buffer.tensor.shape for buffer in buffers]
         self._places: list[list[Any]] = []
         self.before = self.read()
         self._pieces = self.pieces(self.before)
@@ -119,7 +122,7 @@ class Pack:
         """
         self._look()
         rows = self._flat
-        if len(rows) < len(self._own) or not self._are_in_place() or self._places[1] != self._shapes:
+        if len(rows) < len(self._own) or not self._are_in_place():
             rows = [real(buffer.now).reshape(-1) for buffer in self.buffers]
         values = torch.cat(rows)
         return wide(values) if values.is_floating_point() else values
@@ -149,7 +152,8 @@ class Pack:
         if places != self._places:
             self._places = places
             self._tensors = [real(tensor.detach()) for tensor in self._own]
-            self._flat = [tensor.view(-1) for tensor in self._tensors if tensor.is_contiguous()]
+            fitting = zip(self._tensors, self.buffers, strict=True)
+            self._flat = [tensor.view(-1) for tensor, b in fitting if b.fits(b.tensor) and tensor.is_contiguous()]
             self._by_dtype: dict[torch.dtype, list[int]] = {}
             for index, tensor in enumerate(self._tensors):
                 self._by_dtype.setdefault(tensor.dtype, []).append(index)

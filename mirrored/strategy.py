@@ -239,21 +239,18 @@ class Strategy:
         if self.engine.virtual is not None:
             self.engine.virtual.step = state["backwards"]
 
-    def check_mirrored(self, *, quick: bool = False) -> None:
+    def check_mirrored(self) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 
         All towers call it. Buffers are not compared (BatchNorm's running statistics are each tower's own), nor is
         state with ``shard_optimizer=True``. At one tower there is nothing to do. On a GPU it waits for it.
-
-        Args:
-            quick: as the regular checks do, which do not see words of a large tensor swapped with their neighbours.
 
         Raises:
             MirrorError: on all towers with one text: what differs, and which towers hold something else.
             DisagreementError: on all towers, when some call something else.
         """
         self._check_here("check_mirrored()")
-        self.engine.check_mirrored(quick=quick)
+        self.engine.check_mirrored()
 
     # -- values ------------------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ if "fail" in sys.argv and tower == 1:
     raise ValueError("planned failure")
 if "exit" in sys.argv and tower == 1:
     sys.exit(7)
+if "die" in sys.argv and tower == 1:
+    os.kill(os.getpid(), 9)
 if "wait" in sys.argv:
     time.sleep(60)
 for word in sys.argv:
