@@ -16,6 +16,7 @@ from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
 from torch import Tensor
 
 import mirrored
+from towers import errors as towers_errors
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.shared_memory import SharedMemoryCommunicator
 
@@ -25,9 +26,20 @@ DTYPES = (
     torch.float16,
     torch.bfloat16,
     torch.complex64,
+    torch.complex128,
     torch.int64,
     torch.int32,
+    torch.int16,
+    torch.int8,
     torch.uint8,
+    torch.bool,
+)
+FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
 )
 
 
@@ -59,12 +71,15 @@ def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
     """All towers draw all towers' values, so each knows the reference; returns the digests of the results."""
     comm = strategy.communicator
     assert isinstance(comm, (SharedMemoryCommunicator, HierarchicalCommunicator))
+    dtypes = [
+        dtype for dtype in DTYPES if dtype != torch.int16 or isinstance(comm, SharedMemoryCommunicator)
+    ]  # not Gloo's
     generator = torch.Generator().manual_seed(comm.size)
     sizes = (0, 1, 3, 17, 1000, 8192, 8193, 100_000, 700_001)
     digests = []
     for _ in range(rounds):
         pick = lambda among: among[int(torch.randint(len(among), (), generator=generator))]  # noqa: E731
-        dtype, size = pick(DTYPES), pick(sizes)
+        dtype, size = pick(dtypes), pick(sizes)
         op = pick(("sum", "prod", "min", "max") if not dtype.is_complex else ("sum",))
         parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
         mine = parts[comm.index].clone()
@@ -108,9 +123,44 @@ def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: i
     assert all(other == first for other in others)
 
 
+def test_random_collectives_give_the_same_bits_in_every_run() -> None:
+    assert towers(reduce_at_random, 30) == towers(reduce_at_random, 30)
+
+
 def test_more_towers_than_cores() -> None:
     first, *others = towers(reduce_at_random, 4, count=8)
     assert all(other == first for other in others)
+
+
+def reduce_8_bits(strategy: mirrored.Strategy) -> None:
+    comm = strategy.communicator
+    generator = torch.Generator().manual_seed(0)
+    for dtype in FLOAT8:
+        for size in (0, 3, 50_000):
+            parts = [torch.rand(size, generator=generator).mul_(3).to(dtype) for _ in range(comm.size)]
+            total = parts[comm.index].clone()
+            comm.all_reduce(total)
+            expected = sum((part.float() for part in parts), torch.zeros(size)).to(dtype)
+            assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8)), (dtype, size)
+            rows = comm.all_gather(parts[comm.index]).view(torch.uint8)
+            assert torch.equal(rows, torch.stack([part.view(torch.uint8) for part in parts])), (dtype, size)
+
+
+def test_numbers_of_8_bits_are_added_in_float32() -> None:
+    towers(reduce_8_bits, count=3)
+
+
+def reduce_what_torch_cannot(strategy: mirrored.Strategy) -> None:
+    comm = strategy.communicator
+    with pytest.raises(towers_errors.ArgumentError, match="max of torch.complex64"):
+        comm.all_reduce(torch.zeros(100_000, dtype=torch.complex64), "max")
+    total = torch.ones(3)
+    comm.all_reduce(total)  # nobody has waited for anybody: the towers go on together
+    assert total.tolist() == [2.0] * 3
+
+
+def test_what_torch_cannot_reduce_is_refused_before_anybody_waits() -> None:
+    towers(reduce_what_torch_cannot)
 
 
 def average_windows(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
@@ -186,6 +236,68 @@ def test_a_tower_that_dies_in_a_collective_is_named() -> None:
         assert failure.consequence
         assert "tower 1 (process" in failure.traceback
         assert f"ended while tower {failure.tower} waited for it in a collective" in failure.traceback
+
+
+class InterruptError(Exception):
+    """As a signal handler raises it: of a watchdog, of a test's time-out, of Ctrl-C."""
+
+
+def interrupted(number: int, frame: object) -> None:
+    raise InterruptError
+
+
+def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[object]:
+    """Tower 0 is interrupted while it waits for tower 1; both go on with further all-reduces."""
+    comm = strategy.communicator
+    comm.barrier()
+    if comm.index == 0:
+        signal.signal(signal.SIGALRM, interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.8)
+    found: list[object] = []
+    for value in range(1, 5):
+        total = torch.full((size,), float(value))
+        try:
+            comm.all_reduce(total)
+            found.append(total.unique().tolist())
+        except (InterruptError, towers_errors.TowersError) as error:
+            found.append(str(error) or type(error).__name__)
+    time.sleep(1.5)  # of a tower that has ended the others would say that
+    return found
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])  # one meeting, and several
+def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
+    with at_most(20):  # a collective may take ten minutes: the other does not wait for that
+        first, second = towers(go_on_after_an_interrupt, size)
+    assert first[0] == "InterruptError"
+    assert all("tower 0 is out of step with the others" in text and "InterruptError" in text for text in first[1:])
+    if size == 1000:  # tower 0 had come before it was interrupted, and one meeting was all that tower 1 needed
+        assert second.pop(0) == [2.0]
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
+    assert "InterruptError" in second[0]
+    assert all("tower 1 is out of step with the others" in text for text in second[1:])
+
+
+def fail_across_hosts(hosts: str) -> str:
+    """The first tower of host "a" cannot reach the other host; the second waits for its result."""
+    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    comm = mirrored.MirroredStrategy().communicator
+    try:
+        comm.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
+    except RuntimeError as error:
+        time.sleep(1.5)
+        return str(error)
+    return "no error"
+
+
+def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
+    with at_most(20):
+        leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
+    assert "Invalid scalar type" in leader
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
+    assert "Invalid scalar type" in elsewhere
 
 
 def reduce_for_long(folder: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from towers.errors import ArgumentError
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -17,8 +20,20 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
 }
-OPERATIONS = tuple(_COMBINE)
-"""What numbers can be reduced by."""
+
+
+@functools.cache
+def check_reducible(op: str, dtype: torch.dtype) -> None:
+    """See that :func:`reduce_into` can do it, before anybody waits for the result.
+
+    Raises:
+        ArgumentError: torch cannot (``max`` of complex numbers, the mean of booleans, …).
+    """
+    parts = [torch.zeros(1, dtype=dtype) for _ in range(2)]
+    try:
+        reduce_into(parts[0], parts, op)
+    except RuntimeError as error:
+        raise ArgumentError(f"{op} of {dtype}: {error}") from None
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:

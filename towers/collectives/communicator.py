@@ -5,16 +5,40 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
+from towers.errors import ArgumentError, DisagreementError
 from towers.health import Health
 
 if TYPE_CHECKING:
     from towers.collectives.windows import Windows
+
+_C = TypeVar("_C", bound="Communicator")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def whole(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
+    """For a collective of several stages: one that ends in an exception has left this tower out of step.
+
+    But for what all towers raise at the same stage: :class:`DisagreementError` and :class:`ArgumentError`.
+    """
+
+    @functools.wraps(collective)
+    def wrapper(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return collective(self, *args, **kwargs)
+        except (DisagreementError, ArgumentError):
+            raise
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    return wrapper
 
 
 class Pending(Protocol):
@@ -142,6 +166,12 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Return when all towers have called it."""
         self.all_gather_bytes(b"")
+
+    def break_off(self, error: BaseException) -> None:  # noqa: B027  (a backend notices for itself)
+        """This tower gives up a collective half-way, because of ``error``: nothing further can be done together.
+
+        From here on every collective fails, here and, without waiting for their deadlines, on the others.
+        """
 
     def close(self) -> None:  # noqa: B027  (nothing to do is a right default)
         """Leave the towers. Nothing may be called afterwards."""

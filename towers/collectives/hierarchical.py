@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Deferred, Pending
+from towers.collectives.communicator import Communicator, Deferred, Pending, whole
 from towers.collectives.process_group import ProcessGroupCommunicator
 
 
@@ -36,6 +36,7 @@ class HierarchicalCommunicator(Communicator):
         self._across = group.among([towers[0] for towers in hosts])
         self._queue: list[tuple[Tensor, Pending]] = []
 
+    @whole
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         dense = tensor.contiguous()
         self._local.all_reduce(dense, op)
@@ -55,6 +56,7 @@ class HierarchicalCommunicator(Communicator):
         self._queue.append((tensor, self._local.start_average(tensor)))
         return Deferred(self.finish_started)
 
+    @whole
     def finish_started(self) -> None:
         """Do all that was started. A host's mean counts as often as the host has towers."""
         queue, self._queue = self._queue, []
@@ -69,6 +71,7 @@ class HierarchicalCommunicator(Communicator):
                 crossing[number].wait()
             self._local.broadcast(tensor)
 
+    @whole
     def all_gather(self, tensor: Tensor) -> Tensor:
         rows = self._local.all_gather(tensor)
         largest = max(len(towers) for towers in self._hosts)
@@ -86,6 +89,7 @@ class HierarchicalCommunicator(Communicator):
     def all_to_all(self, rows: Tensor) -> Tensor:
         return self._group.all_to_all(rows)
 
+    @whole
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         host = next(number for number, towers in enumerate(self._hosts) if source in towers)
         if host == self._host:
@@ -97,6 +101,9 @@ class HierarchicalCommunicator(Communicator):
 
     def channel(self) -> Communicator:
         return HierarchicalCommunicator(self._group, self._hosts, self._local.channel())
+
+    def break_off(self, error: BaseException) -> None:
+        self._local.break_off(error)
 
     def close(self) -> None:
         self._local.close()

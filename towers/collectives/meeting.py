@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import DisagreementError, PeerLostError
+from towers.errors import DisagreementError, PeerLostError, TowersError
 from towers.health import Health
 from towers.waiting import last_seen, timeout_error
 
-BOARD_BYTES = 256
-"""Size of a tower's board, on which it writes what it has come for."""
+BOARD_BYTES = 512
+"""Size of a tower's board, on which it writes what it has come for, and why it comes no more."""
 
-_HALF = BOARD_BYTES // 2  # two texts take turns: who writes one again has met everybody since, who so has read it
+_TEXT = 128  # two of them take turns: who writes one again has met everybody since, who so has read it
+_FAREWELL = slice(2 * _TEXT, BOARD_BYTES)
 _SPINS = 200
 _NAP = 0.1  # seconds between two looks whether the others live
 
@@ -25,6 +26,9 @@ class Meeting:
 
     What a tower wrote into shared memory before a meeting the others see after it:
     :mod:`towers.collectives.semaphores` says why.
+
+    A tower whose meeting ended in an exception is out of step with the others: it may have told them that it is there
+    and not have seen them, or the other way round. It meets nobody any more, and the others are told.
 
     Args:
         index: this tower.
@@ -52,7 +56,9 @@ class Meeting:
         self._towers = towers
         self._health = health
         self._processes = list(processes)
-        self._boards = [[board[:_HALF], board[_HALF:BOARD_BYTES]] for board in boards]
+        self._boards = [[board[:_TEXT], board[_TEXT : 2 * _TEXT]] for board in boards]
+        self._farewells = [board[_FAREWELL] for board in boards]
+        self._broken: TowersError | None = None
         self._turn = 0
         self._met = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
@@ -65,18 +71,45 @@ class Meeting:
         """Return when all towers have called it.
 
         Raises:
-            PeerLostError: a tower has ended that had not come.
+            PeerLostError: a tower that had not come has ended, or comes no more.
             CollectiveTimeoutError: a tower did not come before the deadline.
+            TowersError: as of :meth:`check_whole`.
         """
+        self.check_whole()
         self._met += 1
-        for address in self._outbox:
-            semaphores.post(address)
-        for tower, address in self._inbox:
-            for _ in range(self._spins):
-                if semaphores.take(address):
-                    break
-            else:
-                self._await(tower, address)
+        try:
+            for address in self._outbox:
+                semaphores.post(address)
+            for tower, address in self._inbox:
+                for _ in range(self._spins):
+                    if semaphores.take(address):
+                        break
+                else:
+                    self._await(tower, address)
+        except BaseException as error:
+            self.break_off(error)
+            raise
+
+    def check_whole(self) -> None:
+        """See that this tower may go on; also before it writes where the others may still read.
+
+        Raises:
+            TowersError: it broke off what the towers were doing together.
+        """
+        if self._broken is not None:
+            raise type(self._broken)(*self._broken.args)
+
+    def break_off(self, error: BaseException) -> None:
+        """This tower gives up what the towers were doing together, because of ``error``, and comes no more."""
+        if self._broken is None:
+            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            kind = PeerLostError if isinstance(error, PeerLostError) else TowersError
+            self._broken = kind(
+                f"tower {self._towers[self._index]} is out of step with the others since a collective ended in an "
+                f"exception ({cause}): nothing further can be done together; start again from the last checkpoint"
+            )
+            text = cause.encode()[: BOARD_BYTES - 2 * _TEXT]
+            self._farewells[self._index][: len(text)] = text
 
     def meet_for(self, purpose: str) -> None:
         """As :meth:`meet`, and see that all towers have come for the same.
@@ -90,13 +123,13 @@ class Meeting:
         """
         self._turn ^= 1
         # The number of the meeting tells towers apart that have come for the same, one meeting later.
-        mine = f"{self._met} {purpose}".encode()[:_HALF].ljust(_HALF, b"\0")
+        mine = f"{self._met} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
         self._boards[self._index][self._turn][:] = mine
         self.meet()
         said = [bytes(board[self._turn]) for board in self._boards]
         for tower, text in enumerate(said):
             if text != said[0]:
-                first, other = (t.rstrip(b"\0").decode(errors="replace").split(" ", 1)[1] for t in (said[0], text))
+                first, other = (_purpose(t) for t in (said[0], text))
                 again = ", but not for the same time" if first == other else ""
                 raise DisagreementError(
                     f"the towers do different things: tower 0 {first}, tower {tower} {other}{again}; every tower must "
@@ -106,7 +139,7 @@ class Meeting:
     def _await(self, tower: int, address: int) -> None:
         deadline = time.monotonic() + self._timeout
         while not semaphores.sleep_until_taken(address, _NAP):
-            lost = self.lost_peer()
+            lost = self.lost_peer() or self._broken_off()
             if lost is not None:
                 if semaphores.take(address):  # it came before it went
                     return
@@ -126,6 +159,22 @@ class Meeting:
             f"{last_seen(self._health, towers)}"
         )
 
+    def _broken_off(self) -> PeerLostError | None:
+        """The error that says which tower comes no more, if one has said so."""
+        for index, farewell in enumerate(self._farewells):
+            if farewell[0] and index != self._index:
+                why = bytes(farewell).rstrip(b"\0").decode(errors="replace")
+                me, other = self._towers[self._index], self._towers[index]
+                return PeerLostError(
+                    f"tower {other} broke off a collective in which tower {me} waits for it, and joins no other ({why})"
+                )
+        return None
+
     def close(self) -> None:
         """Stop watching the others."""
         self._peers.close()
+
+
+def _purpose(text: bytes) -> str:
+    """What a tower has written that it has come for, without the meeting's number."""
+    return text.rstrip(b"\0").decode(errors="replace").partition(" ")[2] or "does something else"

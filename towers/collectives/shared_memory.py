@@ -16,8 +16,8 @@ from torch import Tensor
 
 from towers import machine
 from towers.collectives import semaphores
-from towers.collectives.arithmetic import reduce_into
-from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
+from towers.collectives.arithmetic import check_reducible, reduce_into
+from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, whole
 from towers.collectives.meeting import BOARD_BYTES, Meeting
 from towers.collectives.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.sharing import share
@@ -94,6 +94,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """Every tower's half of the staging area whose turn it is, as tensors."""
+        self._meeting.check_whole()
         halves = self._staging.get((dtype, numel))
         if halves is None:
             if len(self._staging) > 64:
@@ -106,6 +107,7 @@ class SharedMemoryCommunicator(Communicator):
         self._half ^= 1
         return halves[self._half]
 
+    @whole
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel() == 0:
             return
@@ -114,6 +116,7 @@ class SharedMemoryCommunicator(Communicator):
             self.all_reduce(dense, op)
             tensor.copy_(dense)
             return
+        check_reducible(op, tensor.dtype)
         flat = tensor.detach().view(-1)
         if flat.nbytes <= _ALONE:
             slots = self._slots(flat.dtype, flat.numel())
@@ -140,6 +143,7 @@ class SharedMemoryCommunicator(Communicator):
         self.all_gather_into(gathered.unbind(0), tensor)
         return gathered
 
+    @whole
     def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
         """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
         mine = as_bytes(tensor)
@@ -152,17 +156,20 @@ class SharedMemoryCommunicator(Communicator):
             for row, slot in zip(rows, slots, strict=True):
                 row[start : start + _HALF].copy_(slot)
 
+    @whole
     def reduce_scatter(self, rows: Tensor, op: str = "sum") -> Tensor:
         """Reduce one row for each tower over all towers; returns this tower's row.
 
         Args:
             rows: shape ``(size, *row)``, of one shape and dtype on all towers.
         """
+        check_reducible(op, rows.dtype)
         result = torch.empty(rows.shape[1:], dtype=rows.dtype)
         for piece, parts in self._exchange(rows, result):
             reduce_into(piece, parts, op)
         return result
 
+    @whole
     def all_to_all(self, rows: Tensor) -> Tensor:
         """Give row i to tower i; returns, in tower order, what the towers gave to this one. Shapes as of the rows."""
         result = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -187,6 +194,7 @@ class SharedMemoryCommunicator(Communicator):
             yield piece, [slot.view(self.size, -1)[self.index] for slot in slots]
             at += piece.numel()
 
+    @whole
     def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Give ``given[i]`` to tower i, and fill ``taken[i]`` with what tower i gives to this one.
 
@@ -218,6 +226,7 @@ class SharedMemoryCommunicator(Communicator):
                 piece = taken[tower][start : start + room]
                 piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
 
+    @whole
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         dense = tensor.detach().contiguous()
         data = as_bytes(dense)
@@ -233,6 +242,9 @@ class SharedMemoryCommunicator(Communicator):
 
     def barrier(self) -> None:
         self._meeting.meet()
+
+    def break_off(self, error: BaseException) -> None:
+        self._meeting.break_off(error)
 
     def channel(self) -> Communicator:
         found = join(self, self._timeout)
