@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import at_most
 from jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
@@ -397,3 +399,23 @@ def test_data_that_cannot_be_distributed() -> None:
             strategy.distribute_dataset(*arguments, **options)
     with pytest.raises(ValueError, match="state of a distributed dataset: step is -1"):
         strategy.distribute_dataset(range(3), 2).load_state_dict({"seed": 0, "epoch": 0, "step": -1})
+
+
+def disagree_on_buckets(after: str) -> None:
+    if after == "another strategy":
+        mirrored.MirroredStrategy()
+    else:
+        dist.init_process_group("gloo")
+    mine = 2000 if int(os.environ["RANK"]) else 1500
+    mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(bucket_bytes=mine))
+
+
+@pytest.mark.parametrize("after", ["another strategy", "a process group of the script's own"])
+def test_options_are_compared_where_a_process_group_exists_already(after: str) -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(disagree_on_buckets, (after,), devices=["cpu:0", "cpu:1"])
+    texts = [str(failure.exception) for failure in caught.value.failures]
+    assert len(texts) == 2
+    assert texts[0] == texts[1]
+    assert "different communication options" in texts[0]
+    assert "'bucket_bytes': 2000" in texts[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -177,7 +178,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
     """Meet the other towers and form c10d's default process group with them.
 
     A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get
-    a group of their own beside it.
+    a group of their own beside it, and meet in its store.
 
     Args:
         topology: this tower's place; its ``address`` says where to meet.
@@ -194,19 +195,19 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
     timeout = timedelta(seconds=options.timeout_seconds)
     if topology.local_size == topology.size:
         network.keep_to_loopback()
+    if backend == "nccl":
+        _choose_algorithm(options.algorithm)
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
             raise ValueError(
                 f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
                 f"{topology.origin} says tower {topology.index} of {topology.size}"
             )
+        _compare_cards(_store_of_default_group(), topology, device, options)
         return ProcessGroupCommunicator(_new_group(backend, timeout), device, backend, timeout, options.wire_dtype)
-    store, cards = _meet(topology, device, options)
-    _choose_network(topology, cards)
-    if backend == "nccl":
-        if options.algorithm == "ring":
-            os.environ.setdefault("NCCL_ALGO", "Ring")
-        torch.cuda.set_device(device)
+    store = _join_store(topology, options)
+    _choose_network(topology, _compare_cards(store, topology, device, options))
     with _without_greeting():
         dist.init_process_group(
             _backends(backend),
@@ -244,38 +245,62 @@ def _new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None)
         return dist.new_group(ranks, timeout=timeout, backend=_backends(backend))
 
 
-def _meet(topology: Topology, device: torch.device, options: Options) -> tuple[dist.Store, list[Card]]:
+_later = itertools.count()
+_pinned_ring = False
+
+
+def _choose_algorithm(algorithm: str) -> None:
+    """Pin NCCL's ring for the groups that come, or leave the choice to NCCL; who has set NCCL_ALGO has chosen."""
+    global _pinned_ring
+    if algorithm == "ring" and "NCCL_ALGO" not in os.environ:
+        os.environ["NCCL_ALGO"] = "Ring"
+        _pinned_ring = True
+    elif algorithm != "ring" and _pinned_ring:
+        os.environ.pop("NCCL_ALGO", None)
+        _pinned_ring = False
+
+
+def _store_of_default_group() -> dist.Store:
+    """Where the towers of one more strategy meet."""
+    return dist.PrefixStore(f"towers/later{next(_later)}", dist.distributed_c10d._get_default_store())
+
+
+def _join_store(topology: Topology, options: Options) -> dist.Store:
+    """Where the towers of a job meet first."""
     assert topology.address is not None
     host, port = topology.address
-    deadline = time.monotonic() + options.startup_seconds
     timeout = timedelta(seconds=options.startup_seconds)
     if topology.serves_store and topology.is_chief:
         store = handshake.serve_store(host, port, timeout, topology.origin, topology.token)
     else:
+        deadline = time.monotonic() + options.startup_seconds
         who = "tower 0" if topology.serves_store else "the launcher's store"
         own = f"tower {topology.index}"
         store = handshake.join_store(host, port, timeout, deadline, who, topology.origin, topology.token, own)
-    meeting = dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
-    cards = handshake.meet(
-        meeting,
+    return dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
+
+
+def _compare_cards(store: dist.Store, topology: Topology, device: torch.device, options: Options) -> list[Card]:
+    """Wait until all towers have come to ``store``, and see that they belong together; returns what they say."""
+    return handshake.meet(
+        store,
         {
             "options": asdict(options),
             "machine": machine.host_identity(),
             "network": machine.network_identity(),
-            "address": machine.address_towards(*topology.address),
+            "address": machine.address_towards(*topology.address) if topology.address is not None else None,
             "device": str(device),
             "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         },
         kind="tower",
         index=topology.index,
         names=[f"rank {i}" for i in range(topology.size)],
-        deadline=deadline,
+        deadline=time.monotonic() + options.startup_seconds,
         origin=topology.origin,
         token=topology.token,
         compare=compare_towers,
         serves=topology.serves_store and topology.is_chief,
     )
-    return meeting, cards
 
 
 def compare_towers(index: int, card: Card, other: int, reference: Card) -> str | None:
