@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pathlib
+import re
 import signal
 import tempfile
 import time
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from towers import buckets
+from towers.collectives import windows
 from towers.sharding import SharedOut
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -360,11 +362,64 @@ def without_memory(what: str, shard: bool) -> list[Tensor]:
 WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
 
 
-def test_without_memory_to_share() -> None:
+def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
     ours, expected = both(without_memory, WITHOUT_MEMORY)
+    said = re.findall(
+        r"\[tower 1\].*a window of [0-9.e-]+ MB cannot be had \(\[Errno 28\] no memory\)", capfd.readouterr().err
+    )
+    assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
     for mine, should in zip(ours, expected, strict=True):
         for what in WITHOUT_MEMORY:
             assert all(torch.equal(a, b) for a, b in zip(mine[what], should[what], strict=True)), what
+
+
+def mirror_copies(shard: bool) -> list[Tensor]:
+    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for windows."""
+    windows.KEYS = 40
+    strategy = strategy_of(shard)
+    base = mlp()
+    for number in range(20):
+        model = copy.deepcopy(base)
+        strategy.mirror(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.full((2, 5), float(number + strategy.topology.index))
+
+        def step(x: Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        strategy.run(step, (x,))
+        base = model
+    return parameters(base)
+
+
+def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, expected = launch(mirror_copies, True), launch(mirror_copies, False)
+    for mine, should in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
+    assert "cannot be had" not in capfd.readouterr().err
+
+
+def come_for_nothing_that_has_a_name() -> str:
+    meeting = strategy_of(True).engine.averager._channel.windows.meeting
+    meeting.meet_for("tries")
+    try:
+        if os.environ["RANK"] == "0":
+            meeting.meet_for("steps Adam")
+        else:
+            meeting.meet()
+            meeting.meet()
+    except mirrored.TowersError as error:
+        time.sleep(0.5)
+        return str(error)
+    return "nothing noticed"
+
+
+def test_a_tower_that_comes_for_something_without_a_name_finds_out() -> None:
+    with at_most(20):
+        first, second = launch(come_for_nothing_that_has_a_name)
+    assert "tower 0 steps Adam, tower 1 does something else" in first
+    assert "tower 0 broke off a collective" in second
 
 
 def read_on_the_chief_only() -> None:

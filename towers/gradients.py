@@ -107,6 +107,8 @@ class GradientAverager:
         self._arrivals: list[str] | None = None  # of the first backward, until their order is known
         self._any_unsynced = False
         self._next_key = 0
+        self._free_keys: list[int] = []
+        self._released_keys: list[int] = []
         self.generation = 0
         self.buckets: list[Bucket] = []
         self._flags_apart = channel.device.type == "cuda"
@@ -147,8 +149,10 @@ class GradientAverager:
         unsynced = self.unsynced()
         for remove in self._hooks:
             remove()
+        self._free_keys += self._released_keys
+        self._released_keys = []
         for bucket in self.buckets:
-            self._channel.release(bucket.key)
+            self.release_key(bucket.key)
         self.generation += 1
         self._names = [named.name for named in parameters]
         self.buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
@@ -211,9 +215,16 @@ class GradientAverager:
             self._lay_out(self._kept())
 
     def new_key(self) -> int:
-        """A key of the channel's memory. None is used again: towers may be at different layouts for a moment."""
+        """A key of the channel's memory; towers that ask for keys in the same order get the same."""
+        if self._free_keys:
+            return self._free_keys.pop()
         self._next_key += 1
         return self._next_key - 1
+
+    def release_key(self, key: int) -> None:
+        """Nothing is reduced under ``key`` any more. It is used again after the next layout, for which all have met."""
+        self._channel.release(key)
+        self._released_keys.append(key)
 
     def slot_of(self, parameter: Tensor) -> DenseSlot | None:
         """A parameter's place in the buckets, if it has one."""

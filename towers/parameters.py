@@ -105,7 +105,7 @@ class SharedParameters(Exchange):
         if self._generation != self._averager.generation:
             self._generation = self._averager.generation
             for key in self._keys.values():
-                self._windows.release(key)
+                self._averager.release_key(key)
             self._keys = {}
             self._homes, self._layouts = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():

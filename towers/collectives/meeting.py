@@ -122,19 +122,26 @@ class Meeting:
             PeerLostError, CollectiveTimeoutError: as of :meth:`meet`.
         """
         self._turn ^= 1
-        # The number of the meeting tells towers apart that have come for the same, one meeting later.
-        mine = f"{self._met} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
+        # The number of the meeting tells what was written for this one from what was written before.
+        mine = f"{self._met + 1} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
         self._boards[self._index][self._turn][:] = mine
         self.meet()
-        said = [bytes(board[self._turn]) for board in self._boards]
-        for tower, text in enumerate(said):
-            if text != said[0]:
-                first, other = (_purpose(t) for t in (said[0], text))
-                again = ", but not for the same time" if first == other else ""
-                raise DisagreementError(
-                    f"the towers do different things: tower 0 {first}, tower {tower} {other}{again}; every tower must "
-                    "make the same calls in the same order"
+        said = [self._purpose(bytes(board[self._turn])) for board in self._boards]
+        for tower, other in enumerate(said):
+            if other != said[0]:
+                first, second = (text or "does something else" for text in (said[0], other))
+                error = DisagreementError(
+                    f"the towers do different things: tower 0 {first}, tower {tower} {second}; every tower must make "
+                    "the same calls in the same order"
                 )
+                if None in said:  # who has written nothing compares nothing, and would wait
+                    self.break_off(error)
+                raise error
+
+    def _purpose(self, text: bytes) -> str | None:
+        """What a tower has come for; None if it has not written that for this meeting."""
+        number, _, purpose = text.rstrip(b"\0").decode(errors="replace").partition(" ")
+        return purpose if number == str(self._met) else None
 
     def _await(self, tower: int, address: int) -> None:
         deadline = time.monotonic() + self._timeout
@@ -173,8 +180,3 @@ class Meeting:
     def close(self) -> None:
         """Stop watching the others."""
         self._peers.close()
-
-
-def _purpose(text: bytes) -> str:
-    """What a tower has written that it has come for, without the meeting's number."""
-    return text.rstrip(b"\0").decode(errors="replace").partition(" ")[2] or "does something else"

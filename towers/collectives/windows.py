@@ -20,6 +20,9 @@ from torch import Tensor
 from towers.collectives.arithmetic import add_by_tree, reduce_into
 from towers.collectives.meeting import Meeting
 from towers.collectives.segment import Segment
+from towers.log import get_logger
+
+log = get_logger("towers")
 
 PART_ALIGNMENT = 256
 """Bytes; towers' parts of a window begin at multiples of it, and so should what lies in one.
@@ -77,6 +80,7 @@ class Windows:
         self._windows: dict[int, _Window] = {}
         self._reached: list[_Window] = []
         self._blocks: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
+        self._said = False
         self.newly_reached = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -85,6 +89,7 @@ class Windows:
         The others reach what was allocated last. It lives as long as a tensor of it does on any tower.
         """
         if key >= KEYS:
+            self._say_once(numel * dtype.itemsize, f"all {KEYS} places for windows were used")
             return None
         window = self._windows.get(key)
         if window is None:
@@ -92,12 +97,23 @@ class Windows:
         entry = self._tables[self._index][_ENTRY * key : _ENTRY * (key + 1)]
         try:
             segment = Segment.create(numel * dtype.itemsize, reserve=True)
-        except OSError:
+        except OSError as error:
             entry[0], entry[2] = entry[0] + 1, 0
+            self._say_once(numel * dtype.itemsize, str(error))
             return None
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
         window.segment, window.tensors[self._index] = segment, segment.tensor(dtype, numel)
         return segment.tensor(dtype, numel)  # not the same tensor: who counts its views is not to count ours
+
+    def _say_once(self, nbytes: int, why: str) -> None:
+        if not self._said:
+            self._said = True
+            log.warning(
+                "a window of %.3g MB cannot be had (%s): what should lie there goes a slower way, and the state_dict() "
+                "of an optimizer that is shared out may need all towers to call it",
+                nbytes / 1e6,
+                why,
+            )
 
     def piece(self, key: int, start: int, numel: int) -> Tensor | None:
         """A part of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
