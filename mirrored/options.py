@@ -23,7 +23,8 @@ class CommunicationOptions:
         algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
             ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
         wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits
-            of precision. What CPU towers average in shared memory is not sent and keeps its precision.
+            of precision. What CPU towers average in shared memory is not sent and keeps its precision, and so do sparse
+            gradients. With ``virtual_towers``, which promise bits, it is a ValueError.
         bucket_bytes: gradients travel in buckets of about this many bytes.
         timeout_seconds: how long a collective may take before it is an error.
         startup_timeout_seconds: how long towers and workers wait for each other at the start.

@@ -138,6 +138,25 @@ def test_gather() -> None:
         assert flags.dtype == torch.bool
 
 
+def reduce_unusual_numbers(strategy: mirrored.Strategy) -> tuple[object, ...]:
+    """Conjugated without being computed so, negated likewise, half precision; on one tower only what can differ."""
+    r = strategy.topology.index
+    conjugated = torch.tensor([1 + 2j, 3 + 4j]).conj() if r else torch.tensor([1 + 2j, 3 + 4j])
+    half = torch.tensor([1 + 2j], dtype=torch.complex32)
+    return (
+        strategy.gather(conjugated).tolist(),
+        strategy.reduce("sum", conjugated).tolist(),
+        strategy.gather(torch.tensor([1 + 2j]).conj().imag).tolist(),
+        strategy.reduce("mean", half).to(torch.complex64).tolist(),
+        strategy.reduce("max", torch.tensor([r, 7], dtype=torch.uint64)).tolist(),
+    )
+
+
+def test_unusual_numbers() -> None:
+    for found in towers(reduce_unusual_numbers):
+        assert found == ([1 + 2j, 3 + 4j, 1 - 2j, 3 - 4j], [2, 6], [-2, -2], [1 + 2j], [1, 7])
+
+
 def gather_badly(strategy: mirrored.Strategy, kind: str) -> None:
     r = strategy.topology.index
     if kind == "rank":
@@ -180,6 +199,8 @@ def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
         strategy.reduce(["sum", "max"][r], 1.0)
     elif kind == "text":
         strategy.reduce("sum", "text")
+    elif kind == "too large":
+        strategy.reduce("max", torch.tensor([2**63 + 5 * r, 1], dtype=torch.uint64))
     else:
         strategy.gather(torch.zeros(1)) if r else strategy.reduce("sum", 1.0)
 
@@ -192,6 +213,7 @@ def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
         ("structure", mirrored.DisagreementError, r"tower 1 reduce\('sum', axis=None\) of \[\*,\*\]"),
         ("operation", mirrored.DisagreementError, r"tower 1 reduce\('max'"),
         ("text", TypeError, "type str cannot be reduced"),
+        ("too large", ValueError, "one of these is 2\\*\\*63 or more"),
         ("different calls", mirrored.DisagreementError, r"tower 1 gather\(axis=0\)"),
     ],
 )

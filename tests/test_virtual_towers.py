@@ -757,6 +757,9 @@ def test_numbers_of_virtual_towers_that_cannot_be() -> None:
         mirrored.OneDeviceStrategy(virtual_towers=6)
     with pytest.raises(ValueError, match="power of two"):
         mirrored.OneDeviceStrategy(virtual_towers=0)
+    narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
+    with pytest.raises(ValueError, match="rounds gradients that are sent"):
+        mirrored.MirroredStrategy(["cpu:0"], virtual_towers=4, communication=narrow)
     for error in failures_of(counting, count=3):
         assert isinstance(error, ValueError)
         assert "3 towers cannot share" in str(error)

@@ -183,7 +183,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor (a copy's of any other) as a flat tensor of bytes."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.numel() <= 1:  # counts as contiguous whatever its stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)

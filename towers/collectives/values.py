@@ -158,9 +158,13 @@ def _reduce_locally(op: str, tensor: Tensor, axis: Axis) -> tuple[Tensor, int]:
     """This tower's contribution in the dtype it travels in, and how many elements stand behind each entry."""
     if op in ("min", "max") and tensor.is_complex():
         raise TypeError(f"{op} is not defined for complex values")
+    if tensor.dtype == torch.uint64 and bool((tensor.view(torch.int64) < 0).any()):
+        raise ValueError("whole numbers are reduced as int64, and one of these is 2**63 or more")
     if not tensor.is_floating_point() and not tensor.is_complex():
         wire = tensor.to(torch.int64)
-    elif tensor.dtype in (torch.float32, torch.float64) or tensor.is_complex():
+    elif tensor.is_complex():
+        wire = tensor.to(torch.promote_types(tensor.dtype, torch.complex64), copy=True)
+    elif tensor.dtype in (torch.float32, torch.float64):
         wire = tensor.clone()
     else:
         wire = tensor.to(torch.float32)
@@ -248,13 +252,12 @@ def _exchange(
     body, problem = b"", None
     try:
         details["leaves"] = prepare()
-    except Exception as error:
-        problem = error
-    else:
         small = local is not None and all(tensor.device.type == "cpu" for tensor in local)
         if small and sum(tensor.nbytes for tensor in local or ()) <= _INLINE_BYTES:
+            body = b"".join(as_bytes(tensor).numpy().tobytes() for tensor in local or ())
             details["inline"] = True
-            body = b"".join(tensor.contiguous().numpy().tobytes() for tensor in local or ())
+    except Exception as error:
+        problem = error
     said = announce(comm, call, details, body, problem)
     for tower, other in enumerate(said):
         if other.details["structure"] != said[0].details["structure"]:
