@@ -66,8 +66,8 @@ class Engine:
     ) -> None:
         if training.virtual_towers is not None and communication.wire_dtype != "same":
             raise ValueError(
-                f"wire_dtype={communication.wire_dtype!r} rounds gradients that are sent, while virtual_towers promise the "
-                "same bits on any number of towers: leave one of the two out"
+                f"wire_dtype={communication.wire_dtype!r} rounds gradients that are sent, while virtual_towers promise "
+                "the same bits on any number of towers: leave one of the two out"
             )
         self._comm = comm
         self._several = comm.size > 1

@@ -21,7 +21,8 @@ class PendingGradient(Tensor):
 
     It is an ordinary tensor in all else; whatever is done with it completes it first, by a collective. Then it becomes
     a plain tensor itself, wherever it is held. Only what does not ask Python cannot be noticed:
-    ``torch.tensor(p.grad)``, scripted functions, one's own C++.
+    ``torch.tensor(p.grad)``, ``torch.autograd.Variable(p.grad)``, ``torch.utils.dlpack.to_dlpack(p.grad)``, scripted
+    functions, one's own C++.
     """
 
     _complete: Callable[[], None]
