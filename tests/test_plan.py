@@ -210,6 +210,7 @@ def test_checkpoints_and_failures() -> None:
 def test_what_the_start_up_costs_grows_with_the_square() -> None:
     assert bookkeeping.card_requests(8) == 128
     assert bookkeeping.meeting_seconds(16) == pytest.approx(4 * bookkeeping.meeting_seconds(8))
+    assert bookkeeping.signs_of_life(16384) == pytest.approx(2 * 16384 * bookkeeping.REQUEST)
     # 3 messages of 256 bytes, as slow as the network's.
     assert bookkeeping.announcement(Cluster(2, 2, INSIDE, ACROSS)) == pytest.approx(3 * (10e-6 + 256 / 10e9))
 

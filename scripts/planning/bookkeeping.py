@@ -5,6 +5,7 @@
 - ``towers/collectives/communicator.py``, ``all_gather_bytes``: every announcement (``agreement.py``: reduce, gather, an
   epoch, a batch of a stream) gathers a packet of 256 bytes from every tower; between hosts Gloo passes it round a ring.
 - ``towers/collectives/meeting.py``: a tower posts and takes one semaphore for every other tower of its host.
+- ``towers/heartbeat.py``: every second each tower lays down a sign of life and looks for questions: two requests.
 - c10d's Gloo: a process connects to each of the others.
 """
 
@@ -21,6 +22,8 @@ CARD = 500.0
 REQUEST = 50e-6
 """Seconds that the store needs for one request; ``scripts/plan --measure`` prints what it is here."""
 
+SIGNS = 2.0
+"""Requests a second that every tower makes to say that it lives."""
 
 READING = 15e-6
 """Seconds of Python that a tower spends on what each other tower announces; --measure prints this one too."""
@@ -39,6 +42,11 @@ def meeting_seconds(towers: int, request: float = REQUEST) -> float:
 def card_bytes(towers: int) -> float:
     """Bytes that leave the chief for them."""
     return CARD * towers * towers
+
+
+def signs_of_life(towers: int, request: float = REQUEST) -> float:
+    """Which part of its time the store needs for all towers' signs of life; above 1 it cannot keep up."""
+    return SIGNS * towers * request
 
 
 def announcement(cluster: Cluster) -> float:
