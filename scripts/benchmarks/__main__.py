@@ -8,6 +8,7 @@ import allreduce
 import checkpoint
 import memory
 import mirror
+import parts
 import scaling
 import step
 import virtual
@@ -17,6 +18,7 @@ BENCHMARKS = {
     "checkpoint": checkpoint.main,
     "memory": memory.main,
     "mirror": mirror.main,
+    "parts": parts.main,
     "scaling": scaling.main,
     "step": step.main,
     "virtual": virtual.main,

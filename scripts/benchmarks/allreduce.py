@@ -1,18 +1,19 @@
 """Time of an all-reduce between CPU towers: ours in shared memory against c10d's Gloo.
 
 "in place" sums a tensor that lies in shared memory, as gradient buckets do; "any tensor" one that does not. All take
-turns in the same processes; medians over the turns are printed. The plain copy is one of the same size on one core,
-with the other towers idle. Times are in milliseconds.
+turns in the same processes; medians over the turns are printed. "÷ copy" compares with a plain copy of the same size on
+one core, with the other towers idle; "all copy" is one on every tower at the same time. Times are in milliseconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import figure
-import rounds
+import ratios
+import steps
 import torch
 import torch.distributed as dist
 
@@ -22,19 +23,20 @@ SIZES = {"4KB": 2**10, "1MB": 2**18, "40MB": 10_000_000}
 """Names of sizes, and how many float32 they are."""
 
 
-def _measure(numel: int, turns: int, seconds: float) -> dict[str, list[float]]:
+def _measure(numel: int, turns: int, seconds: float) -> steps.Times:
     """Seconds of each variant, one number a turn."""
     strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(implementation="shared_memory"))
     comm = strategy.communicator
     window = comm.allocate(0, numel, torch.float32, comm.device)
     plain, other, source = torch.zeros(numel), torch.zeros(numel), torch.ones(numel)
-    variants: dict[str, Callable[[], object]] = {
+    variants: dict[str, steps.Step] = {
         "ours, in place": lambda: comm.start_average(window).wait(),
         "ours, any tensor": lambda: comm.all_reduce(plain),
         "Gloo": lambda: dist.all_reduce(other),
+        "copy": (lambda: plain.copy_(source)) if strategy.is_chief else (lambda: None),  # the others wait
+        "all copy": lambda: plain.copy_(source),
     }
-    variants["copy"] = (lambda: plain.copy_(source)) if strategy.is_chief else (lambda: None)  # the others wait
-    return rounds.alternate(comm, variants, turns, seconds)
+    return steps.alternate(variants, turns, seconds, together=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -51,15 +53,11 @@ def main(arguments: Sequence[str]) -> None:
     for size in options.sizes.split(","):
         devices = [f"cpu:{i}" for i in range(options.towers)]
         times = mirrored.launch(_measure, (SIZES[size], options.turns, options.seconds), devices=devices)[0]
-        copy = statistics.median(times.pop("copy"))
+        copy = statistics.median(times["copy"])
         for name, own in times.items():
-            ratios = [a / b for a, b in zip(own, times["Gloo"], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            value = statistics.median(own)
-            print(
-                f"{size + ': ' + name:<24}{value * 1e3:>9.3f}{middle:>9.3f}{low:>9.3f}{high:>8.3f}{value / copy:>9.2f}",
-                flush=True,
-            )
-            if name != "Gloo":
-                bars.append(figure.bar(size, name, ratios))
+            found, value = ratios.compare(own, times["Gloo"]), statistics.median(own)
+            cells = f"{value * 1e3:>9.3f}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}{value / copy:>9.2f}"
+            print(f"{size + ': ' + name:<24}{cells}", flush=True)
+            if name.startswith("ours"):
+                bars.append(figure.Bar(size, name, found))
     figure.draw(options.png, f"An all-reduce ÷ Gloo's, {options.towers} towers", bars)

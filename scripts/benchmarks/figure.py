@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ratios import Ratio
 
 _GROUPS = 8
 
@@ -20,20 +21,11 @@ class Bar:
     Attributes:
         group: what it was measured on; bars of one group stand together.
         name: what is compared; one colour each.
-        value, low, high: median and quartiles.
     """
 
     group: str
     name: str
-    value: float
-    low: float
-    high: float
-
-
-def bar(group: str, name: str, ratios: Sequence[float]) -> Bar:
-    """The bar of ratios that were measured in turns."""
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return Bar(group, name, statistics.median(ratios), low, high)
+    ratio: Ratio
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +65,9 @@ def _draw_row(axes: Any, groups: Sequence[str], names: Sequence[str], bars: Sequ
     for number, name in enumerate(names):
         mine = [b for b in bars if b.name == name and b.group in groups]
         at = [groups.index(b.group) + (number - (len(names) - 1) / 2) * width for b in mine]
-        whiskers = [[max(0.0, b.value - b.low) for b in mine], [max(0.0, b.high - b.value) for b in mine]]
-        drawn = axes.bar(at, [b.value for b in mine], width * 0.92, yerr=whiskers, capsize=2, label=name)
+        found = [b.ratio for b in mine]
+        whiskers = [[max(0.0, r.value - r.low) for r in found], [max(0.0, r.high - r.value) for r in found]]
+        drawn = axes.bar(at, [r.value for r in found], width * 0.92, yerr=whiskers, capsize=2, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize=7, padding=2)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     axes.set_xlim(-0.6, len(groups) - 0.4)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import models
 import plain
+import ratios
 import steps
 import torch
 from steps import Times
@@ -54,9 +55,8 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
 
 
 def _ratio(times: Times, name: str) -> str:
-    ratios = [a / b for a, b in zip(times[name], times["never"], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    return f"{statistics.median(ratios):>15.3f}{low:>8.3f}{high:>8.3f}"
+    found = ratios.compare(times[name], times["never"])
+    return f"{found.value:>15.3f}{found.low:>8.3f}{found.high:>8.3f}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import models
 import torch
 from torch.optim import Optimizer
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 MakeOptimizer = Callable[[Any], Optimizer]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {

@@ -19,10 +19,14 @@ import models
 import plain
 import steps
 import torch
+from ratios import Ratio, compare
 from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
 from towers import machine
+
+BASES = {"bound": "no communication", "DDP": "DDP on Gloo"}
+"""What our steps are compared with."""
 
 
 def _measure(case: str, share: int, turns: int, seconds: float, implementation: str) -> steps.Times:
@@ -50,16 +54,9 @@ def _share(case: str, towers: int, weak: bool) -> int | None:
     return models.CASES[case] // towers if models.CASES[case] % towers == 0 else None
 
 
-def _compared(times: steps.Times, base: str) -> list[float]:
-    if base not in times:
-        return []
-    return [a / b for a, b in zip(times["ours"], times[base], strict=True)]
-
-
-def _cells(ratios: Sequence[float]) -> str:
-    if not ratios:
+def _cells(found: Ratio | None) -> str:
+    if found is None:
         return f"{'–':>9}{'':>15}"
-    found = figure.bar("", "", ratios)
     return f"{found.value:>9.3f}{f'{found.low:.3f}–{found.high:.3f}':>15}"
 
 
@@ -97,16 +94,13 @@ def main(arguments: Sequence[str]) -> None:
                 seconds = statistics.median(times["ours"])
                 rate = share * towers / seconds
                 base = base or rate / min(towers, cores)
-                bound, ddp = (_compared(times, which) for which in ("bound", "DDP"))
+                found = {name: compare(times["ours"], times[base]) for base, name in BASES.items() if base in times}
+                cells = "".join(_cells(found.get(name)) for name in BASES.values())
                 print(
                     f"{f'{case}: {kind}':<18}{towers:>7}{share * towers:>7}{seconds * 1e3:>9.2f}{rate:>9.0f}"
-                    f"{rate / base / min(towers, cores):>9.3f}{_cells(bound)}{_cells(ddp)}",
+                    f"{rate / base / min(towers, cores):>9.3f}{cells}",
                     flush=True,
                 )
                 group = f"{case}\n{kind}, {towers}"
-                bars += [figure.bar(group, f"ours ÷ {name}", r) for name, r in _named(bound, ddp) if r]
+                bars += [figure.Bar(group, f"ours ÷ {name}", ratio) for name, ratio in found.items()]
     figure.draw(options.png, f"A training step at several numbers of towers, {cores} cores", bars)
-
-
-def _named(bound: list[float], ddp: list[float]) -> list[tuple[str, list[float]]]:
-    return [("DDP on Gloo", ddp), ("no communication", bound)]

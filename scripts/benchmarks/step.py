@@ -20,6 +20,7 @@ from typing import Any
 import figure
 import models
 import plain
+import ratios
 import steps
 import tensorflow_step
 import torch
@@ -110,14 +111,6 @@ def _one_tower(case: str, turns: int, seconds: float) -> Times:
     return steps.alternate(variants, turns, seconds, together=False)
 
 
-def _ratios(times: Times, base: str, name: str = "ours") -> list[float]:
-    return [a / b for a, b in zip(times[name], times[base], strict=True)]
-
-
-def _row(label: str, times: Times, base: str, name: str = "ours") -> str:
-    return steps.row(label, times[name], times[base])
-
-
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
@@ -135,7 +128,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
     if "tensorflow" in variants and not tensorflow_step.installed():
         variants.remove("tensorflow")
-        print("TensorFlow is not installed here and is left out (pip install tensorflow-cpu)")
+        print("TensorFlow is not installed here and is left out (pip install -e '.[tensorflow]')")
     bars = []
     print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
@@ -153,11 +146,11 @@ def main(arguments: Sequence[str]) -> None:
                     if base not in times:
                         continue
                     label = f"{LABELS[variant]} ÷ {what}"
-                    print(_row(f"{case}: {label}", times, base, variant), flush=True)
-                    bars.append(figure.bar(case, label, _ratios(times, base, variant)))
+                    print(steps.row(f"{case}: {label}", times[variant], times[base]), flush=True)
+                    bars.append(figure.Bar(case, label, ratios.compare(times[variant], times[base])))
         if options.optimizer == "sgd" and variants == ["ours"]:
             times = mirrored.launch(_one_tower, timing, towers=1)[0]
-            print(_row(f"{case}: one tower ÷ bare loop", times, "bare"))
-            print(_row(f"{case}: bare loop ÷ its twin", times, "twin", "bare"), flush=True)
-            bars.append(figure.bar(case, "one tower ÷ bare loop", _ratios(times, "bare")))
+            print(steps.row(f"{case}: one tower ÷ bare loop", times["ours"], times["bare"]))
+            print(steps.row(f"{case}: bare loop ÷ its twin", times["bare"], times["twin"]), flush=True)
+            bars.append(figure.Bar(case, "one tower ÷ bare loop", ratios.compare(times["ours"], times["bare"])))
     figure.draw(options.png, f"A training step, {options.towers} towers, {options.optimizer}", bars)

@@ -6,6 +6,7 @@ import statistics
 import time
 
 import models
+import ratios
 import torch
 import torch.distributed as dist
 from beside import Program
@@ -48,19 +49,7 @@ def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool
         seconds: length of one variant's turn, about.
         together: whether several towers do this; they begin and end their turns together.
     """
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    _finish(together)
-    started = time.perf_counter()
-    for step in steps.values():
-        step()
-    _finish(together)
-    block = max(1, round(seconds * len(steps) / (time.perf_counter() - started)))
-    if together:
-        agreed = torch.tensor(block)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        block = int(agreed)
+    blocks = {name: _steps_in(seconds, step, together) for name, step in steps.items()}
     times: Times = {name: [] for name in steps}
     order = list(steps.items())
     for _ in range(turns):
@@ -68,10 +57,26 @@ def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool
         for name, step in order:
             _finish(together)
             started = time.perf_counter()
-            _take(step, block)
+            _take(step, blocks[name])
             _finish(together)
-            times[name].append((time.perf_counter() - started) / block)
+            times[name].append((time.perf_counter() - started) / blocks[name])
     return times
+
+
+def _steps_in(seconds: float, step: Step, together: bool) -> int:
+    """How many steps take about ``seconds``, the same on all towers; after a few to warm up."""
+    _take(step, 3)
+    count = 1
+    while True:
+        _finish(together)
+        started = time.perf_counter()
+        _take(step, count)
+        took = torch.tensor(time.perf_counter() - started)
+        if together:
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if took > seconds / 20:
+            return max(1, round(seconds * count / float(took)))
+        count *= 4
 
 
 def _take(step: Step, count: int) -> None:
@@ -92,7 +97,6 @@ def _finish(together: bool) -> None:
 
 def row(label: str, ours: list[float], other: list[float]) -> str:
     """A line of a table: medians in milliseconds, and the median and the quartiles of the ratios turn by turn."""
-    ratios = [a / b for a, b in zip(ours, other, strict=True)]
     medians = "".join(f"{statistics.median(seconds) * 1e3:>9.2f}" for seconds in (ours, other))
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return f"{label:<44}{medians}{statistics.median(ratios):>9.3f}{quartiles[0]:>9.3f}{quartiles[2]:>8.3f}"
+    found = ratios.compare(ours, other)
+    return f"{label:<44}{medians}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}"

@@ -15,7 +15,6 @@ from pathlib import Path
 import cpu
 import models
 import plain
-import rounds
 import steps
 import torch
 import torch.distributed as dist
@@ -48,11 +47,11 @@ def _all_reduces(turns: int, seconds: float) -> tuple[dict[tuple[str, int], floa
         window = comm.allocate(key, nbytes // 4, torch.float32, comm.device)
         other = torch.zeros(nbytes // 4)
         variants = {"shared memory": _averaging(comm, window), "Gloo": _gloo(other)}
-        for name, times in rounds.alternate(comm, variants, turns, seconds).items():
+        for name, times in steps.alternate(variants, turns, seconds, together=True).items():
             found[name, nbytes] = statistics.median(times)
         comm.release(key)
     source, target = torch.ones(10_000_000), torch.zeros(10_000_000)
-    copies = rounds.alternate(comm, {"copy": lambda: target.copy_(source)}, turns, seconds)
+    copies = steps.alternate({"copy": lambda: target.copy_(source)}, turns, seconds, together=True)
     return found, statistics.median(copies["copy"])
 
 

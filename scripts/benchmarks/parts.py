@@ -1,0 +1,105 @@
+"""Where the time goes that a step of ours takes longer than one without communication.
+
+CPU towers; for each part the mean over the steps and towers, in milliseconds:
+
+- "bring": large gradients are copied into buckets as soon as they are there
+- "pack": the small ones, all of a bucket at once
+- "wait": for the other towers, since no two steps take the same time
+- "average": this tower's part of the buckets, read from all towers and written to all
+- "rest": what is left above the step without communication: hooks in Python, and caches that hold something else
+
+Reading the clock is in the numbers, a few microseconds a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import models
+import plain
+import steps
+import torch
+
+import mirrored
+from towers.buckets import Bucket
+from towers.collectives.meeting import Meeting
+from towers.collectives.windows import Windows
+
+PARTS = {
+    "bring": (Bucket, "bring"),
+    "pack": (Bucket, "pack"),
+    "wait": (Meeting, "meet"),
+    "average": (Windows, "average"),
+}
+"""The name of a part, and the method that does it."""
+
+
+class Clock:
+    """Seconds spent in methods, without those of one that another calls."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._inside: list[float] = []  # seconds of calls that a running one has made
+
+    def watch(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """``method``, timed under ``name``."""
+
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            started = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - started
+                self.seconds[name] += took - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += took
+
+        return timed
+
+
+def _measure(case: str, turns: int, seconds: float) -> tuple[float, float, dict[str, float]]:
+    """Seconds of a step of ours, of one without communication, and of each part in one of ours."""
+    strategy = mirrored.MirroredStrategy()
+    torch.manual_seed(0)
+    batch = models.CASES[case]
+    x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
+    clock, count = Clock(), 0
+    ours = steps.ours(strategy, case, x, y, batch)
+    for name, (owner, method) in PARTS.items():
+        setattr(owner, method, clock.watch(name, getattr(owner, method)))
+
+    def step() -> None:
+        nonlocal count
+        count += 1
+        ours()
+
+    times = steps.alternate({"ours": step, "bound": plain.step(models.make(case), x, y)}, turns, seconds, together=True)
+    medians = (statistics.median(times[name]) for name in ("ours", "bound"))
+    return *medians, {name: spent / count for name, spent in clock.seconds.items()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
+    parser.add_argument("--towers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=9, help="alternations")
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
+    options = parser.parse_args(arguments)
+    print(f"torch {torch.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
+    print(f"{'':<16}{'ours':>9}{'bound':>9}" + "".join(f"{name:>9}" for name in (*PARTS, "rest")))
+    for case in options.cases.split(","):
+        devices = [f"cpu:{i}" for i in range(options.towers)]
+        towers = mirrored.launch(_measure, (case, options.turns, options.seconds), devices=devices)
+        ours, bound = (statistics.mean(tower[which] for tower in towers) for which in (0, 1))
+        parts = {name: statistics.mean(tower[2][name] for tower in towers) for name in PARTS}
+        row = [ours, bound, *parts.values(), ours - bound - sum(parts.values())]
+        print(f"{case:<16}" + "".join(f"{seconds * 1e3:>9.2f}" for seconds in row), flush=True)

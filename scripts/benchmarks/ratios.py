@@ -1,0 +1,27 @@
+"""Ratios of what was measured in turns: each turn compares neighbours in time, and the turns give a spread."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles over the turns."""
+
+    value: float
+    low: float
+    high: float
+
+
+def compare(ones: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Of two variants, turn by turn."""
+    return spread([one / other for one, other in zip(ones, others, strict=True)])
+
+
+def spread(ratios: Sequence[float]) -> Ratio:
+    """Of ratios, one a turn."""
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return Ratio(statistics.median(ratios), low, high)
