@@ -1,13 +1,14 @@
-"""Time of a training step: ours against DDP on Gloo, and one tower against a bare loop.
+"""Time of a training step: ours against DDP, and one tower against a bare loop.
 
-``--variants`` names what is compared with DDP on Gloo and with no communication at all: "ours"; "sharded", ours with
-``shard_optimizer=True``; "ddp-shm", DDP on our own backend for torch.distributed; "zero", DDP on Gloo with its
-ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical CPUs (of mlp; left out where it is not installed:
-the extra of that name). ``--untouched`` adds a second DDP and a second bare loop, in processes of their own without
-mirrored, as a script has them that never heard of it. All other variants but TensorFlow live in the same processes. The
-towers of the first comparison are CPU towers; the one tower of the second is a GPU where there is one. All take turns
-in blocks of steps, so that each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its
-twin" compares two equal loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
+``--variants`` names what is compared with DDP (on Gloo between CPU towers, on NCCL between GPUs) and with no
+communication at all: "ours"; "sharded", ours with ``shard_optimizer=True``; "ddp-shm", DDP on our own backend for
+torch.distributed (CPUs); "zero", DDP with its ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical
+CPUs (of mlp; left out where it is not installed: the extra of that name). ``--untouched`` adds a second DDP and a
+second bare loop, in processes of their own without mirrored, as a script has them that never heard of it (CPUs). All
+other variants but TensorFlow live in the same processes. The towers of the first comparison are CPU towers unless
+``--devices`` names others; the one tower of the second is a GPU where there is one. All take turns in blocks of steps,
+so that each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two
+equal loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ LABELS = {
     "ours": "ours",
     "sharded": "sharded",
     "ddp-shm": "DDP on our backend",
-    "zero": "ZeRO on Gloo",
+    "zero": "ZeRO",
     "tensorflow": "TensorFlow",
 }
-"""What can be compared with DDP on Gloo."""
+"""What can be compared with DDP."""
 
 BASES = {
-    "DDP": "DDP on Gloo",
+    "DDP": "DDP",
     "bound": "no communication",
     "untouched DDP": "untouched DDP",
     "untouched bound": "untouched bare loop",
@@ -65,10 +66,11 @@ def _two_towers(
     strategy = mirrored.MirroredStrategy(communication=options)
     torch.manual_seed(0)
     make, batch = plain.OPTIMIZERS[optimizer], models.CASES[case]
-    x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
+    share, device = batch // strategy.num_replicas_in_sync, strategy.device
+    x, y = (tensor.to(device) for tensor in models.batch(case, share, seed=strategy.topology.index))
 
     def ddp(**kwargs: Any) -> nn.Module:
-        return DistributedDataParallel(models.make(case), gradient_as_bucket_view=True, **kwargs)
+        return DistributedDataParallel(models.make(case).to(device), gradient_as_bucket_view=True, **kwargs)
 
     found: dict[str, plain.Step] = {}
     if "ours" in variants:
@@ -87,7 +89,7 @@ def _two_towers(
         if strategy.is_chief:
             found["tensorflow"] = tensorflow_step.program(strategy.num_replicas_in_sync, batch, optimizer)
     found["DDP"] = plain.step(ddp(), x, y, make)
-    found["bound"] = plain.step(models.make(case), x, y, make)
+    found["bound"] = plain.step(models.make(case).to(device), x, y, make)
     if meeting is not None:
         where = strategy.topology.index, strategy.num_replicas_in_sync
         for kind in untouched_step.KINDS:
@@ -114,7 +116,8 @@ def _one_tower(case: str, turns: int, seconds: float) -> Times:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
     parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", type=int, default=2, help="1 leaves the first comparison out")
+    parser.add_argument("--towers", type=int, default=2, help="on the CPU; 1 leaves the first comparison out")
+    parser.add_argument("--devices", help="of the first comparison's towers, such as cuda:0,cuda:1; default: the CPU")
     parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
     parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS, help="of all variants")
     parser.add_argument("--variants", default="ours", help="comma-separated: " + ", ".join(LABELS))
@@ -132,10 +135,10 @@ def main(arguments: Sequence[str]) -> None:
     bars = []
     print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
-    names = [f"cpu:{i}" for i in range(options.towers)]
+    names = options.devices.split(",") if options.devices else [f"cpu:{i}" for i in range(options.towers)]
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds)
-        if options.towers > 1:
+        if len(names) > 1:
             compared = [v for v in variants if v != "tensorflow" or case.startswith("mlp")]
             with tempfile.TemporaryDirectory() as folder:
                 meeting = f"{folder}/meeting" if options.untouched else None
@@ -153,4 +156,4 @@ def main(arguments: Sequence[str]) -> None:
             print(steps.row(f"{case}: one tower ÷ bare loop", times["ours"], times["bare"]))
             print(steps.row(f"{case}: bare loop ÷ its twin", times["bare"], times["twin"]), flush=True)
             bars.append(figure.Bar(case, "one tower ÷ bare loop", ratios.compare(times["ours"], times["bare"])))
-    figure.draw(options.png, f"A training step, {options.towers} towers, {options.optimizer}", bars)
+    figure.draw(options.png, f"A training step, {len(names)} towers, {options.optimizer}", bars)

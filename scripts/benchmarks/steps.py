@@ -88,11 +88,11 @@ def _take(step: Step, count: int) -> None:
 
 
 def _finish(together: bool) -> None:
-    """Let everything end that was started: the other towers' steps, and a GPU's work."""
+    """Let everything end that was started: a GPU's work, and the other towers' steps."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     if together:
         dist.barrier()
-    elif torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def row(label: str, ours: list[float], other: list[float]) -> str:
