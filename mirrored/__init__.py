@@ -22,7 +22,6 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.losses import compute_average_loss, scale_regularization_loss
 from mirrored.operations import ReduceOp
-from mirrored.options import CommunicationOptions
 from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mirrored.strategy import Strategy
 from towers import (
@@ -40,6 +39,7 @@ from towers import (
     TowersError,
     launch,
 )
+from towers.options import CommunicationOptions
 
 if TYPE_CHECKING:
     from mirrored.verification import verify

@@ -13,7 +13,6 @@ from mirrored import metrics
 from mirrored.batch_norm import BatchNorms
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
-from mirrored.options import CommunicationOptions
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers
 from towers import mirror
@@ -21,6 +20,7 @@ from towers.collectives.agreement import agree
 from towers.collectives.communicator import Communicator
 from towers.gradients import GradientAverager
 from towers.nonfinite import LoneWatch, check_action, watch_for
+from towers.options import CommunicationOptions
 from towers.sharding import OptimizerSharder
 
 

@@ -14,7 +14,6 @@ from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClus
 from mirrored.engine import TrainingOptions
 from mirrored.mirror_check import DEFAULT_INTERVAL
 from mirrored.observer import observer
-from mirrored.options import CommunicationOptions
 from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
 from towers.collectives import process_group
@@ -23,6 +22,7 @@ from towers.collectives.connect import connect
 from towers.devices import Device
 from towers.job import Job
 from towers.log import get_logger
+from towers.options import CommunicationOptions
 from towers.topology import DEVICES, STARTED_BY
 
 log = get_logger("mirrored")
@@ -171,7 +171,7 @@ def _find_towers(
         device = devices.for_tower(topology.local_index, topology.local_size, chosen, gpus, topology.origin)
         if device.type == "cpu" and topology.size > 1:
             machine.keep_freed_memory()
-        return topology, connect(topology, _use(device), options.for_towers())
+        return topology, connect(topology, _use(device), options)
     process_group.refuse_unknown_peers()
     if chosen is not None:
         devices.check_exist(chosen, gpus)

@@ -23,13 +23,13 @@ from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
-from mirrored.options import CommunicationOptions
 from mirrored.seeds import TowerStreams
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
+from towers.options import CommunicationOptions
 
 log = get_logger("mirrored")
 

@@ -22,7 +22,7 @@ import steptime  # noqa: E402
 import units  # noqa: E402
 from cluster import Cluster, Link  # noqa: E402
 
-from towers import buckets, gradients, heartbeat  # noqa: E402
+from towers import buckets, heartbeat, options  # noqa: E402
 
 INSIDE, ACROSS = Link(1e-6, 100e9), Link(10e-6, 10e9)
 
@@ -219,7 +219,7 @@ def test_what_the_start_up_costs_grows_with_the_square() -> None:
 
 def test_figures_of_the_project_are_those_of_its_code() -> None:
     assert buckets.FIRST_BUCKET_BYTES == steptime.FIRST_BUCKET
-    assert all(preset.model.bucket == gradients.DEFAULT_BUCKET_BYTES for preset in presets.MODELS.values())
+    assert all(preset.model.bucket == options.DEFAULT_BUCKET_BYTES for preset in presets.MODELS.values())
     assert heartbeat.INTERVAL * bookkeeping.SIGNS == 2.0  # a sign, and a look for questions
 
 

@@ -48,12 +48,11 @@ from towers.flags import Tail
 from towers.health import AVERAGING, BACKWARD
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
+from towers.options import DEFAULT_BUCKET_BYTES
 from towers.prediction import Prediction
 from towers.scatter import Scatter
 from towers.slots import Slot
 from towers.sparse import SparseSlot
-
-DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -11,11 +11,12 @@ from towers import machine
 from towers.collectives import process_group, shared_memory
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
-from towers.collectives.process_group import Options, ProcessGroupCommunicator
+from towers.collectives.process_group import ProcessGroupCommunicator
 from towers.errors import StartupError
 from towers.health import Health
 from towers.heartbeat import Heartbeat
 from towers.log import get_logger
+from towers.options import CommunicationOptions
 from towers.step_deadline import StepDeadline
 from towers.topology import WHEREABOUTS, Topology
 from towers.whereabouts import Record
@@ -23,7 +24,7 @@ from towers.whereabouts import Record
 log = get_logger("towers")
 
 
-def connect(topology: Topology, device: torch.device, options: Options) -> Communicator:
+def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
     """Meet the other towers: :func:`towers.collectives.process_group.connect`, and share memory where that can be.
 
     Raises:
@@ -37,7 +38,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Commu
     group.health = health
     if group.size > 1:
         health.heartbeat = Heartbeat(health, record, topology)
-        StepDeadline(health, record, topology.index, options.step_seconds)
+        StepDeadline(health, record, topology.index, options.step_timeout_seconds)
     communicator = _fitting(group, device, options)
     health.enter("")
     return communicator
@@ -51,7 +52,7 @@ def _record() -> Record:
     return Record()
 
 
-def _fitting(group: ProcessGroupCommunicator, device: torch.device, options: Options) -> Communicator:
+def _fitting(group: ProcessGroupCommunicator, device: torch.device, options: CommunicationOptions) -> Communicator:
     wanted = options.implementation == "shared_memory"
     if group.size == 1 or not (wanted or (options.implementation == "auto" and device.type == "cpu")):
         return group
@@ -66,7 +67,7 @@ def _fitting(group: ProcessGroupCommunicator, device: torch.device, options: Opt
     return group
 
 
-def _by_hosts(group: ProcessGroupCommunicator, options: Options) -> Communicator:
+def _by_hosts(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
     """Shared memory inside each host, the group across hosts; the group alone where that is of no use."""
     by_host: dict[bytes, list[int]] = {}
     for tower, host in enumerate(group.all_gather_bytes(machine.host_identity().encode())):

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from towers import handshake, machine, network
 from towers.cards import Card
 from towers.collectives.communicator import Communicator, Pending
 from towers.failure import is_peer_lost
+from towers.options import CommunicationOptions
 from towers.topology import Topology
 from towers.waiting import connection_lost, timeout_error
 
@@ -32,45 +33,6 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "prod": dist.ReduceOp.PRODUCT,
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    """How towers communicate.
-
-    Attributes:
-        implementation: "auto" (NCCL between GPUs, shared memory between CPU towers of one host, else Gloo), "nccl",
-            "gloo" or "shared_memory".
-        algorithm: "ring" pins NCCL's ring; "auto" leaves the choice to NCCL's tuner. Gloo always uses its own.
-        wire_dtype: "same", or "bfloat16" to send float32 gradients so: half the bytes, 8 bits of precision. What
-            shared memory averages is not sent.
-        bucket_bytes: how large gradient buckets are; not this file's business, but the same on all towers.
-        timeout_seconds: how long a collective may take.
-        startup_seconds: how long towers wait for each other at the start.
-        step_seconds: how long one step may take; infinite for no limit.
-    """
-
-    implementation: str = "auto"
-    algorithm: str = "ring"
-    wire_dtype: str = "same"
-    bucket_bytes: int = 0
-    timeout_seconds: float = 600.0
-    startup_seconds: float = 300.0
-    step_seconds: float = 3600.0
-
-    def backend(self, device: torch.device) -> str:
-        """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
-
-        Raises:
-            ValueError: the implementation does not work on this device.
-        """
-        if self.implementation == "auto":
-            return "nccl" if device.type == "cuda" else "gloo"
-        if self.implementation == "nccl" and device.type != "cuda":
-            raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
-        if self.implementation == "shared_memory" and device.type != "cpu":
-            raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
-        return "gloo" if self.implementation == "shared_memory" else self.implementation
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -174,7 +136,7 @@ _open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
 """Communicators that hold a group, which is only really destroyed when nobody holds it."""
 
 
-def connect(topology: Topology, device: torch.device, options: Options) -> ProcessGroupCommunicator:
+def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> ProcessGroupCommunicator:
     """Meet the other towers and form c10d's default process group with them.
 
     A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get
@@ -265,22 +227,24 @@ def _store_of_default_group() -> dist.Store:
     return dist.PrefixStore(f"towers/later{next(_later)}", dist.distributed_c10d._get_default_store())
 
 
-def _join_store(topology: Topology, options: Options) -> dist.Store:
+def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store:
     """Where the towers of a job meet first."""
     assert topology.address is not None
     host, port = topology.address
-    timeout = timedelta(seconds=options.startup_seconds)
+    timeout = timedelta(seconds=options.startup_timeout_seconds)
     if topology.serves_store and topology.is_chief:
         store = handshake.serve_store(host, port, timeout, topology.origin, topology.token)
     else:
-        deadline = time.monotonic() + options.startup_seconds
+        deadline = time.monotonic() + options.startup_timeout_seconds
         who = "tower 0" if topology.serves_store else "the launcher's store"
         own = f"tower {topology.index}"
         store = handshake.join_store(host, port, timeout, deadline, who, topology.origin, topology.token, own)
     return dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
 
 
-def _compare_cards(store: dist.Store, topology: Topology, device: torch.device, options: Options) -> list[Card]:
+def _compare_cards(
+    store: dist.Store, topology: Topology, device: torch.device, options: CommunicationOptions
+) -> list[Card]:
     """Wait until all towers have come to ``store``, and see that they belong together; returns what they say."""
     return handshake.meet(
         store,
@@ -295,7 +259,7 @@ def _compare_cards(store: dist.Store, topology: Topology, device: torch.device, 
         kind="tower",
         index=topology.index,
         names=[f"rank {i}" for i in range(topology.size)],
-        deadline=time.monotonic() + options.startup_seconds,
+        deadline=time.monotonic() + options.startup_timeout_seconds,
         origin=topology.origin,
         token=topology.token,
         compare=compare_towers,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from towers.collectives.process_group import Options
-from towers.gradients import DEFAULT_BUCKET_BYTES
+import torch
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
 _ALGORITHMS = ("ring", "auto")
@@ -65,14 +66,16 @@ class CommunicationOptions:
                     f"{'' if finite else ' (math.inf: no limit)'}"
                 )
 
-    def for_towers(self) -> Options:
-        """The part that the communicator needs."""
-        return Options(
-            implementation=self.implementation,
-            algorithm=self.algorithm,
-            wire_dtype=self.wire_dtype,
-            bucket_bytes=self.bucket_bytes,
-            timeout_seconds=self.timeout_seconds,
-            startup_seconds=self.startup_timeout_seconds,
-            step_seconds=self.step_timeout_seconds,
-        )
+    def backend(self, device: torch.device) -> str:
+        """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
+
+        Raises:
+            ValueError: the implementation does not work on this device.
+        """
+        if self.implementation == "auto":
+            return "nccl" if device.type == "cuda" else "gloo"
+        if self.implementation == "nccl" and device.type != "cuda":
+            raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
+        if self.implementation == "shared_memory" and device.type != "cpu":
+            raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
+        return "gloo" if self.implementation == "shared_memory" else self.implementation
