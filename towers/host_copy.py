@@ -13,10 +13,10 @@ class HostCopy:
         self._arrived: torch.cuda.Event | None = None
         self._copy = tensor
         if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # which need not be the current device's
 
     def has_come(self) -> bool:
         """Whether :meth:`get` would not wait."""
