@@ -1,4 +1,4 @@
-"""Reading a tensor's values later, so that nobody waits for a GPU now."""
+"""Between host and GPU without waiting: values on their way to a GPU, and values of a GPU that are read later."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ class HostCopy:
             self._arrived.synchronize()
             self._arrived = None
         return self._copy
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; the host does not wait for a GPU that it is sent to."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
