@@ -88,7 +88,9 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
     """
     replica = require_replica_context("scale_regularization_loss")
-    return _share(torch.as_tensor(regularization_loss) / replica.num_replicas_in_sync, replica)
+    if not isinstance(regularization_loss, Tensor):
+        regularization_loss = torch.as_tensor(regularization_loss, device="cpu")
+    return _share(regularization_loss / replica.num_replicas_in_sync, replica)
 
 
 def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
