@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
+from towers.host_copy import on_device
 
 
 def compute_average_loss(
@@ -120,7 +121,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
-    weights = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
+    if isinstance(sample_weight, (int, float)):
+        weights = torch.full((), sample_weight, dtype=losses.dtype, device=losses.device)
+    else:
+        given = sample_weight if isinstance(sample_weight, Tensor) else torch.as_tensor(sample_weight, device="cpu")
+        weights = on_device(given.to(losses.dtype), losses.device)
     while weights.dim() > losses.dim() and weights.shape[-1] == 1:
         weights = weights.squeeze(-1)
     if tuple(weights.shape) != tuple(losses.shape)[: weights.dim()]:
