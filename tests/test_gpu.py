@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import mirrored
+from towers.extremes import extremes
 
 sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
 
@@ -128,18 +129,26 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
 
 def step_without_waiting(part: str) -> list[float]:
     """Steps that must not make the host wait for the GPU: an exception, where one does. The fourth has a check."""
-    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=4)
+    virtual = 4 if part == "virtual" else None
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=4, virtual_towers=virtual)
     with strategy.scope():
-        model = make_mlp(torch.float32).to(strategy.device)
+        model = torch.nn.Sequential(*make_mlp(torch.float32), torch.nn.BatchNorm1d(3)).to(strategy.device)
         unused = torch.nn.Linear(3, 3, device=strategy.device)
     model[0].requires_grad_(part != "frozen")
     optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9, foreach=True)
     x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+    weight = {"number": 0.5, "weights": torch.full((32,), 0.5)}.get(part)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        output = model(x) + (unused(torch.ones_like(model(x))) if part == "all" else 0)
+        return F.cross_entropy(output, y, reduction="none")
 
     def step() -> None:
         optimizer.zero_grad()
-        output = model(x) + (unused(torch.ones_like(model(x))) if part == "all" else 0)
-        mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none")).backward()
+        if virtual is not None:
+            strategy.backward(losses, x, y)
+        else:
+            mirrored.compute_average_loss(losses(x, y), weight).backward()
         optimizer.step()
 
     strategy.run(step)
@@ -154,7 +163,7 @@ def step_without_waiting(part: str) -> list[float]:
     return [float(p.sum()) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("part", ["all", "unused", "frozen"])
+@pytest.mark.parametrize("part", ["all", "unused", "frozen", "number", "weights", "virtual"])
 def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     # One rank has no hooks; two on one GPU are started as in test_two_nccl_ranks_on_one_gpu.
     results = on_one_gpu("from test_gpu import step_without_waiting as run", part)
@@ -171,6 +180,8 @@ def same_bits(towers: str) -> str:
     with strategy.scope():
         layers = (torch.nn.Linear(5, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 3))
         model = torch.nn.Sequential(*layers).to(strategy.device)
+        model.register_buffer("calls", torch.zeros((), dtype=torch.int64, device="cpu"))
+        model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = strategy.distribute_dataset(TensorDataset(*make_data(60, torch.float32)), 24, shuffle=True)
 
@@ -181,10 +192,9 @@ def same_bits(towers: str) -> str:
         return loss
 
     losses = [strategy.run(step, args=batch) for batch in data]
-    values = torch.cat(
-        [value.detach().double().flatten() for value in (*model.parameters(), *model.buffers(), *losses)]
-    )
-    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()
+    assert model.calls == len(losses)
+    values = [value.detach().double().flatten().cpu() for value in (*model.parameters(), *model.buffers(), *losses)]
+    return hashlib.sha256(torch.cat(values).numpy().tobytes()).hexdigest()
 
 
 def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,6 +369,30 @@ def test_digits_on_the_gpu(tmp_path: pathlib.Path) -> None:
     assert match
     assert float(match[1]) >= 97
     assert "1 tower on NVIDIA" in result.stderr
+
+
+def test_values_and_data_in_a_scope() -> None:
+    """Where tensors are made on the GPU if nobody says where."""
+    strategy = mirrored.OneDeviceStrategy("cuda:0", seed=0)
+    with strategy.scope():
+        assert strategy.reduce("mean", 3) == 3
+        assert strategy.gather(torch.ones(2, 3)).device == strategy.device
+        data = strategy.distribute_dataset(
+            TensorDataset(*make_data(40, torch.float32)), 12, shuffle=True, num_workers=1
+        )
+        inside = list(data)
+    for batch, again in zip(inside, data, strict=True):
+        assert [tensor.device for tensor in batch] == [strategy.device] * 2
+        assert batch[0].shape == again[0].shape
+    assert sum(len(x) for x, _ in inside) == 40
+
+
+def test_extremes_on_several_devices() -> None:
+    tensors = [torch.tensor([-2.0, 1.0]), torch.full((1000,), 3.0, device="cuda:0")]
+    for _ in range(3):
+        torch.cuda._sleep(10**8)
+        tensors[1] += 1
+        assert extremes(tensors).tolist() == [2, float(tensors[1][0])]
 
 
 def test_batches_are_copied_ahead_and_arrive_whole() -> None:
