@@ -34,8 +34,8 @@ class StepBuffers:
         layout: a digest of what buffers there are.
         names: of all buffers.
         written: how many of this tower's virtual towers have changed a large floating-point buffer in this step.
-        differing: names of integer buffers of which this tower's virtual towers made different things in this step; on
-            a GPU, all of which it is known by now, in an earlier one.
+        differing: names of integer buffers of which this tower's virtual towers made different things, on a CPU in this
+            step, on a GPU in an earlier one.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
