@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
+from towers.host_copy import on_device
 
 
 def compute_average_loss(
@@ -88,7 +89,9 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
     """
     replica = require_replica_context("scale_regularization_loss")
-    return _share(torch.as_tensor(regularization_loss) / replica.num_replicas_in_sync, replica)
+    if not isinstance(regularization_loss, Tensor):
+        regularization_loss = torch.as_tensor(regularization_loss, device="cpu")
+    return _share(regularization_loss / replica.num_replicas_in_sync, replica)
 
 
 def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
@@ -118,7 +121,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
-    weights = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
+    if isinstance(sample_weight, (int, float)):
+        weights = torch.full((), sample_weight, dtype=losses.dtype, device=losses.device)
+    else:
+        given = sample_weight if isinstance(sample_weight, Tensor) else torch.as_tensor(sample_weight, device="cpu")
+        weights = on_device(given.to(losses.dtype), losses.device)
     while weights.dim() > losses.dim() and weights.shape[-1] == 1:
         weights = weights.squeeze(-1)
     if tuple(weights.shape) != tuple(losses.shape)[: weights.dim()]:

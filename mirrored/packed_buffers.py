@@ -34,7 +34,7 @@ class Buffer:
         self.key = key
         self.tensor = tensor
         self._shape = tensor.shape
-        self.before = torch.empty(0)
+        self.before = torch.empty(0, device="cpu")
         self._version = -1
 
     @property

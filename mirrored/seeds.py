@@ -51,7 +51,7 @@ def state(device: torch.device) -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
     return {
-        "python": [version, torch.tensor(internal), gauss],
+        "python": [version, torch.tensor(internal, device="cpu"), gauss],
         "numpy": [str(numpy[0]), torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -66,11 +66,11 @@ def set_state(state: Mapping[str, Any], device: torch.device) -> None:
     """
     version, internal, gauss = state["python"]
     kind, key, *rest = state["numpy"]
-    random.setstate((version, tuple(torch.as_tensor(internal).tolist()), gauss))
-    np.random.set_state((kind, np.asarray(torch.as_tensor(key), dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8))
+    random.setstate((version, tuple(torch.as_tensor(internal, device="cpu").tolist()), gauss))
+    np.random.set_state((kind, np.asarray(torch.as_tensor(key, device="cpu"), dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8, device="cpu"))
     if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8), device)
+        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8, device="cpu"), device)
 
 
 def share(comm: Communicator) -> None:

@@ -201,7 +201,7 @@ class Strategy:
             ValueError: ``loss_fn`` does not return one loss per example, there is no batch, something in it cannot be
                 cut, or weights do not fit.
             TypeError: the number of examples in ``batch`` cannot be told.
-            MirrorError: virtual towers made different things of an integer buffer.
+            MirrorError: virtual towers made different things of an integer buffer (on GPUs by a later call).
         """
         self._check_here("backward()")
         current = current_frame()

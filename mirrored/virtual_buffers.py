@@ -8,7 +8,9 @@ one is what those that changed it made of it, which must be the same (batch norm
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 
 from mirrored.packed_buffers import Buffer, IntegerPack, Pack, narrow, real, wide
 from towers.errors import MirrorError
+from towers.extremes import joined
+from towers.host_copy import HostCopy
 
 
 class StepBuffers:
@@ -30,7 +34,8 @@ class StepBuffers:
         layout: a digest of what buffers there are.
         names: of all buffers.
         written: how many of this tower's virtual towers have changed a large floating-point buffer in this step.
-        differing: names of integer buffers of which this tower's virtual towers made different things in this step.
+        differing: names of integer buffers of which this tower's virtual towers made different things, on a CPU in this
+            step, on a GPU in an earlier one.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -55,6 +60,7 @@ class StepBuffers:
         self._counters = [IntegerPack(buffers) for (_, dtype), buffers in small.items() if not dtype.is_floating_point]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}
+        self._unread: deque[tuple[list[str], HostCopy]] = deque()  # doubts of earlier steps
         self.written: dict[str, int] = {}
         self.differing: list[str] = []
         self.count = 2 * len(self._small) + len(self._large)
@@ -73,15 +79,14 @@ class StepBuffers:
         return list(self._firsts)
 
     def begin(self) -> None:
-        """A step begins: remember the values.
-
-        Raises:
-            MirrorError: virtual towers on a GPU made different things of an integer buffer in the step before.
-        """
-        for name, doubt in self._doubts.items():
-            if doubt:
-                self.refuse(name)
+        """A step begins: remember the values."""
+        if self._doubts:
+            values = joined([doubt.view(1) for doubt in self._doubts.values()])
+            self._unread.append((list(self._doubts), HostCopy(values)))
         self._doubts, self._firsts, self.written, self.differing = {}, {}, {}, []
+        while self._unread and self._unread[0][1].has_come():
+            names, copy = self._unread.popleft()
+            self.differing += itertools.compress(names, copy.get().tolist())
         for pack in (*self._small, *self._counters):
             pack.begin()
         for buffer in self._alone:
@@ -171,11 +176,11 @@ class StepBuffers:
             changed: by tower, names of those that it has changed.
 
         Raises:
-            MirrorError: on all towers alike (on GPUs by the next :meth:`begin`), where several have made different
-                things of one.
+            MirrorError: on all towers alike, where several have made different things of one. On GPUs it is among
+                :attr:`differing` in a later step.
         """
-        on_cpu = all(tensor.device.type == "cpu" for tensor in rows[0])
-        if on_cpu and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
+        readable = all(map(_can_be_read, rows[0]))
+        if readable and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
             return self._named(counted, rows[0])
         found: dict[str, Tensor] = {}
         for row, names in zip(rows, changed, strict=True):
@@ -223,8 +228,8 @@ class StepBuffers:
                 buffer.set(integers[buffer.name])
 
     def _compare(self, name: str, first: Tensor, other: Tensor) -> None:
-        """Note whether an integer buffer is the same twice; on a GPU in the next step, so that nobody waits for it."""
-        if first.device.type == "cpu":
+        """Note whether an integer buffer is the same twice; on a GPU in a later step, so that nobody waits for it."""
+        if _can_be_read(first):
             if not torch.equal(first, other):
                 self.differing.append(name)
         else:
@@ -241,6 +246,11 @@ class StepBuffers:
             f"buffer {name}, an integer one, is not the same after all virtual towers of a step that changed it; "
             "integers cannot be averaged: let it count steps, not examples"
         )
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    """Whether looking at the values does not wait for a GPU."""
+    return tensor.device.type == "cpu"
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -32,6 +32,7 @@ from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.gradients import GradientAverager
+from towers.host_copy import on_device
 from towers.sparse import add_sparse
 from towers.subtree import Subtree
 
@@ -268,13 +269,13 @@ class VirtualTowers:
         return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 
     def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Every tower's tensors, of which all have the same kinds, by one collective."""
+        """Every tower's tensors, of which all have the same kinds, by one collective on this tower's device."""
         if self._comm.size == 1:
             return [list(tensors)]
-        packed = torch.cat([as_bytes(tensor) for tensor in tensors])
+        packed = torch.cat([on_device(as_bytes(tensor), self._comm.device) for tensor in tensors])
         return [
             [
-                piece.clone().view(tensor.dtype).view(tensor.shape)
+                piece.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device)
                 for piece, tensor in zip(row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True)
             ]
             for row in self._comm.all_gather(packed)

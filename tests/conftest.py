@@ -30,9 +30,10 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    forkserver.set_forkserver_preload(
-        ["towers.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest", "torchmetrics"]
-    )
+    modules = ["towers.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
+    if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
+        modules.append("torchmetrics")
+    forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()

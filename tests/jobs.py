@@ -55,8 +55,8 @@ def run_program(
 
 
 def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
-    """A small network with the same values wherever it is made."""
-    with torch.random.fork_rng():
+    """A small network on the CPU, with the same values wherever it is made: a GPU's generator draws others."""
+    with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
 
@@ -64,8 +64,9 @@ def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential
 def make_data(examples: int = 66, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs (examples, 5) and classes (examples,), the same wherever they are made."""
     g = torch.Generator().manual_seed(1)
-    inputs = torch.randn(examples, 5, generator=g, dtype=torch.float64).to(dtype)
-    return inputs, torch.randint(0, 3, (examples,), generator=g)
+    with torch.device("cpu"):
+        inputs = torch.randn(examples, 5, generator=g, dtype=torch.float64).to(dtype)
+        return inputs, torch.randint(0, 3, (examples,), generator=g)
 
 
 def parameters_of(model: nn.Module) -> list[torch.Tensor]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from jobs import make_mlp, towers
-from torch import nn
+import torch.nn.functional as F
+from jobs import make_data, make_mlp, parameters_of, towers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import mirrored
 
@@ -192,3 +196,93 @@ def test_one_seed_seeds_everything() -> None:
     assert first[:3] == second[:3]
     assert all(a != b for a, b in zip(first[3:], second[3:], strict=True))
     assert towers(seeded) == [first, second]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
+
+
+def use_all(folder: pathlib.Path, settings: dict[str, Any], default: str) -> list[Any]:
+    """Values of what communicates or loads, where tensors are made on ``default`` if nobody says where."""
+    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise", mirror_check_interval=2, **settings)
+    r, plain = strategy.topology.index, "virtual_towers" not in settings
+    x, y = make_data(40, torch.float32)
+    ones, rows, own = torch.ones(2), torch.full((r + 1, 100), float(r)), torch.tensor([1.0, r], requires_grad=True)
+    words = torch.tensor([r, 2])
+    with strategy.scope(sync_batch_norm=plain):
+        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        unused, table = nn.Linear(2, 2), nn.Embedding(4, 2, sparse="shard_optimizer" not in settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    checkpoints = mirrored.CheckpointManager(
+        strategy,
+        folder,
+        {"model": model, "optimizer": optimizer, "rest": {"own": rows, "none": rows[:0]}},
+        every_steps=1,
+    )
+    pipeline = DataLoader(TensorDataset(x, y), 7)
+
+    def train(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = strategy.backward(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y, sample_weight=0.5)
+        optimizer.step()
+        return loss
+
+    def communicate() -> None:
+        context = mirrored.get_replica_context()
+        context.all_reduce("sum", own * context.all_gather(own).sum()).sum().backward()
+        if strategy.is_chief:
+            unused(ones).sum().backward()
+        else:
+            (table(words).sum() + mirrored.scale_regularization_loss(1.0)).backward()
+
+    with strategy.scope():
+        torch.set_default_device(default)
+        found = [strategy.reduce("mean", r), strategy.reduce("max", rows.sum(0)), strategy.gather(rows)]
+        batches = list(strategy.distribute_dataset(TensorDataset(x, y), 20, shuffle=True))
+        found += batches
+        if plain:
+            loader = DataLoader(TensorDataset(x, y), 12, sampler=RandomSampler(x), num_workers=1)
+            found += strategy.distribute_dataset(loader)
+            found += strategy.distribute_dataset(Stream(x), 12)
+            found += strategy.distribute_datasets_from_function(lambda _: pipeline)
+        torch.set_default_device(None)
+    torch.set_default_device(default)
+    for batch in batches:
+        found.append(strategy.run(train, args=batch))
+        checkpoints.step()
+    if plain:
+        strategy.run(communicate)
+        found += [own.grad, unused.weight.grad, table.weight.grad]
+    strategy.check_mirrored()
+    checkpoints.save("end", wait=True)
+    found += [*parameters_of(model), *model.buffers()]
+    with torch.no_grad():
+        model[0].weight.zero_()
+    checkpoints.restore("end")
+    found += parameters_of(model)
+    torch.set_default_device(None)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"communication": mirrored.CommunicationOptions(implementation="gloo")},
+        {"shard_optimizer": True},
+        {"virtual_towers": 4},
+    ],
+    ids=["plain", "gloo", "sharded", "virtual"],
+)
+def test_another_default_device(settings: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """As in the scope of a strategy on a GPU, where tensors are made there if nobody says where."""
+    results = {
+        default: mirrored.launch(use_all, (tmp_path / default, settings, default), towers=2, timeout=60)
+        for default in ("cpu", "meta")
+    }
+    for actual, expected in zip(results["meta"], results["cpu"], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)

@@ -326,3 +326,25 @@ def test_output_that_nobody_reads_stops_no_tower(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", Closed())
     with at_most(15):
         assert launch(talk, timeout=20) == [0, 1]
+
+
+def test_a_fork_server_that_has_used_cuda_is_an_error(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+            from multiprocessing import forkserver
+            import mirrored
+
+            if __name__ == "__main__":
+                forkserver.set_forkserver_preload(["uses_cuda"])
+                forkserver.ensure_running()
+                print(mirrored.launch(os.getenv, ("RANK",), devices=["cpu:0"]))
+                mirrored.launch(os.getenv, ("RANK",), devices=["cuda:0"])
+            """
+        )
+    )
+    result = run_program([str(tmp_path / "script.py")], env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
+    assert result.stdout == "['0']\n"
+    assert "CannotStartError: the fork server that towers come from has used CUDA" in result.stderr

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import mirrored
+from mirrored import virtual_buffers
 from mirrored.data.shares import Cut, bounds
 from towers.subtree import Subtree
 
@@ -334,6 +335,26 @@ def test_integer_buffers_that_differ_are_named_on_all_towers(count: int) -> None
     for error in failures_of(counting, count=count):
         assert isinstance(error, mirrored.MirrorError)
         assert "CountsExamples.seen" in str(error)
+
+
+def counting_late(strategy: mirrored.Strategy, examples: int) -> list[int]:
+    """The steps that were done of three, where buffers cannot be read at once, as those of GPUs."""
+    virtual_buffers._can_be_read = lambda tensor: False
+    with strategy.scope():
+        model = CountsExamples()
+    steps = []
+    with pytest.raises(mirrored.MirrorError, match="CountsExamples.seen"):
+        for step in range(3):
+            for batch in strategy.distribute_dataset(TensorDataset(torch.ones(examples, 1)), examples):
+                strategy.run(lambda x: strategy.backward(model, x), args=batch)
+                steps.append(step)
+    return steps
+
+
+def test_integer_buffers_that_cannot_be_read_at_once_are_named_on_all_towers_later() -> None:
+    # Of 14 examples in 8 parts the last two have one, so on two towers only the second has seen a difference.
+    assert virtual(counting_late, 14, count=2) == [[0], [0]]
+    assert virtual(counting_late, 9, count=4) == [[0]] * 4
 
 
 def failures_of(fn: Callable[..., Any], *args: Any, count: int) -> list[BaseException]:

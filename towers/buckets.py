@@ -318,7 +318,7 @@ def _write(target: Tensor, flags: Sequence[bool]) -> None:
     elif not any(flags):
         target.zero_()
     else:
-        target.copy_(torch.tensor(flags, dtype=target.dtype))
+        target.copy_(torch.tensor(flags, dtype=target.dtype, device="cpu"))
 
 
 def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:

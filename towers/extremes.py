@@ -16,12 +16,11 @@ def extremes(tensors: Sequence[Tensor]) -> Tensor:
         tensors: real, complex (their parts count), sparse or integer ones, on one device or several.
 
     Returns:
-        float64, shape ``(len(tensors),)``, on the device of the first; 0 for an empty tensor.
+        float64, shape ``(len(tensors),)``, on a GPU where any of them is; 0 for an empty tensor.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    device = tensors[0].device
-    ends = torch.stack([end.to(device, non_blocking=True) for tensor in tensors for end in _ends(tensor)]).double()
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    ends = joined([end.view(1) for tensor in tensors for end in _ends(tensor)]).double()
     return torch.maximum(-ends[::2], ends[1::2])
 
 
@@ -36,6 +35,12 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
         real = real.float()  # torch does not compare numbers of eight bits
     low, high = torch.aminmax(real)
     return low, high
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Flat tensors one after the other, on a GPU where any is: a copy to the host would be read before it is there."""
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    return torch.cat([part.to(device, non_blocking=True) for part in parts])
 
 
 def what_is_not_finite(names: Sequence[str], highest: Tensor) -> dict[str, str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import as_bytes
+from towers.host_copy import on_device
 
 COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the one before
 
@@ -34,7 +35,7 @@ def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
         int64, shape ``(len(tensors),)``, on the tensors' device. Nothing waits for a GPU.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     device = tensors[0].device
     by_size: dict[int, list[_Piece]] = {size: [] for size in _WORDS}
     for owner, tensor in enumerate(tensors):
@@ -50,7 +51,8 @@ def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
         total += length
         ends.append(total)
     offsets = [piece.offset - end + length for piece, end, length in zip(pieces, ends, lengths, strict=True)]
-    plan = _on(device, [[piece.owner for piece in pieces], lengths, ends, offsets])
+    rows = [[piece.owner for piece in pieces], lengths, ends, offsets]
+    plan = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
     positions = torch.repeat_interleave(plan[3], plan[1], output_size=total)
     positions += torch.arange(total, device=device)
     sums = _mix(words.add_(positions.mul_(_signed(_GOLDEN)))).cumsum(0)[plan[2] - 1]
@@ -101,9 +103,3 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 def _signed(value: int) -> int:
     """The int64 with the bits of an unsigned number."""
     return value - (1 << 64) if value >> 63 else value
-
-
-def _on(device: torch.device, rows: list[list[int]]) -> Tensor:
-    """Numbers on a device, without waiting for it."""
-    numbers = torch.tensor(rows, dtype=torch.int64, device="cpu")
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers

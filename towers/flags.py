@@ -29,7 +29,7 @@ def exchange(channel: Communicator, buckets: Sequence[Bucket], touched: Sequence
 
     Only a tower that has not used every parameter asks for a sum, and has to wait for it.
     """
-    flags = [torch.tensor([*bucket.used, *touched], dtype=torch.uint8) for bucket in buckets]
+    flags = [torch.tensor([*bucket.used, *touched], dtype=torch.uint8, device="cpu") for bucket in buckets]
     pending, rows = channel.start_all_gather(torch.cat(flags))
     sizes = [len(flag) for flag in flags]
 

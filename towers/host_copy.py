@@ -1,4 +1,4 @@
-"""Reading a tensor's values later, so that nobody waits for a GPU now."""
+"""Between host and GPU without waiting: values on their way to a GPU, and values of a GPU that are read later."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class HostCopy:
         self._arrived: torch.cuda.Event | None = None
         self._copy = tensor
         if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))  # which need not be the current device's
 
     def has_come(self) -> bool:
         """Whether :meth:`get` would not wait."""
@@ -28,3 +28,10 @@ class HostCopy:
             self._arrived.synchronize()
             self._arrived = None
         return self._copy
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; the host does not wait for a GPU that it is sent to."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

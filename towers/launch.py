@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import torch
+
 from towers import console, devices, failure, handshake, lifeline, machine, network, topology, whereabouts
 from towers.cards import JOB_TOKEN
 from towers.errors import CannotStartError, TowerFailedError
@@ -239,6 +241,7 @@ def _be_tower(
     multiprocessing.set_start_method(start_method, force=True)
     gc.freeze()  # what the fork server has loaded is no garbage: looking at it takes a tenth of a second each time
     try:
+        _check_gpus(variables.get(topology.DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
         message = ("result", pickle.dumps(fn(*args, **kwargs)))
     except KeyboardInterrupt:
@@ -246,6 +249,21 @@ def _be_tower(
     except BaseException as error:
         message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
     sender.send(message)
+
+
+def _check_gpus(names: str) -> None:
+    """See that this process, which was forked, can use GPUs, unless it is for CPUs only.
+
+    Raises:
+        CannotStartError: it cannot.
+    """
+    only_cpus = names != "" and all(devices.parse(name).type == "cpu" for name in names.split(","))
+    if not only_cpus and torch.cuda._is_in_bad_fork():
+        raise CannotStartError(
+            "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
+            "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "
+            "that out, or give launch devices=['cpu:0', …]"
+        )
 
 
 def _describe(tower: int, error: BaseException) -> Failure:

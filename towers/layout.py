@@ -47,5 +47,5 @@ def holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-ALONE = holders(torch.zeros(1))
+ALONE = holders(torch.zeros(1, device="cpu"))
 """What :func:`holders` says of a tensor whose memory nobody shares."""

@@ -15,7 +15,7 @@ import torch
 from towers.collectives.communicator import Communicator
 from towers.equality import name_towers
 from towers.errors import NonFiniteGradientError
-from towers.extremes import extremes, what_is_not_finite
+from towers.extremes import extremes, joined, what_is_not_finite
 from towers.log import get_logger
 from towers.mirror import Named
 from towers.slots import Slot
@@ -67,10 +67,10 @@ class GradientWatch:
             NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
         """
         self._backward += 1
-        highest = torch.cat(self._highest) if self._highest else torch.zeros(0)
+        highest = joined(self._highest) if self._highest else torch.zeros(0, device="cpu")
         mine = what_is_not_finite(self._names, highest)
         self._names, self._highest = [], []
-        if not self._comm.all_gather(torch.tensor([len(mine)])).any():
+        if not self._comm.all_gather(torch.tensor([len(mine)], device="cpu")).any():
             return
         towers = [json.loads(data) for data in self._comm.all_gather_bytes(json.dumps(mine).encode())]
         text = _describe(towers, self._backward)

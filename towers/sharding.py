@@ -360,7 +360,7 @@ def _closed(args: Any, kwargs: Any) -> Any:
 
 
 def _zeros(nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:

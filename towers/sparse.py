@@ -49,7 +49,7 @@ class SparseSlot(Slot):
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             gradient = self._nothing(channel.device)
-        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1]))
+        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1], device="cpu"))
         return gradient, not dense_somewhere.any()
 
     def _hand_out(self, gradient: Tensor) -> None:
@@ -60,26 +60,32 @@ class SparseSlot(Slot):
     def _nothing(self, device: torch.device) -> Tensor:
         indices = torch.empty((1, 0), dtype=torch.int64, device=device)
         rows = torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=device)
-        return torch.sparse_coo_tensor(indices, rows, self.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices, rows, self.shape, device=device, check_invariants=False)
 
     def _average_rows(self, channel: Communicator, gradient: Tensor) -> Tensor:
         indices, rows, _ = _gather_rows(channel, gradient)
-        joined = torch.sparse_coo_tensor(indices.T, rows / channel.size, gradient.shape, check_invariants=False)
-        return joined.coalesce()
+        mean = rows / channel.size
+        return _from_rows(indices, mean, gradient.shape).coalesce()
 
     def _everybodys(self, channel: Communicator, gradient: Tensor) -> list[Tensor]:
         """The coalesced gradient of every tower."""
         indices, rows, counts = _gather_rows(channel, gradient)
         return [
-            torch.sparse_coo_tensor(i.T, r, gradient.shape, is_coalesced=True, check_invariants=False)
+            _from_rows(i, r, gradient.shape, is_coalesced=True)
             for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
         ]
+
+
+def _from_rows(indices: Tensor, rows: Tensor, shape: torch.Size, is_coalesced: bool = False) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices.T, rows, shape, device=rows.device, is_coalesced=is_coalesced, check_invariants=False
+    )
 
 
 def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     """The indices and rows of all towers, and how many each has."""
     indices, rows = gradient.indices().T.contiguous(), gradient.values()
-    counts = channel.all_gather(torch.tensor([indices.shape[0]])).flatten().tolist()
+    counts = channel.all_gather(torch.tensor([indices.shape[0]], device="cpu")).flatten().tolist()
     all_indices = values.join(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
     return all_indices, values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0), counts
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from mirrored.checkpoint.codec import Encoder
@@ -134,5 +135,6 @@ def _pack(objects: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
 def _unpack(package: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     end = 8 + int.from_bytes(package[:8], "little")
     header = json.loads(package[8:end])
-    tensors = safetensors.torch.load(package[end:])
+    with torch.device("cpu"):
+        tensors = safetensors.torch.load(package[end:])
     return header["objects"], {n: as_it_was(t, header["unusual"].get(n, {})) for n, t in tensors.items()}

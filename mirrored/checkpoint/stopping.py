@@ -82,5 +82,5 @@ class Flags:
             pending.wait()
             for flags in rows.view(-1).tolist():
                 told |= flags
-        self._under_way = self._comm.start_all_gather(torch.tensor([mine], dtype=torch.uint8))
+        self._under_way = self._comm.start_all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
         return told

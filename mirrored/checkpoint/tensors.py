@@ -169,7 +169,7 @@ def as_it_was(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
         strides = unusual["strides"]
         if len(strides) != tensor.dim() or sorted(strides) != sorted(_dense(tensor.shape, strides)):
             raise ValueError(f"strides {strides} do not fit shape {tuple(tensor.shape)}")
-        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor
 
 

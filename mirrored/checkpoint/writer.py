@@ -34,7 +34,7 @@ class Writer:
         self._folder = folder
         self._keep = keep
         self._thread: threading.Thread | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
         self.seconds = 0.0
 
@@ -51,7 +51,7 @@ class Writer:
                 self._write(name, whole, layout.pieces())
                 return
             if self._memory.numel() < layout.nbytes:
-                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             layout.copy_to(self._memory)
             arguments = (name, whole, layout.pieces_of(self._memory))
             # Not a daemon: a program that ends meanwhile has its last checkpoint.

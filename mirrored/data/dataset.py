@@ -72,7 +72,7 @@ class DistributedDataset(ABC):
 
     def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(self._load(epoch, first), self._comm.device)
+            return to_device(_on_cpu(self._load(epoch, first)), self._comm.device)
 
         watching = observer()
         return load(first) if watching is None else watching.batches(self, load, first)
@@ -148,6 +148,19 @@ class DistributedDataset(ABC):
                     f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
                     "next() and load_state_dict() alike, on every tower"
                 )
+
+
+def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, loaded with the CPU as default device, which in a scope is the tower's.
+
+    Loading is seeded and pinned on the CPU, and its processes inherit the default device.
+    """
+    while True:
+        with torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 class MapDataset(DistributedDataset):

@@ -137,7 +137,7 @@ class CollateShare:
     def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
         """(the collated share, its size, the global batch's size)."""
         start, end = self._cut.bounds(len(examples))
-        seed = int(torch.randint(2**62, ()))  # the same on all towers
+        seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
             # An empty share has the shapes and dtypes of a real one.
             batch = self._collate(examples[start:end] or examples[:1], lambda first: seeds.mix(seed, start + first))

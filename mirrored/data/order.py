@@ -61,7 +61,7 @@ class Order:
             order = self._drawn(self._sampler, epoch)
         elif self._shuffle:
             generator = torch.Generator().manual_seed(seeds.mix(self.seed, "order", epoch))
-            order = torch.randperm(self._length, generator=generator)
+            order = torch.randperm(self._length, generator=generator, device="cpu")
         for start in range(first * self._batch_size, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             if len(batch) == self._batch_size or not self._drop_last:

@@ -73,7 +73,7 @@ def sketch(tensor: Tensor) -> Sketch:
     squares, projection = 0.0, 0.0
     for part in flat.split(_PIECE):
         wide = part.to(torch.float64)
-        signs = 1 - 2 * ((torch.arange(len(part)) * 2654435761) >> 13 & 1)
+        signs = 1 - 2 * ((torch.arange(len(part), device=part.device) * 2654435761) >> 13 & 1)
         squares += float(wide @ wide)
         projection += float(wide @ signs.to(torch.float64))
     step = max(1, math.ceil(flat.numel() / _SAMPLES))

@@ -172,7 +172,9 @@ class Group(dist.ProcessGroup):
 
     def _receive(self, mail: Mail, tensors: Any, rank: int | None, tag: int) -> Done:
         tensor = one("recv", tensors)
-        dense = tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        dense = (
+            tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        )
 
         def arrived() -> None:
             if dense.data_ptr() != tensor.data_ptr():

@@ -64,7 +64,7 @@ class StoreCommunicator(Communicator):
         flat = (
             torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
             if rows[0]
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         return flat.view(tensor.dtype).view(self.size, *tensor.shape)
 

@@ -142,7 +142,7 @@ def written(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     dense = [
         tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for tensor in tensors
     ]
     yield dense

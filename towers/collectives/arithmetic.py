@@ -29,7 +29,7 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
     Raises:
         ArgumentError: torch cannot (``max`` of complex numbers, the mean of booleans, …).
     """
-    parts = [torch.zeros(1, dtype=dtype) for _ in range(2)]
+    parts = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(2)]
     try:
         reduce_into(parts[0], parts, op)
     except RuntimeError as error:

@@ -151,14 +151,14 @@ class Communicator(ABC):
         One collective when all are at most 248 bytes long, else two.
         """
         short = 248
-        packet = torch.zeros(8 + short, dtype=torch.uint8)
+        packet = torch.zeros(8 + short, dtype=torch.uint8, device="cpu")
         packet[:8].view(torch.int64)[0] = len(data)
         if len(data) <= short:
             packet[8 : 8 + len(data)] = _as_tensor(data)
         packets = self.all_gather(packet)
         lengths = [int(row[:8].view(torch.int64)[0]) for row in packets]
         if max(lengths) > short:
-            whole = torch.zeros(max(lengths), dtype=torch.uint8)
+            whole = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             whole[: len(data)] = _as_tensor(data)
             return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(whole), lengths, strict=True)]
         return [row[8 : 8 + n].numpy().tobytes() for row, n in zip(packets, lengths, strict=True)]
@@ -178,7 +178,9 @@ class Communicator(ABC):
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, comm: Communicator, axis: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.comm, ctx.axis = comm, axis
         joined = tuple(values.gather(comm, list(tensors), axis))
-        lengths = values.gather(comm, [torch.tensor([tensor.shape[axis]]) for tensor in tensors])
+        lengths = values.gather(comm, [torch.tensor([tensor.shape[axis]], device="cpu") for tensor in tensors])
         ctx.lengths = [column.tolist() for column in lengths]
         return joined
 

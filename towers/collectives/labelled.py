@@ -11,7 +11,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
-from towers.host_copy import HostCopy
+from towers.host_copy import HostCopy, on_device
 
 _WORDS = 16  # of a message's head: the count, a digest of the purpose, and its text
 _TEXT_BYTES = 8 * (_WORDS - 2)
@@ -68,7 +68,7 @@ class LabelledGather:
         self.foresee(values.numel())
         filling = values.new_zeros(self._longest - values.numel())
         packet = torch.cat([self._head(purpose, values.device), values, filling])
-        packet[0] = count
+        packet[:1].fill_(count)  # packet[0] = count would wait for a GPU
         rows = self._channel.all_gather(packet)
         counts = rows[:, 0]
         if rows.device.type == "cpu":
@@ -86,7 +86,8 @@ class LabelledGather:
             digest = int.from_bytes(hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest(), "big")
             # Of a long name the end tells more than the beginning.
             shown = torch.frombuffer(bytearray(text[-_TEXT_BYTES:].ljust(_TEXT_BYTES, b"\0")), dtype=torch.float64)
-            head = torch.cat([torch.tensor([0, digest], dtype=torch.float64), shown]).to(device)
+            numbers = torch.tensor([0, digest], dtype=torch.float64, device="cpu")
+            head = on_device(torch.cat([numbers, shown]), device)
             if len(self._heads) >= _MAX_HEADS:  # copies of a model made in every step have ever new names
                 self._heads.clear()
             self._heads[purpose, device] = head

@@ -79,7 +79,7 @@ class Segment:
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
         """A flat tensor that lies in the segment, from byte ``offset`` on."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def memory(self, nbytes: int, offset: int) -> memoryview:

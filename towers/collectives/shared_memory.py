@@ -139,7 +139,7 @@ class SharedMemoryCommunicator(Communicator):
                 piece[start:end].copy_(slot[start:end])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device="cpu")
         self.all_gather_into(gathered.unbind(0), tensor)
         return gathered
 
@@ -164,7 +164,7 @@ class SharedMemoryCommunicator(Communicator):
             rows: shape ``(size, *row)``, of one shape and dtype on all towers.
         """
         check_reducible(op, rows.dtype)
-        result = torch.empty(rows.shape[1:], dtype=rows.dtype)
+        result = torch.empty(rows.shape[1:], dtype=rows.dtype, device="cpu")
         for piece, parts in self._exchange(rows, result):
             reduce_into(piece, parts, op)
         return result
@@ -204,7 +204,7 @@ class SharedMemoryCommunicator(Communicator):
         Raises:
             DisagreementError: on all towers, when one gives more or less than the other takes.
         """
-        mine = torch.tensor([[part.numel() for part in given], [part.numel() for part in taken]])
+        mine = torch.tensor([[part.numel() for part in given], [part.numel() for part in taken]], device="cpu")
         lengths = self.all_gather(mine)
         wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero()
         if wrong.numel():

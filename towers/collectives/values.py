@@ -48,7 +48,7 @@ def to_leaf(value: Any) -> _Leaf:
     if isinstance(value, (bool, int, float, complex)):
         kind = torch.int64 if isinstance(value, int) else torch.float64
         kind = torch.complex128 if isinstance(value, complex) else kind
-        return _Leaf(torch.tensor(value, dtype=kind), lambda t: t.item())
+        return _Leaf(torch.tensor(value, dtype=kind, device="cpu"), lambda t: t.item())
     if isinstance(value, (np.ndarray, np.generic)):
         return _Leaf(torch.from_numpy(np.array(value)), lambda t: t.numpy())
     raise TypeError(f"a value of type {type(value).__name__} cannot be reduced or gathered; use tensors or numbers")

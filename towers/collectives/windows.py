@@ -53,7 +53,7 @@ class _Window:
     def __init__(self, key: int, numel: int, dtype: torch.dtype, towers: int) -> None:
         self.key, self.numel, self.dtype = key, numel, dtype
         self.segment: Segment | None = None
-        self.tensors: list[Tensor] = [torch.empty(0)] * towers
+        self.tensors: list[Tensor] = [torch.empty(0, device="cpu")] * towers
         self.versions = [0] * towers
         self.pieces: list[list[Tensor]] = []
 
@@ -168,14 +168,14 @@ class Windows:
         """
         found: list[Tensor | None] = []
         if key >= KEYS:
-            return [torch.empty(0, dtype=torch.uint8)] * self._size
+            return [torch.empty(0, dtype=torch.uint8, device="cpu")] * self._size
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * key : _ENTRY * (key + 1)]
             known, block = self._blocks.get((key, tower), (0, None))
             if version != known:
                 self.newly_reached = True
                 if not nbytes:
-                    block = torch.empty(0, dtype=torch.uint8)
+                    block = torch.empty(0, dtype=torch.uint8, device="cpu")
                 elif tower == self._index:
                     window = self._windows[key]
                     block = window.tensors[tower]
