@@ -204,6 +204,45 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "")
 
 
+CANNOT_LEAVE = """
+import atexit, threading, time
+import torch
+from towers.collectives import process_group
+from towers.collectives.communicator import Alone
+
+class Group:
+    def __del__(self) -> None:  # as NCCL's destructors, which wait for the others, too
+        time.sleep(1000)
+
+def starts_no_threads(self: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+group = Group()
+process_group.leave_process_group = lambda: time.sleep(1000)
+process_group._open.add(communicator := Alone(torch.device("cpu")))
+process_group._LEAVING_SECONDS = 0.3
+process_group._leave_at_exit()
+atexit.register(setattr, threading.Thread, "start", starts_no_threads)
+print("last words")
+{how}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("", 0, "towers: the process groups could not be destroyed within 0 s"),
+        ("communicator.health.exit_code = 75", 75, "towers: the process groups could not be destroyed within 0 s"),
+    ],
+)
+def test_a_tower_that_cannot_leave_the_others_ends(how: str, code: int, said: str) -> None:
+    result = run_program(["-c", CANNOT_LEAVE.replace("{how}", how)], timeout=20)
+    assert (result.returncode, result.stdout) == (code, "last words\n")
+    assert result.stderr.splitlines()[-1].startswith(said)
+
+
 def test_a_job_that_nobody_listens_to_ends_well() -> None:
     """Its starter has closed its outputs, as some schedulers do."""
     command = f"exec {sys.executable} {ROOT / 'towers'} --towers 1 -- {sys.executable} -c 'import sys' >&- 2>&-"

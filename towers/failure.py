@@ -7,6 +7,7 @@ reports; under the user's own torchrun the report gives torchrun's summary its t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from towers import topology
 from towers.errors import PeerLostError
@@ -82,6 +83,14 @@ def leave_report(error: Exception, trace: str) -> None:
             json.dump(report(error, trace), file)
     if topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without taking the interpreter down."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def details(data: object) -> dict[str, Any]:
