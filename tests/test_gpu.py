@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
@@ -359,3 +360,22 @@ def test_batches_are_copied_ahead_and_arrive_whole() -> None:
             batch = batch * 1.0
         seen.append(batch.cpu())
     assert torch.equal(torch.cat(seen), numbers)
+
+
+def test_what_cannot_be_pinned_arrives_too() -> None:
+    strategy = mirrored.OneDeviceStrategy("cuda:0")
+    numbers = torch.arange(12.0, device=strategy.device).view(6, 2)
+    seen = [batch for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 2)]
+    assert torch.equal(torch.cat(seen), numbers)
+
+    def collate(examples: list[Tensor]) -> tuple[Any, Tensor, Tensor]:
+        rows = torch.stack(examples)
+        return pack_sequence(examples), rows.to_sparse(), rows[:1].expand(2, 2)
+
+    data = strategy.distribute_dataset(list(numbers.cpu()), 2, collate_fn=collate)
+    for at, (packed, sparse, expanded) in enumerate(data):
+        rows = numbers[2 * at : 2 * at + 2]
+        assert packed.batch_sizes.device.type == "cpu"
+        assert torch.equal(pad_packed_sequence(packed, batch_first=True)[0], rows)
+        assert torch.equal(sparse.to_dense(), rows)
+        assert torch.equal(expanded, rows[:1].expand(2, 2))
