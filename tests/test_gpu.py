@@ -224,6 +224,28 @@ def test_a_changed_bit_is_found_later() -> None:
     assert at_once.startswith(words)
 
 
+def gather_shapes() -> int:
+    """Rows of every kind of tensor."""
+    comm = mirrored.MirroredStrategy(seed=0).communicator
+
+    def of(tower: int) -> list[Tensor]:
+        numbers = torch.arange(12, device=comm.device).view(3, 4) * (tower + 1)
+        others = [numbers.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.complex64)]
+        return [numbers[1, 1], numbers[:0], numbers.t(), numbers[:, ::2], numbers > 5, *others]
+
+    for kind, mine in enumerate(of(comm.index)):
+        expected = torch.stack([of(tower)[kind] for tower in range(comm.size)])
+        pending, rows = comm.start_all_gather(mine)
+        assert torch.equal(comm.all_gather(mine), expected), kind
+        pending.wait()
+        assert torch.equal(rows, expected), kind
+    return len(of(0))
+
+
+def test_rows_of_every_kind() -> None:
+    assert on_one_gpu("from test_gpu import gather_shapes as run") == [9, 9]
+
+
 def train_into_nan() -> str:
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
     with strategy.scope():

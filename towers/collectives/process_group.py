@@ -37,6 +37,9 @@ _OPERATIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
+# The second is its name in older versions of torch, deprecated in 2.13.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class Options:
@@ -105,15 +108,20 @@ class ProcessGroupCommunicator(Communicator):
         return _Started(self, dist.all_reduce(sent, self._average, self._group, async_op=True), tensor, sent)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         with self.explained():
-            dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
-        return gathered
+            return self._gather(tensor, async_op=False)[1]
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
-        rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        work = dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=True)
+        work, rows = self._gather(tensor, async_op=True)
         return _Started(self, work, tensor, tensor), rows
+
+    def _gather(self, tensor: Tensor, *, async_op: bool) -> tuple[Any, Tensor]:
+        rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if self.backend == "nccl" and tensor.is_cuda:
+            # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
+            whole = tensor.contiguous().view(-1)
+            return _all_gather_single(rows.view(-1), whole, group=self._group, async_op=async_op), rows
+        return dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=async_op), rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         given = torch.empty_like(rows, memory_format=torch.contiguous_format)
