@@ -22,6 +22,7 @@ from jobs import ROOT, run_program
 import mirrored
 from mirrored import cli
 from towers import CannotStartError, become, devices
+from towers.collectives import process_group
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
@@ -318,6 +319,17 @@ def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.Captur
         cli.main(["run", *words, REPORT])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_what_nccl_is_asked_to_say_is_not_thrown_away(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for level, said in ((None, ""), ("WARN", "NCCL INFO\n")):
+        if level is not None:
+            monkeypatch.setenv("NCCL_DEBUG", level)
+        with process_group._without_greeting():
+            os.write(1, b"NCCL INFO\n")
+        assert capfd.readouterr().out == said
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

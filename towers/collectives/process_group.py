@@ -347,7 +347,13 @@ def _choose_network(topology: Topology, cards: list[Card]) -> None:
 
 @contextlib.contextmanager
 def _without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there."""
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there.
+
+    Not where NCCL is to write there, for who looks for what is wrong.
+    """
+    if os.environ.get("NCCL_DEBUG"):
+        yield
+        return
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
