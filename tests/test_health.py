@@ -21,6 +21,7 @@ from jobs import ROOT, run_program, towers
 
 import mirrored
 from towers import whereabouts
+from towers.collectives import nccl_watch, process_group
 from towers.failure import EXIT_PREEMPTED
 from towers.health import Health
 from towers.whereabouts import Record
@@ -115,6 +116,48 @@ def test_a_step_has_a_deadline() -> None:
     assert caught.value.tower == 1
     assert str(caught.value).startswith("tower 1 of 2 failed, in step 2, in the step's function:")
     assert "time.sleep(60)" in str(caught.value)
+
+
+def wait_for_a_gpu(found: str) -> None:
+    """As between GPUs, of which there are none: NCCL finds something while the host waits for the device."""
+
+    class Nccl:
+        def _get_backend(self, device: torch.device) -> Nccl:
+            return self
+
+        def get_error(self) -> Nccl:
+            return self
+
+        name = "SUCCESS"
+
+    options = mirrored.CommunicationOptions(implementation="gloo", timeout_seconds=7)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    nccl_watch.watch(process_group._failures)
+
+    def step() -> None:
+        if strategy.topology.index == 1 and found == "TIMEOUT":
+            with strategy.health.during("saving"):
+                time.sleep(60)
+        strategy.communicator.backend, strategy.communicator._group = "nccl", Nccl()
+        time.sleep(2)
+        Nccl.name = found
+        time.sleep(50)
+
+    strategy.run(step)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ("TIMEOUT", r"CollectiveTimeoutError: tower 0 waited 7 s .*; tower 1 is in step 1, saving, for \d+ s"),
+        ("COMM_ERROR", r"PeerLostError: tower [01] lost its connection to another tower in a collective \(NCCL: COMM"),
+    ],
+)
+def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text: str) -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError, match=text) as caught:
+        mirrored.launch(wait_for_a_gpu, (found,), towers=2, timeout=40)
+    assert "time.sleep(50)" in str(caught.value)
+    assert all(failure.consequence == (found == "COMM_ERROR") for failure in caught.value.failures)
 
 
 def die(strategy: mirrored.Strategy) -> None:

@@ -78,11 +78,18 @@ def leave_report(error: Exception, trace: str) -> None:
     Args:
         trace: where the process was.
     """
+    _give_way(error)
     if path := os.environ.get(ERROR_FILE):
         with open(path, "w") as file:
             json.dump(report(error, trace), file)
     if topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _give_way(error: BaseException) -> None:
+    """Let the launcher, which is about to end this process, first see whose failure was the cause."""
+    if is_peer_lost(error):
+        time.sleep(_LAUNCHER_SECONDS)
 
 
 def leave(code: int) -> NoReturn:
@@ -123,9 +130,7 @@ def leave_report_on_failure(*, quiet: bool) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
-            if is_peer_lost(error):
-                # The launcher is about to see who failed first, and to end this process.
-                time.sleep(_LAUNCHER_SECONDS)
+            _give_way(error)
             with open(path, "w") as file:
                 json.dump(report(error), file)
             if quiet:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from towers import failure, handshake, machine, network
 from towers.cards import Card
+from towers.collectives import nccl_watch
 from towers.collectives.communicator import Communicator, Pending
 from towers.failure import is_peer_lost
 from towers.log import get_logger
@@ -166,6 +167,19 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         self._group = None
 
+    def failure(self) -> Exception | None:
+        """What NCCL has found out while no host was waiting for it."""
+        group = self._group
+        if self.backend != "nccl" or group is None:
+            return None
+        found = group._get_backend(self.device).get_error().name
+        if found == "SUCCESS":
+            return None
+        me = self.towers[self.index]
+        if found == "TIMEOUT":
+            return timeout_error(self.health, me, self._timeout.total_seconds())
+        return connection_lost(self.health, me, RuntimeError(f"NCCL: {found}"))
+
 
 class _Started:
     """The average of ``tensor``, which travels as ``sent``."""
@@ -184,6 +198,15 @@ class _Started:
 
 _open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
 """Communicators that hold a group, which is only really destroyed when nobody holds it."""
+
+
+def _failures() -> Iterator[Exception | None]:
+    try:
+        communicators = list(_open)
+    except RuntimeError:  # one was added meanwhile
+        return
+    for communicator in communicators:
+        yield communicator.failure()
 
 
 def connect(topology: Topology, device: torch.device, options: Options) -> ProcessGroupCommunicator:
@@ -210,6 +233,7 @@ def connect(topology: Topology, device: torch.device, options: Options) -> Proce
     if backend == "nccl":
         _choose_algorithm(options.algorithm)
         torch.cuda.set_device(device)
+        nccl_watch.watch(_failures)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
             raise ValueError(
