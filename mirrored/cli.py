@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs a script once per tower, as MirroredStrategy() itself does when it finds several GPUs; "
         "here for CPU towers and for choosing devices.",
     )
-    run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU")
+    run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU, else one")
     run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
     run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -166,7 +166,11 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
-    """The devices of the towers: those named, else as many GPUs, else as many CPUs, as towers are wanted."""
+    """The devices of the towers: those named, else GPUs, else CPUs where there is none, as many as towers are wanted.
+
+    Raises:
+        ValueError: they do not fit each other, or there are fewer GPUs.
+    """
     gpus = devices.count_gpus()
     if requested is not None:
         chosen = devices.parse_all(requested)
@@ -177,4 +181,11 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     count = towers if towers is not None else max(1, gpus)
     if count < 1:
         raise ValueError(f"--towers is {count}, but must be at least 1")
-    return [str(devices.for_tower(i, count, None, gpus, "--towers")) for i in range(count)]
+    kind = "cuda" if gpus else "cpu"
+    if kind == "cuda" and count > gpus:
+        cpus = ",".join(f"cpu:{i}" for i in range(count))
+        raise ValueError(
+            f"--towers is {count}, but this machine has only {gpus} GPU{'s' if gpus > 1 else ''}; "
+            f"for CPU towers say --devices {cpus}"
+        )
+    return [f"{kind}:{i}" for i in range(count)]

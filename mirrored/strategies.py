@@ -168,7 +168,14 @@ def _find_towers(
         failure.leave_report_on_failure(quiet=_by_own_agent())
         if _by_own_agent():
             lifeline.end_with_parent()
-        device = devices.for_tower(topology.local_index, topology.local_size, chosen, gpus, topology.origin)
+        device = devices.for_tower(
+            topology.local_index,
+            topology.local_size,
+            chosen,
+            gpus,
+            topology.origin,
+            sees_all=STARTED_BY in os.environ,  # those that we start do
+        )
         if device.type == "cpu" and topology.size > 1:
             machine.keep_freed_memory()
         return topology, connect(topology, _use(device), options)

@@ -294,6 +294,8 @@ def test_one_visible_gpu_for_each_process() -> None:
     """As srun --gpus-per-task=1 shows them; that they differ is checked when the towers meet."""
     assert devices.for_tower(3, 4, None, 1, "srun") == torch.device("cuda", 0)
     assert devices.for_tower(3, 4, [torch.device("cuda", 0)], 1, "srun") == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"2 towers .*, but only 1 GPU: .* devices=\['cpu:0', 'cpu:1'\]"):
+        devices.for_tower(0, 2, None, 1, "launch", sees_all=True)
 
 
 @pytest.mark.parametrize("what", ["torch", "python", "mirrored"])

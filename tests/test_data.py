@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import failures, towers
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,7 +29,10 @@ from torch.utils.data import (
 )
 
 import mirrored
-from mirrored.data.shares import bounds, cut
+from mirrored.data import transfer
+from mirrored.data.distribute import distribute
+from mirrored.data.shares import Cut, KnownShares, Share, bounds, cut
+from towers.collectives.communicator import Alone
 
 
 @given(examples=st.integers(0, 200), count=st.integers(1, 17))
@@ -230,6 +235,62 @@ def test_a_loaders_settings_are_kept() -> None:
     for name in ("num_workers", "prefetch_factor", "persistent_workers", "timeout", "worker_init_fn", "pin_memory"):
         assert getattr(loader, name) == getattr(given_loader, name)
     assert loader.multiprocessing_context.get_start_method() == "fork"
+
+
+def test_data_that_lies_on_a_gpu_is_not_pinned() -> None:
+    """A loader of the main process would pin whatever the dataset gives."""
+    comm = Alone(torch.device("cuda", 0))
+    for dataset in (range(8), Stream(8)):
+        for workers in (0, 2):
+            data: Any = distribute(
+                comm,
+                Cut(1, 0, 1),
+                KnownShares(),
+                dataset,
+                4,
+                shuffle=False,
+                drop_last=False,
+                seed=0,
+                collate_fn=None,
+                num_workers=workers,
+            )
+            assert data._loader.pin_memory == (workers > 0)
+
+
+def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is enqueued, with a device and streams that are none."""
+    done: list[object] = []
+
+    class Side:
+        def __init__(self, device: torch.device) -> None:
+            done.append("a stream")
+
+        def record_event(self) -> int:
+            done.append("copied")
+            return done.count("copied")
+
+    class Model:
+        def wait_event(self, event: int) -> None:
+            done.append(event)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Side)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Model())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: done.append(tuple(self.shape)))
+    monkeypatch.setattr(transfer, "_pinned", lambda tensor: done.append("pinned") or tensor)
+    device = torch.device("meta")
+    sparse = torch.eye(3).to_sparse()
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    batches = [torch.ones(1), {"packed": packed}, (sparse, torch.ones(3, device=device), "word")]
+    for _ in range(2):
+        found = list(transfer.to_device(iter([(batch, Share(1, 1)) for batch in batches]), device))
+    first, second, third = (batch for batch, _ in found)
+    assert first.device == second["packed"].data.device == third[0].device == third[1].device == device
+    assert second["packed"].batch_sizes.device == torch.device("cpu")
+    assert third[0].layout == torch.sparse_coo
+    assert done[:9] == ["a stream", "pinned", "copied", "copied", 1, (1,), "copied", 2, (3,)]
+    assert done[9:11] == [3, (3,)]
+    assert done.count("a stream") == 1
 
 
 class Stream(IterableDataset[Tensor]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from jobs import failures, towers
+from torch import Tensor
 
 import mirrored
 
@@ -139,3 +140,25 @@ def merge(strategy: mirrored.Strategy) -> tuple[object, object]:
 
 def test_merge_call_is_in_cross_replica_context() -> None:
     assert towers(merge) == [(True, 3), (True, 3)]
+
+
+def gather_rows_at_once(device: str) -> list[str]:
+    """What GPUs do, on two CPU towers: the backend's gathering into one tensor."""
+    options = mirrored.CommunicationOptions(implementation="gloo")
+    communicator = mirrored.MirroredStrategy(communication=options).communicator
+    if device == "gpu":
+        communicator.backend = "nccl"
+        Tensor.is_cuda = property(lambda tensor: True)
+    x = torch.arange(12).view(3, 4) * (communicator.index + 1)
+    found = []
+    for mine in (x[1, 1], x[:0], x.t(), x[:, ::2], x > 5, x.bfloat16(), x.to(torch.complex64)):
+        pending, later = communicator.start_all_gather(mine)
+        now = communicator.all_gather(mine)
+        pending.wait()
+        found += [f"{rows.dtype} {rows.tolist()}" for rows in (now, later)]
+    return found
+
+
+def test_rows_are_the_same_gathered_at_once() -> None:
+    [listed, _], [at_once, other] = (mirrored.launch(gather_rows_at_once, (kind,), towers=2) for kind in ("cpu", "gpu"))
+    assert at_once == other == listed

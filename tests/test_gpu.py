@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
@@ -245,6 +246,28 @@ def test_a_changed_bit_is_found_later() -> None:
     assert at_once.startswith(words)
 
 
+def gather_shapes() -> int:
+    """Rows of every kind of tensor."""
+    comm = mirrored.MirroredStrategy(seed=0).communicator
+
+    def of(tower: int) -> list[Tensor]:
+        numbers = torch.arange(12, device=comm.device).view(3, 4) * (tower + 1)
+        others = [numbers.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.complex64)]
+        return [numbers[1, 1], numbers[:0], numbers.t(), numbers[:, ::2], numbers > 5, *others]
+
+    for kind, mine in enumerate(of(comm.index)):
+        expected = torch.stack([of(tower)[kind] for tower in range(comm.size)])
+        pending, rows = comm.start_all_gather(mine)
+        assert torch.equal(comm.all_gather(mine), expected), kind
+        pending.wait()
+        assert torch.equal(rows, expected), kind
+    return len(of(0))
+
+
+def test_rows_of_every_kind() -> None:
+    assert on_one_gpu("from test_gpu import gather_shapes as run") == [9, 9]
+
+
 def train_into_nan() -> str:
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
     with strategy.scope():
@@ -263,13 +286,21 @@ def test_a_nan_is_named() -> None:
     assert "(nan on tower 1)" in first
 
 
-def train_with_a_graph(graphed: bool) -> list[float]:
+def train_with_a_graph(graphed: str) -> list[float]:
+    """``graphed``: "nothing", "all", or "half", where gradients of one bucket come on several streams."""
     strategy = mirrored.MirroredStrategy(seed=0)
     with strategy.scope():
         model = make_mlp(torch.float32).to(strategy.device)
+        wide = torch.nn.Sequential(torch.nn.Linear(3, 500), torch.nn.ReLU(), torch.nn.Linear(500, 3))
+        model.extend(wide.to(strategy.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
-    called = torch.cuda.make_graphed_callables(model, (x,)) if graphed else model
+    called: Any = model
+    if graphed == "all":
+        called = torch.cuda.make_graphed_callables(model, (x,))
+    elif graphed == "half":
+        first = torch.cuda.make_graphed_callables(model[:3], (x,))
+        called = torch.nn.Sequential(first, model[3:])
 
     def step() -> None:
         optimizer.zero_grad()
@@ -281,15 +312,16 @@ def train_with_a_graph(graphed: bool) -> list[float]:
     return [float(p.double().sum()) for p in model.parameters()]
 
 
-def forward_as_a_graph() -> list[float]:
+def forward_as_a_graph(part: str) -> list[float]:
     """A CUDA graph of the forward and its backward inside an averaged step, against the same without."""
-    graphed = train_with_a_graph(True)
-    assert graphed == pytest.approx(train_with_a_graph(False), rel=1e-5, abs=1e-6)
+    graphed = train_with_a_graph(part)
+    assert graphed == pytest.approx(train_with_a_graph("nothing"), rel=1e-5, abs=1e-6)
     return graphed
 
 
-def test_a_graphed_forward() -> None:
-    results = on_one_gpu("from test_gpu import forward_as_a_graph as run")
+@pytest.mark.parametrize("part", ["all", "half"])
+def test_a_graphed_forward(part: str) -> None:
+    results = on_one_gpu("from test_gpu import forward_as_a_graph as run", part)
     assert results[0] == results[1]
 
 
@@ -405,3 +437,22 @@ def test_batches_are_copied_ahead_and_arrive_whole() -> None:
             batch = batch * 1.0
         seen.append(batch.cpu())
     assert torch.equal(torch.cat(seen), numbers)
+
+
+def test_what_cannot_be_pinned_arrives_too() -> None:
+    strategy = mirrored.OneDeviceStrategy("cuda:0")
+    numbers = torch.arange(12.0, device=strategy.device).view(6, 2)
+    seen = [batch for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 2)]
+    assert torch.equal(torch.cat(seen), numbers)
+
+    def collate(examples: list[Tensor]) -> tuple[Any, Tensor, Tensor]:
+        rows = torch.stack(examples)
+        return pack_sequence(examples), rows.to_sparse(), rows[:1].expand(2, 2)
+
+    data = strategy.distribute_dataset(list(numbers.cpu()), 2, collate_fn=collate)
+    for at, (packed, sparse, expanded) in enumerate(data):
+        rows = numbers[2 * at : 2 * at + 2]
+        assert packed.batch_sizes.device.type == "cpu"
+        assert torch.equal(pad_packed_sequence(packed, batch_first=True)[0], rows)
+        assert torch.equal(sparse.to_dense(), rows)
+        assert torch.equal(expanded, rows[:1].expand(2, 2))

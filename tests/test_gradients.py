@@ -13,6 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
+from towers.buckets import Bucket
+from towers.collectives.communicator import Alone
+from towers.gradients import GradientAverager
+from towers.mirror import Named
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -671,3 +675,64 @@ def test_bfloat16_on_the_wire() -> None:
         assert torch.allclose(double, wide, rtol=1e-14)
     for single, _ in over_gloo(gradient_on_the_wire, "same"):
         assert torch.allclose(single.double(), narrow, rtol=1e-6, atol=1e-7)
+
+
+class FakeStream:
+    """Notes for whom it waits."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
+    now, one, other = [FakeStream()], FakeStream(), FakeStream()
+    kept: list[tuple[Tensor, FakeStream]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
+    bucket = Bucket(0, torch.float32, torch.device("cpu"))
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for parameter in parameters:
+        bucket.add(Named("", parameter, "parameter", True))
+        parameter.grad = torch.ones(3)
+
+    def come(*streams: FakeStream) -> None:
+        bucket.device = torch.device("cuda", 0)
+        for now[0] in streams:
+            bucket.follow()
+        bucket.device = torch.device("cpu")
+
+    gradients = [parameter.grad for parameter in parameters]
+    come(one, one, other, one)
+    assert (one.waited_for, other.waited_for) == ([other], [one])
+    bucket.pack(Alone(bucket.device), 1.0, None, 1)
+    assert [(id(tensor), stream) for tensor, stream in kept] == [(id(gradient), one) for gradient in gradients]
+    bucket.reset()
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    come(other, other)
+    bucket.pack(Alone(bucket.device), 1.0, None, 1)
+    assert (len(one.waited_for), len(other.waited_for), len(kept)) == (1, 1, 2)
+
+
+def test_each_arrival_on_a_gpu_follows_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    for name in ("follow", "bring", "pack"):
+        method = getattr(Bucket, name)
+
+        def noting(bucket: Bucket, *args: Any, _name: str = name, _method: Any = method, **kwargs: Any) -> Any:
+            did.append(_name)
+            return _method(bucket, *args, **kwargs)
+
+        monkeypatch.setattr(Bucket, name, noting)
+    averager = GradientAverager(Alone(torch.device("cpu")))
+    averager._on_gpu = True
+    model = nn.Linear(300, 200)
+    averager.add([Named(name, p, "parameter", True) for name, p in model.named_parameters()])
+    model(torch.ones(1, 300)).sum().backward()
+    assert sorted(did[:3]) == ["bring", "follow", "follow"]
+    assert did[did.index("bring") - 1] == "follow"
+    assert did[3:] == ["follow", "pack"]

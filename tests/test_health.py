@@ -21,6 +21,7 @@ from jobs import ROOT, run_program, towers
 
 import mirrored
 from towers import whereabouts
+from towers.collectives import nccl_watch, process_group
 from towers.failure import EXIT_PREEMPTED
 from towers.health import Health
 from towers.whereabouts import Record
@@ -117,6 +118,48 @@ def test_a_step_has_a_deadline() -> None:
     assert "time.sleep(60)" in str(caught.value)
 
 
+def wait_for_a_gpu(found: str) -> None:
+    """As between GPUs, of which there are none: NCCL finds something while the host waits for the device."""
+
+    class Nccl:
+        def _get_backend(self, device: torch.device) -> Nccl:
+            return self
+
+        def get_error(self) -> Nccl:
+            return self
+
+        name = "SUCCESS"
+
+    options = mirrored.CommunicationOptions(implementation="gloo", timeout_seconds=7)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    nccl_watch.watch(process_group._failures)
+
+    def step() -> None:
+        if strategy.topology.index == 1 and found == "TIMEOUT":
+            with strategy.health.during("saving"):
+                time.sleep(60)
+        strategy.communicator.backend, strategy.communicator._group = "nccl", Nccl()
+        time.sleep(2)
+        Nccl.name = found
+        time.sleep(50)
+
+    strategy.run(step)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ("TIMEOUT", r"CollectiveTimeoutError: tower 0 waited 7 s .*; tower 1 is in step 1, saving, for \d+ s"),
+        ("COMM_ERROR", r"PeerLostError: tower [01] lost its connection to another tower in a collective \(NCCL: COMM"),
+    ],
+)
+def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text: str) -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError, match=text) as caught:
+        mirrored.launch(wait_for_a_gpu, (found,), towers=2, timeout=40)
+    assert "time.sleep(50)" in str(caught.value)
+    assert all(failure.consequence == (found == "COMM_ERROR") for failure in caught.value.failures)
+
+
 def die(strategy: mirrored.Strategy) -> None:
     def step() -> None:
         if strategy.health.step == 3 and strategy.topology.index == 1:
@@ -202,6 +245,45 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
     """With ``sys.exit`` in the place of ``leave`` this is exit code 134 in five of five runs."""
     result = run_program(["-c", LEAVING])
     assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "")
+
+
+CANNOT_LEAVE = """
+import atexit, threading, time
+import torch
+from towers.collectives import process_group
+from towers.collectives.communicator import Alone
+
+class Group:
+    def __del__(self) -> None:  # as NCCL's destructors, which wait for the others, too
+        time.sleep(1000)
+
+def starts_no_threads(self: threading.Thread) -> None:
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+group = Group()
+process_group.leave_process_group = lambda: time.sleep(1000)
+process_group._open.add(communicator := Alone(torch.device("cpu")))
+process_group._LEAVING_SECONDS = 0.3
+process_group._leave_at_exit()
+atexit.register(setattr, threading.Thread, "start", starts_no_threads)
+print("last words")
+{how}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("", 0, "towers: the process groups could not be destroyed within 0 s"),
+        ("communicator.health.exit_code = 75", 75, "towers: the process groups could not be destroyed within 0 s"),
+    ],
+)
+def test_a_tower_that_cannot_leave_the_others_ends(how: str, code: int, said: str) -> None:
+    result = run_program(["-c", CANNOT_LEAVE.replace("{how}", how)], timeout=20)
+    assert (result.returncode, result.stdout) == (code, "last words\n")
+    assert result.stderr.splitlines()[-1].startswith(said)
 
 
 def test_a_job_that_nobody_listens_to_ends_well() -> None:

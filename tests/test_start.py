@@ -21,7 +21,8 @@ from jobs import ROOT, run_program
 
 import mirrored
 from mirrored import cli
-from towers import CannotStartError, become
+from towers import CannotStartError, become, devices
+from towers.collectives import process_group
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
@@ -318,6 +319,31 @@ def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.Captur
         cli.main(["run", *words, REPORT])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_what_nccl_is_asked_to_say_is_not_thrown_away(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for level, said in (("", ""), ("WARN", "NCCL INFO\n")):
+        monkeypatch.setenv("NCCL_DEBUG", level)
+        with process_group._without_greeting():
+            os.write(1, b"NCCL INFO\n")
+        assert capfd.readouterr().out == said
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_mirrored_run_has_a_gpu_for_each_tower_or_says_so(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
+    assert cli._devices(None, None) == cli._devices(gpus, None) == [f"cuda:{i}" for i in range(gpus)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--towers", "3", REPORT])
+    assert ended.value.code == 2
+    said = f"--towers is 3, but this machine has only {gpus} GPU"
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.endswith("for CPU towers say --devices cpu:0,cpu:1,cpu:2\n")
 
 
 @pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])

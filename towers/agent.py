@@ -14,7 +14,6 @@ missing (:mod:`towers.rendezvous`).
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import secrets
@@ -31,6 +30,7 @@ from towers import console, job_control, machine, network, rendezvous, topology
 from towers.agent_logs import TowerLogs
 from towers.cards import JOB_TOKEN
 from towers.errors import TowersError
+from towers.failure import leave
 from towers.job import Job
 from towers.news import News
 from towers.outcome import Outcome, judge
@@ -38,20 +38,12 @@ from towers.supervision import Supervisor
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """What ``python …/towers …`` does: :func:`run`, as :func:`towers.job.agent_command` has written it down."""
-    leave(run(*_parse(arguments)))
+    """What ``python …/towers …`` does: :func:`run`, as :func:`towers.job.agent_command` has written it down.
 
-
-def leave(code: int) -> NoReturn:
-    """End this process at once.
-
-    The interpreter is not taken down first: a thread that comes back from a store meanwhile, as those of
+    The interpreter is not taken down at the end: a thread that comes back from a store meanwhile, as those of
     :mod:`towers.news` do, would abort the process ("terminate called without an active exception").
     """
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
-            stream.flush()
-    os._exit(code)
+    leave(run(*_parse(arguments)))
 
 
 def run(job: Job, program: Sequence[str]) -> int:

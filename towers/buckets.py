@@ -159,6 +159,8 @@ class Bucket:
         self.tail: Tensor | None = None
         self._own_holders = 0
         self._address = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._several_streams = False
 
     def add(self, named: Named) -> DenseSlot:
         """Give a parameter the next aligned place."""
@@ -185,7 +187,8 @@ class Bucket:
 
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
-        self.launched = self._ready = False
+        self.launched = self._ready = self._several_streams = False
+        self._stream = None
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
             slot.filled = None
@@ -194,6 +197,20 @@ class Bucket:
         """Before a backward: how many gradients it can bring."""
         parameters = (slot.parameter for slot in self.slots)
         self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
+
+    def follow(self) -> None:
+        """On a GPU: what now comes is for the current stream, after what came before, perhaps on another.
+
+        Gradients come on the stream on which autograd's node for the parameter was made, which is another one for a
+        part of a model that was made a CUDA graph.
+        """
+        if self.device.type != "cuda":
+            return
+        stream, before = torch.cuda.current_stream(self.device), self._stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+            self._several_streams = True
+        self._stream = stream
 
     def bring(self, slot: DenseSlot, channel: Communicator, scale: float, units: int) -> None:
         """Bring a gradient that was just computed into the buffer, while the cache still holds it."""
@@ -249,6 +266,9 @@ class Bucket:
                     slot.view.mul_(scale)
                 slot.make_pending(gradient)
             else:
+                if self._several_streams and not gradient.is_sparse:  # its memory is free as soon as it is handed out
+                    assert self._stream is not None
+                    gradient.record_stream(self._stream)
                 if scale == 1.0 and not gradient.is_sparse:
                     sources.append(gradient)
                     targets.append(slot.view)

@@ -81,7 +81,13 @@ def check_exist(devices: Sequence[torch.device], gpus: int) -> None:
 
 
 def for_tower(
-    local_index: int, local_size: int, requested: Sequence[torch.device] | None, gpus: int, origin: str
+    local_index: int,
+    local_size: int,
+    requested: Sequence[torch.device] | None,
+    gpus: int,
+    origin: str,
+    *,
+    sees_all: bool = False,
 ) -> torch.device:
     """The device of tower ``local_index`` among the ``local_size`` towers that a launcher started here.
 
@@ -89,12 +95,14 @@ def for_tower(
         requested: what the script or ``TOWERS_DEVICES`` names, or None.
         gpus: how many GPUs this process sees.
         origin: where the number of towers was read, for messages.
+        sees_all: the launcher shows every process all GPUs, not its own one alone.
 
     Raises:
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """
-    if gpus == 1 and local_size > 1 and (requested is None or list(requested) == [torch.device("cuda", 0)]):
+    shown_one = gpus == 1 and local_size > 1 and not sees_all
+    if shown_one and (requested is None or list(requested) == [torch.device("cuda", 0)]):
         # The launcher shows each process its own GPU; if it is the same one after all, the towers find out when
         # they meet.
         return torch.device("cuda", 0)

@@ -7,6 +7,7 @@ reports; under the user's own torchrun the report gives torchrun's summary its t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from towers import topology
 from towers.errors import PeerLostError
@@ -77,11 +78,26 @@ def leave_report(error: Exception, trace: str) -> None:
     Args:
         trace: where the process was.
     """
+    _give_way(error)
     if path := os.environ.get(ERROR_FILE):
         with open(path, "w") as file:
             json.dump(report(error, trace), file)
     if topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _give_way(error: BaseException) -> None:
+    """Let the launcher, which is about to end this process, first see whose failure was the cause."""
+    if is_peer_lost(error):
+        time.sleep(_LAUNCHER_SECONDS)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without taking the interpreter down."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def details(data: object) -> dict[str, Any]:
@@ -114,9 +130,7 @@ def leave_report_on_failure(*, quiet: bool) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
-            if is_peer_lost(error):
-                # The launcher is about to see who failed first, and to end this process.
-                time.sleep(_LAUNCHER_SECONDS)
+            _give_way(error)
             with open(path, "w") as file:
                 json.dump(report(error), file)
             if quiet:

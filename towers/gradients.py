@@ -110,7 +110,7 @@ class GradientAverager:
         self._released_keys: list[int] = []
         self.generation = 0
         self.buckets: list[Bucket] = []
-        self._flags_apart = channel.device.type == "cuda"
+        self._on_gpu = channel.device.type == "cuda"
         self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
         self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
@@ -348,6 +348,8 @@ class GradientAverager:
         bucket = slot.bucket
         if bucket.launched:
             self._refuse_late(slot)
+        if self._on_gpu:
+            bucket.follow()
         if slot.large:
             self._bring(slot)
         if slot.arrived:
@@ -407,10 +409,12 @@ class GradientAverager:
 
     @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
+        if self._on_gpu:
+            bucket.follow()
         if self._watch is not None:
             self._watch.look(bucket.slots)
         scale = 1.0 if self._by_tree else self._scale
-        buffer = bucket.pack(self._channel, scale, touched, self._units, tail=not self._flags_apart)
+        buffer = bucket.pack(self._channel, scale, touched, self._units, tail=not self._on_gpu)
         together = self._by_tree or self.scatters
         self._started.append((bucket, None if together else self._channel.start_average(buffer)))
 
@@ -461,7 +465,7 @@ class GradientAverager:
         started, self._started = self._started, []
         buckets = [bucket for bucket, _ in started]
         tails: list[Tail] = []
-        if self._flags_apart:
+        if self._on_gpu:
             self._flags_under_way, tails = flags.exchange(self._channel, buckets, touched)
         for _, pending in started:
             if pending is not None:
@@ -470,7 +474,7 @@ class GradientAverager:
             self._channel.sum_by_tree([bucket.buffer for bucket in buckets if bucket.buffer is not None])
         if self.scatters and self._scatter is not None and not self._by_tree:
             tails = [flags.known(tail) for tail in self._scatter.reduce(buckets)]
-        elif not self._flags_apart:
+        elif not self._on_gpu:
             tails = [flags.known(bucket.tail) for bucket in buckets]
         for bucket, tail in zip(buckets, tails, strict=True):
             bucket.settle(tail)

@@ -34,6 +34,7 @@ class Health:
         phase: what the tower does now; empty where it is in the script's own code.
         record: where others read it; None where there are no others, and nothing is written.
         heartbeat: asks the other towers where they are, where there are any.
+        exit_code: what this tower is about to end with, without having failed.
     """
 
     def __init__(self, record: Record | None = None) -> None:
@@ -41,6 +42,7 @@ class Health:
         self.phase = ""
         self.record = record
         self.heartbeat: Heartbeat | None = None
+        self.exit_code = 0
         self._running = False
 
     def enter(self, phase: str) -> None:

@@ -69,7 +69,7 @@ def launch(
             functions from cells). A script that calls ``launch`` needs ``if __name__ == "__main__":``.
         args, kwargs: its arguments; tensors travel by value, each tower gets its own.
         towers: how many; default: as many as ``devices``, else 2.
-        devices: one device per tower; default: GPUs, else CPUs.
+        devices: one device per tower; default: GPUs, or CPUs where there is none.
         timeout: seconds for the whole call, default 3,600; ``float("inf")`` for no limit.
 
     Returns:

@@ -6,19 +6,24 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: type | tuple[()] = ()) -> Any:
     """The same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
 
     Mappings come back as the type they were where that takes a dict (else as dict), named tuples as
     themselves.
+
+    Args:
+        whole: a type whose instances are leaves, too.
     """
+    if isinstance(tree, whole):
+        return fn(tree)
     if isinstance(tree, Mapping):
-        mapped = {key: map_leaves(fn, value) for key, value in tree.items()}
+        mapped = {key: map_leaves(fn, value, whole) for key, value in tree.items()}
         return like(tree, mapped)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, value) for value in tree))
+        return type(tree)(*(map_leaves(fn, value, whole) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)([map_leaves(fn, value) for value in tree])
+        return type(tree)([map_leaves(fn, value, whole) for value in tree])
     return fn(tree)
 
 

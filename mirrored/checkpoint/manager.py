@@ -22,7 +22,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.observer import observer
 from mirrored.strategy import Strategy
 from towers.collectives.agreement import announce
-from towers.failure import signal_name
+from towers.failure import EXIT_PREEMPTED, signal_name
 from towers.log import get_logger
 
 log = get_logger("mirrored")
@@ -335,6 +335,7 @@ class CheckpointManager:
             log.info(
                 "stopped by %s after step %d, which is saved; the same command goes on from there", reason, self.steps
             )
+        self._strategy.health.exit_code = EXIT_PREEMPTED
         raise Preempted(self.steps)
 
 

@@ -40,7 +40,9 @@ def distribute(
         return _from_loader(comm, cut, known, dataset, global_batch_size, seed)
     _check_batch_size(global_batch_size)
     assert global_batch_size is not None
-    pinned = comm.device.type == "cuda"
+    # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers lies
+    # on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
+    pinned = comm.device.type == "cuda" and num_workers > 0
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ValueError("an IterableDataset has an order of its own: shuffle inside it")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from mirrored.data.shares import Share
 from towers import tree as trees
@@ -16,33 +19,60 @@ Batch = tuple[Any, Share]
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches with their tensors on ``device``.
 
-    On a GPU the next batch is copied on a stream of its own while the current one is used (from pinned memory
-    the copy really runs beside); on the CPU nothing is done.
+    On a GPU the next batch is copied on a stream of its own while the current one is used (from pinned memory, so that
+    the copy really runs beside); on the CPU nothing is done. What is no strided tensor of the CPU is moved when the
+    batch is handed over.
     """
     if device.type == "cpu":
         yield from batches
         return
-    side = torch.cuda.Stream(device)
-    upcoming: Batch | None = None
+    side = _side_stream(device)
+    upcoming: tuple[Batch, torch.cuda.Event] | None = None
     for batch, share in batches:
         with torch.cuda.stream(side):
-            moved = trees.map_leaves(lambda leaf: _copy(leaf, device), batch)
+            moved = _map(lambda leaf: _copy_ahead(leaf, device), batch)
+            copied = side.record_event()
         if upcoming is not None:
-            yield _hand_over(upcoming, side, device)
-        upcoming = moved, share
+            yield _hand_over(*upcoming, device)
+        upcoming = (moved, share), copied
     if upcoming is not None:
-        yield _hand_over(upcoming, side, device)
+        yield _hand_over(*upcoming, device)
 
 
-def _copy(leaf: Any, device: torch.device) -> Any:
-    return leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all epochs: memory that was allocated on a stream is used again on that stream only."""
+    return torch.cuda.Stream(device)
 
 
-def _hand_over(batch: Batch, side: torch.cuda.Stream, device: torch.device) -> Batch:
+def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
+    """A packed sequence is moved whole: it keeps its batch sizes on the CPU."""
+    return trees.map_leaves(fn, batch, whole=PackedSequence)
+
+
+def _copy_ahead(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return leaf.to(device, non_blocking=True)  # type: ignore[arg-type]
+    return _pinned(leaf).to(device, non_blocking=True) if _is_plain(leaf, "cpu") else leaf
+
+
+def _is_plain(leaf: Any, kind: str) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+
+def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
     """Let the model's stream wait for the copy, and keep the memory until the model has used it."""
     stream = torch.cuda.current_stream(device)
-    stream.wait_stream(side)
+    stream.wait_event(copied)
     for leaf in trees.leaves(batch[0]):
-        if isinstance(leaf, torch.Tensor):
+        if _is_plain(leaf, device.type):
             leaf.record_stream(stream)
-    return batch
+    return _map(lambda leaf: _move(leaf, device), batch[0]), batch[1]
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, (Tensor, PackedSequence)) else leaf  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,13 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers import handshake, machine, network
+from towers import failure, handshake, machine, network
 from towers.cards import Card
+from towers.collectives import nccl_watch
 from towers.collectives.communicator import Communicator, Pending
 from towers.failure import is_peer_lost
+from towers.log import get_logger
 from towers.options import CommunicationOptions
 from towers.topology import Topology
 from towers.waiting import connection_lost, timeout_error
+
+log = get_logger("towers")
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -33,6 +38,9 @@ _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "prod": dist.ReduceOp.PRODUCT,
 }
+
+# The second is its name in older versions of torch, deprecated in 2.13.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -63,15 +71,20 @@ class ProcessGroupCommunicator(Communicator):
         return _Started(self, dist.all_reduce(sent, self._average, self._group, async_op=True), tensor, sent)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         with self.explained():
-            dist.all_gather(list(gathered.unbind(0)), tensor, group=self._group)
-        return gathered
+            return self._gather(tensor, async_op=False)[1]
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
-        rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        work = dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=True)
+        work, rows = self._gather(tensor, async_op=True)
         return _Started(self, work, tensor, tensor), rows
+
+    def _gather(self, tensor: Tensor, *, async_op: bool) -> tuple[Any, Tensor]:
+        rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if self.backend == "nccl" and tensor.is_cuda:
+            # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
+            whole = tensor.contiguous().view(-1)
+            return _all_gather_single(rows.view(-1), whole, group=self._group, async_op=async_op), rows
+        return dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=async_op), rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         given = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -116,6 +129,19 @@ class ProcessGroupCommunicator(Communicator):
     def close(self) -> None:
         self._group = None
 
+    def failure(self) -> Exception | None:
+        """What NCCL has found out while no host was waiting for it."""
+        group = self._group
+        if self.backend != "nccl" or group is None:
+            return None
+        found = group._get_backend(self.device).get_error().name
+        if found == "SUCCESS":
+            return None
+        me = self.towers[self.index]
+        if found == "TIMEOUT":
+            return timeout_error(self.health, me, self._timeout.total_seconds())
+        return connection_lost(self.health, me, RuntimeError(f"NCCL: {found}"))
+
 
 class _Started:
     """The average of ``tensor``, which travels as ``sent``."""
@@ -134,6 +160,15 @@ class _Started:
 
 _open: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet()
 """Communicators that hold a group, which is only really destroyed when nobody holds it."""
+
+
+def _failures() -> Iterator[Exception | None]:
+    try:
+        communicators = list(_open)
+    except RuntimeError:  # one was added meanwhile
+        return
+    for communicator in communicators:
+        yield communicator.failure()
 
 
 def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> ProcessGroupCommunicator:
@@ -160,6 +195,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     if backend == "nccl":
         _choose_algorithm(options.algorithm)
         torch.cuda.set_device(device)
+        nccl_watch.watch(_failures)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
             raise ValueError(
@@ -299,7 +335,13 @@ def _choose_network(topology: Topology, cards: list[Card]) -> None:
 
 @contextlib.contextmanager
 def _without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there."""
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there.
+
+    Not where NCCL is to write there, for who looks for what is wrong.
+    """
+    if os.environ.get("NCCL_DEBUG"):
+        yield
+        return
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -311,19 +353,43 @@ def _without_greeting() -> Iterator[None]:
         os.close(nowhere)
 
 
+_LEAVING_SECONDS = 60.0
+
+
 def _leave_at_exit() -> None:
     """Leave the group before the interpreter is taken down.
 
     Gloo's threads may still let go of the last collective's tensors, for which they need the interpreter; a
     process that ends while they do is aborted (seen with torch 2.13). Destroying the groups joins them.
+
+    NCCL waits for all towers then, also for one that is gone or has more to do, and for CUDA graphs that hold
+    collectives. Its destructors would, too, so a process that cannot leave in time ends without them.
     """
+    ending = threading.Event()
+
+    def leave_when_ending() -> None:
+        ending.wait()
+        leave_process_group()
+
+    # Started now: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
+    leaving = threading.Thread(target=leave_when_ending, name="towers-leave", daemon=True)
+    leaving.start()
 
     def leave() -> None:
-        failed = getattr(sys, "last_value", None) is not None
-        leaving = threading.Thread(target=leave_process_group, name="towers-leave", daemon=True)
-        leaving.start()
-        # After a failure a collective may wait for a peer that is gone: the program ends nevertheless.
-        leaving.join(1.0 if failed else None)
+        error = getattr(sys, "last_value", None)  # its report has been written by now
+        told = max((communicator.health.exit_code for communicator in list(_open)), default=0)
+        ending.set()
+        leaving.join(_LEAVING_SECONDS if error is None else 1.0)
+        if not leaving.is_alive():
+            return
+        if error is None:
+            log.warning(
+                "the process groups could not be destroyed within %.0f s: another tower has not ended yet, or there is "
+                "a CUDA graph that holds collectives (delete it before the program ends); ending without it",
+                _LEAVING_SECONDS,
+            )
+            failure.leave(told)  # a SystemExit's own code cannot be seen here
+        failure.leave(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
     atexit.register(leave)
 
