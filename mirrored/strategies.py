@@ -16,7 +16,7 @@ from mirrored.mirror_check import DEFAULT_INTERVAL
 from mirrored.observer import observer
 from mirrored.strategy import Strategy
 from towers import Topology, become, devices, failure, lifeline, machine
-from towers.collectives import process_group
+from towers.collectives import default_group
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connect import connect
 from towers.devices import Device
@@ -179,7 +179,7 @@ def _find_towers(
         if device.type == "cpu" and topology.size > 1:
             machine.keep_freed_memory()
         return topology, connect(topology, _use(device), options)
-    process_group.refuse_unknown_peers()
+    default_group.refuse_unknown_peers()
     if chosen is not None:
         devices.check_exist(chosen, gpus)
     chosen = chosen or devices.visible(gpus)

@@ -29,7 +29,7 @@ from mirrored.cluster import (
     slurm,
 )
 from towers import HandshakeError, PortInUseError, StartupError, devices, handshake
-from towers.collectives import process_group
+from towers.collectives import default_group
 from towers.job import Job, agent_command
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
@@ -329,9 +329,9 @@ def test_row_23_versions_differ(what: str) -> None:
 
 def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
     card = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
-    text = process_group.compare_towers(1, card, 0, card)
+    text = default_group.compare_towers(1, card, 0, card)
     assert text.startswith("tower 1 (on h) and tower 0 (on h) use the same GPU, cuda:0")
-    assert process_group.compare_towers(1, {**card, "machine": "other"}, 0, card) is None
+    assert default_group.compare_towers(1, {**card, "machine": "other"}, 0, card) is None
 
 
 def test_slurm_variables() -> None:

@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 from mirrored.cluster import TorchrunClusterResolver
 from towers import HandshakeError, StartupError, cards, handshake
 from towers.cards import JOB_TOKEN
-from towers.collectives import process_group
+from towers.collectives import default_group
 from towers.job import Job, agent_command
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
@@ -218,7 +218,7 @@ def test_the_token_is_never_sent(store: TCPStore) -> None:
 
 def test_options_that_differ_are_named() -> None:
     card = {"options": {"timeout_seconds": 1}, "host": "h", "machine": "m", "device": "cpu", "gpu": None}
-    text = process_group.compare_towers(1, {**card, "options": {"timeout_seconds": 2}}, 0, card)
+    text = default_group.compare_towers(1, {**card, "options": {"timeout_seconds": 2}}, 0, card)
     assert text == (
         "different communication options: {'timeout_seconds': 2} on tower 1 (on h), {'timeout_seconds': 1} on tower 0 "
         "(on h)"

@@ -132,7 +132,7 @@ def wait_for_a_gpu(found: str) -> None:
 
     options = mirrored.CommunicationOptions(implementation="gloo", timeout_seconds=7)
     strategy = mirrored.MirroredStrategy(communication=options)
-    nccl_watch.watch(process_group._failures)
+    nccl_watch.watch(process_group.failures)
 
     def step() -> None:
         if strategy.topology.index == 1 and found == "TIMEOUT":
@@ -250,7 +250,7 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
 CANNOT_LEAVE = """
 import atexit, threading, time
 import torch
-from towers.collectives import process_group
+from towers.collectives import leaving, process_group
 from towers.collectives.communicator import Alone
 
 class Group:
@@ -261,10 +261,10 @@ def starts_no_threads(self: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 group = Group()
-process_group.leave_process_group = lambda: time.sleep(1000)
-process_group._open.add(communicator := Alone(torch.device("cpu")))
-process_group._LEAVING_SECONDS = 0.3
-process_group._leave_at_exit()
+leaving.leave_process_group = lambda: time.sleep(1000)
+process_group.open_communicators.add(communicator := Alone(torch.device("cpu")))
+leaving._LEAVING_SECONDS = 0.3
+leaving.leave_at_exit()
 atexit.register(setattr, threading.Thread, "start", starts_no_threads)
 print("last words")
 {how}

@@ -8,7 +8,7 @@ import os
 import torch
 
 from towers import machine
-from towers.collectives import process_group, shared_memory
+from towers.collectives import default_group, shared_memory
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.process_group import ProcessGroupCommunicator
@@ -25,7 +25,7 @@ log = get_logger("towers")
 
 
 def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
-    """Meet the other towers: :func:`towers.collectives.process_group.connect`, and share memory where that can be.
+    """Meet the other towers: :func:`towers.collectives.default_group.connect`, and share memory where that can be.
 
     Raises:
         StartupError: ``options`` ask for shared memory, and the towers cannot have it.
@@ -34,7 +34,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     record = _record()
     health = Health(record)
     health.enter("meeting the other towers")
-    group = process_group.connect(topology, device, options)
+    group = default_group.connect(topology, device, options)
     group.health = health
     if group.size > 1:
         health.heartbeat = Heartbeat(health, record, topology)
