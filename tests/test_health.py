@@ -248,7 +248,7 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
 
 
 CANNOT_LEAVE = """
-import atexit, threading, time
+import atexit, sys, threading, time
 import torch
 from towers.collectives import leaving, process_group
 from towers.collectives.communicator import Alone
@@ -264,7 +264,7 @@ group = Group()
 leaving.leave_process_group = lambda: time.sleep(1000)
 process_group.open_communicators.add(communicator := Alone(torch.device("cpu")))
 leaving._LEAVING_SECONDS = 0.3
-leaving.leave_at_exit()
+leaving.leave_at_exit(may_hang=True)
 atexit.register(setattr, threading.Thread, "start", starts_no_threads)
 print("last words")
 {how}
@@ -277,6 +277,8 @@ print("last words")
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         ("", 0, "towers: the process groups could not be destroyed within 0 s"),
+        ("sys.exit(3)", 3, "towers: the process groups could not be destroyed within 0 s"),
+        ("sys.exit('no data')", 1, "towers: the process groups could not be destroyed within 0 s"),
         ("communicator.health.exit_code = 75", 75, "towers: the process groups could not be destroyed within 0 s"),
     ],
 )

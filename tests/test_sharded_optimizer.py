@@ -400,6 +400,26 @@ def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.Capture
     assert "cannot be had" not in capfd.readouterr().err
 
 
+def ask_on_the_chief_after_three_models() -> int:
+    strategy = strategy_of(True)
+    for _ in range(3):
+        model = mlp()
+        strategy.mirror(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)  # which has no state
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+    return len(optimizer.state_dict()["param_groups"]) if strategy.is_chief else 0
+
+
+def test_the_chief_alone_can_ask_where_other_windows_have_lain() -> None:
+    with at_most(20):
+        assert launch(ask_on_the_chief_after_three_models) == [1, 0]
+
+
 def come_for_nothing_that_has_a_name() -> str:
     meeting = strategy_of(True).engine.averager._channel.windows.meeting
     meeting.meet_for("tries")

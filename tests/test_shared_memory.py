@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import mirrored
 from towers import errors as towers_errors
+from towers.collectives import values, windows
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.shared_memory import SharedMemoryCommunicator
 
@@ -277,6 +279,47 @@ def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
         assert second.pop(0) == [2.0]
     assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
     assert "InterruptError" in second[0]
+    assert all("tower 1 is out of step with the others" in text for text in second[1:])
+
+
+def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
+    """Tower 0 fails between two stages of what towers do together; both go on with all-reduces."""
+    comm = strategy.communicator
+    own: Any = comm.all_gather(torch.zeros(1))  # all have come to this line
+    if comm.index == 0:
+        if where == "average":
+            windows.add_by_tree = windows.reduce_into = interrupted_call
+        else:
+            values.all_reduce_together = values.join = interrupted_call
+    window = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
+    found = []
+    for _ in range(3):
+        try:
+            if where == "average":
+                comm.start_average(window).wait()
+            elif where == "reduce":
+                own = strategy.reduce("sum", torch.ones(1000))
+            else:
+                own = strategy.gather(torch.ones(1000))
+            found.append("done")
+        except (InterruptError, towers_errors.TowersError) as error:
+            found.append(str(error) or type(error).__name__)
+    del own
+    time.sleep(1.5)
+    return found
+
+
+def interrupted_call(*args: object, **kwargs: object) -> None:
+    raise InterruptError
+
+
+@pytest.mark.parametrize("where", ["average", "reduce", "gather"])
+def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
+    with at_most(20):
+        first, second = towers(fail_between, where)
+    assert first[0] == "InterruptError"
+    assert all("tower 0 is out of step with the others" in text for text in first[1:])
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
     assert all("tower 1 is out of step with the others" in text for text in second[1:])
 
 

@@ -65,6 +65,20 @@ def waited_in_vain(
     )
 
 
+def out_of_step(tower: int, cause: BaseException) -> TowersError:
+    """The error of ``tower`` in every collective after one that ended in ``cause``."""
+    kind = PeerLostError if isinstance(cause, PeerLostError) else TowersError
+    return kind(
+        f"tower {tower} is out of step with the others since a collective ended in an exception ({in_words(cause)}): "
+        "nothing further can be done together; start again from the last checkpoint"
+    )
+
+
+def in_words(error: BaseException) -> str:
+    """The type of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 class MirrorError(TowersError):
     """The towers' models are not mirror images: names, shapes, dtypes, order or values differ."""
 

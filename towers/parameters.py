@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.buckets import DenseSlot
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import Communicator, as_bytes, whole_call
 from towers.gradients import GradientAverager
 from towers.layout import ALONE, holders, view_like
 from towers.shards import Shard, ranges
@@ -135,6 +135,14 @@ class SharedParameters(Exchange):
         mine = ranges(shards[index])
 
         def spread() -> None:
+            with whole_call(self._windows.meeting):
+                without = write()
+            if without:
+                rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]
+                GatheredParameters(self._channel).plan(rest)()
+
+        def write() -> set[int]:
+            """Write this tower's shards into the others' parameters; returns the buckets that have no window."""
             without = set()
             for bucket, key in keys.items():
                 tensors = self._windows.reach(key)
@@ -146,8 +154,6 @@ class SharedParameters(Exchange):
                         other[start:end].copy_(tensors[index][start:end])
             self._windows.meeting.meet()
             self._windows.withdraw()
-            if without:
-                rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]
-                GatheredParameters(self._channel).plan(rest)()
+            return without
 
         return spread

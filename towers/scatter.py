@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from towers.buckets import Bucket
-from towers.collectives.communicator import Communicator
+from towers.collectives.communicator import Communicator, whole_call
 from towers.collectives.windows import Windows, part
 from towers.layout import flatten_real
 
@@ -42,6 +42,10 @@ class Scatter:
 
     def reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Average this tower's part of packed buckets; returns the sum of all towers' tails of each."""
+        with whole_call(self._windows.meeting):
+            return self._reduce(buckets)
+
+    def _reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         self._windows.meeting.meet_for("averages gradients")
         self._owed = True
         tails = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from mirrored.data.shares import Share
@@ -57,7 +58,8 @@ def _copy_ahead(leaf: Any, device: torch.device) -> Any:
 
 
 def _is_plain(leaf: Any, kind: str) -> bool:
-    return isinstance(leaf, Tensor) and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
+    known = type(leaf) in (Tensor, Parameter)  # others may have ways of their own
+    return known and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _pinned(tensor: Tensor) -> Tensor:

@@ -27,13 +27,13 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
     """See that :func:`reduce_into` can do it, before anybody waits for the result.
 
     Raises:
-        ArgumentError: torch cannot (``max`` of complex numbers, the mean of booleans, …).
+        ArgumentError: there is no such operation, or none for ``dtype`` (``max`` of complex numbers, …).
     """
     parts = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(2)]
     try:
         reduce_into(parts[0], parts, op)
-    except RuntimeError as error:
-        raise ArgumentError(f"{op} of {dtype}: {error}") from None
+    except (RuntimeError, KeyError) as error:
+        raise ArgumentError(f"{op} of {dtype} cannot be had: {error}") from None
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:

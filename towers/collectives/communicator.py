@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -17,19 +18,41 @@ from towers.health import Health
 if TYPE_CHECKING:
     from towers.collectives.windows import Windows
 
-_C = TypeVar("_C", bound="Communicator")
+_C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def whole(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
-    """For a collective of several stages: one that ends in an exception has left this tower out of step.
+class Together(Protocol):
+    """What can be broken off."""
+
+    def check_whole(self) -> None: ...
+
+    def break_off(self, error: BaseException) -> None: ...
+
+
+@contextlib.contextmanager
+def whole_call(target: Together) -> Iterator[None]:
+    """Around several collectives, or the stages of one: who leaves them by an exception is out of step with the others.
 
     But for what all towers raise at the same stage: :class:`DisagreementError` and :class:`ArgumentError`.
     """
+    target.check_whole()
+    try:
+        yield
+    except (DisagreementError, ArgumentError):
+        raise
+    except BaseException as error:
+        target.break_off(error)
+        raise
+
+
+def whole(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
+    """As :func:`whole_call` around a method, in less time."""
 
     @functools.wraps(collective)
     def wrapper(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        self.check_whole()
         try:
             return collective(self, *args, **kwargs)
         except (DisagreementError, ArgumentError):
@@ -123,6 +146,7 @@ class Communicator(ABC):
         """Give row i to tower i; returns, in tower order, what the towers gave to this one: shape ``(size, *row)``."""
         return self.all_gather(rows)[:, self.index].contiguous()
 
+    @whole
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
         """Add up flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
 
@@ -145,6 +169,7 @@ class Communicator(ABC):
     def channel(self) -> Communicator:
         """A second communicator of the same towers, whose collectives never meet this one's."""
 
+    @whole
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only.
 
@@ -166,6 +191,13 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Return when all towers have called it."""
         self.all_gather_bytes(b"")
+
+    def check_whole(self) -> None:  # noqa: B027  (a backend notices for itself)
+        """See that this tower may go on.
+
+        Raises:
+            TowersError: it broke off a collective.
+        """
 
     def break_off(self, error: BaseException) -> None:  # noqa: B027  (a backend notices for itself)
         """This tower gives up a collective half-way, because of ``error``: nothing further can be done together.

@@ -70,7 +70,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    leave_at_exit()
+    leave_at_exit(may_hang=backend == "nccl")
     return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout, options.wire_dtype)
 
 

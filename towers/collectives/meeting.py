@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import DisagreementError, PeerLostError, TowersError
+from towers.errors import DisagreementError, PeerLostError, TowersError, in_words, out_of_step
 from towers.health import Health
 from towers.waiting import last_seen, timeout_error
 
@@ -102,13 +102,8 @@ class Meeting:
     def break_off(self, error: BaseException) -> None:
         """This tower gives up what the towers were doing together, because of ``error``, and comes no more."""
         if self._broken is None:
-            cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            kind = PeerLostError if isinstance(error, PeerLostError) else TowersError
-            self._broken = kind(
-                f"tower {self._towers[self._index]} is out of step with the others since a collective ended in an "
-                f"exception ({cause}): nothing further can be done together; start again from the last checkpoint"
-            )
-            text = cause.encode()[: BOARD_BYTES - 2 * _TEXT]
+            self._broken = out_of_step(self._towers[self._index], error)
+            text = in_words(error).encode()[: BOARD_BYTES - 2 * _TEXT]
             self._farewells[self._index][: len(text)] = text
 
     def meet_for(self, purpose: str) -> None:

@@ -80,6 +80,7 @@ class SharedMemoryCommunicator(Communicator):
         self._queue.append(tensor)
         return Deferred(self.finish_started)
 
+    @whole
     def finish_started(self) -> None:
         """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
         queue, self._queue = self._queue, []
@@ -87,6 +88,7 @@ class SharedMemoryCommunicator(Communicator):
             for tensor in self.windows.average(queue):
                 self.all_reduce(tensor.mul_(1.0 / self.size))
 
+    @whole
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
         super().sum_by_tree(self.windows.sum_by_tree(tensors))
 
@@ -94,7 +96,6 @@ class SharedMemoryCommunicator(Communicator):
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
         """Every tower's half of the staging area whose turn it is, as tensors."""
-        self._meeting.check_whole()
         halves = self._staging.get((dtype, numel))
         if halves is None:
             if len(self._staging) > 64:
@@ -107,17 +108,17 @@ class SharedMemoryCommunicator(Communicator):
         self._half ^= 1
         return halves[self._half]
 
-    @whole
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         if tensor.numel() == 0:
             return
-        if not tensor.is_contiguous():
-            dense = tensor.contiguous()
-            self.all_reduce(dense, op)
-            tensor.copy_(dense)
-            return
         check_reducible(op, tensor.dtype)
-        flat = tensor.detach().view(-1)
+        dense = tensor.detach().contiguous()
+        self._all_reduce_flat(dense.view(-1), op)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    @whole
+    def _all_reduce_flat(self, flat: Tensor, op: str) -> None:
         if flat.nbytes <= _ALONE:
             slots = self._slots(flat.dtype, flat.numel())
             slots[self.index].copy_(flat)
@@ -226,10 +227,14 @@ class SharedMemoryCommunicator(Communicator):
                 piece = taken[tower][start : start + room]
                 piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
 
-    @whole
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         dense = tensor.detach().contiguous()
-        data = as_bytes(dense)
+        self._broadcast_bytes(as_bytes(dense), source)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    @whole
+    def _broadcast_bytes(self, data: Tensor, source: int) -> None:
         for piece in data.split(_HALF) if data.numel() else ():
             slot = self._slots(torch.uint8, piece.numel())[source]
             if self.index == source:
@@ -237,11 +242,12 @@ class SharedMemoryCommunicator(Communicator):
             self._meeting.meet()
             if self.index != source:
                 piece.copy_(slot)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
 
     def barrier(self) -> None:
         self._meeting.meet()
+
+    def check_whole(self) -> None:
+        self._meeting.check_whole()
 
     def break_off(self, error: BaseException) -> None:
         self._meeting.break_off(error)

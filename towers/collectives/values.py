@@ -17,7 +17,7 @@ from torch import Tensor
 
 from towers import tree as trees
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import Communicator, as_bytes, whole_call
 from towers.errors import DisagreementError
 
 Axis = int | tuple[int, ...] | None
@@ -87,7 +87,7 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
     call = f"reduce({op!r}, axis={axis})"
     described, bodies = _exchange(comm, call, trees.structure(tree), prepare, local)
     _check_equal(call, described, lambda leaf: leaf[:2])
-    totals = _combine(comm, op, local, bodies)
+    totals = _combine(comm, op, local) if bodies is None else _combine_here(op, local, bodies)
     results = []
     for i, (leaf, total) in enumerate(zip(values, totals, strict=True)):
         count = sum(leaves[i][2] for leaves in described) if op == "mean" else None
@@ -125,9 +125,10 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 
     _check_equal(call, described, fixed)
     results = []
-    for i, leaf in enumerate(values):
-        shapes = [leaves[i][1] for leaves in described]
-        results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
+    with whole_call(comm):
+        for i, leaf in enumerate(values):
+            shapes = [leaves[i][1] for leaves in described]
+            results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
     return _refill(tree, results)
 
 
@@ -206,14 +207,17 @@ def _finish(op: str, original: Tensor, total: Tensor, count: int | None) -> Tens
     return total.to(original.dtype)
 
 
-def _combine(comm: Communicator, op: str, local: list[Tensor], bodies: list[bytes] | None) -> list[Tensor]:
-    """Reduce the towers' contributions: those that rode in the message here, others by one collective a dtype."""
-    basic = "sum" if op == "mean" else op
-    if bodies is not None:
-        combine: Any = {"sum": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[basic]
-        towers = [_unpack(body, local) for body in bodies]
-        return [combine(torch.stack(parts), dim=0) for parts in zip(*towers, strict=True)]
-    return all_reduce_together(comm, basic, local)
+def _combine_here(op: str, local: list[Tensor], bodies: list[bytes]) -> list[Tensor]:
+    """Reduce the towers' contributions, which rode in the message."""
+    combine: Any = {"sum": torch.sum, "mean": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[op]
+    towers = [_unpack(body, local) for body in bodies]
+    return [combine(torch.stack(parts), dim=0) for parts in zip(*towers, strict=True)]
+
+
+def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
+    """Reduce the towers' contributions, by one collective a dtype."""
+    with whole_call(comm):
+        return all_reduce_together(comm, "sum" if op == "mean" else op, local)
 
 
 def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:

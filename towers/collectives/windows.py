@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree, reduce_into
+from towers.collectives.communicator import whole_call
 from towers.collectives.meeting import Meeting
 from towers.collectives.segment import Segment
 from towers.log import get_logger
@@ -33,6 +34,8 @@ they go over all of the tensor: then an optimizer that updates the part computes
 
 KEYS = 4096
 """Windows have keys from 0 to this; with higher ones there is no memory to be had."""
+
+_REFUSED = -1  # in the place of a size: memory that could not be had; 0: nothing lies there
 
 _ENTRY = 3  # integers of a window's entry: how often it was made anew, its file, its size in bytes
 TABLE_BYTES = 8 * _ENTRY * KEYS
@@ -98,7 +101,7 @@ class Windows:
         try:
             segment = Segment.create(numel * dtype.itemsize, reserve=True)
         except OSError as error:
-            entry[0], entry[2] = entry[0] + 1, 0
+            entry[0], entry[2] = entry[0] + 1, _REFUSED
             self._say_once(numel * dtype.itemsize, str(error))
             return None
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
@@ -118,7 +121,7 @@ class Windows:
     def piece(self, key: int, start: int, numel: int) -> Tensor | None:
         """A part of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
         window = self._windows.get(key)
-        if window is None or window.segment is None or not self._tables[self._index][_ENTRY * key + 2]:
+        if window is None or window.segment is None or self._tables[self._index][_ENTRY * key + 2] <= 0:
             return None
         return window.segment.tensor(window.dtype, numel, start * window.dtype.itemsize)
 
@@ -140,16 +143,17 @@ class Windows:
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
         at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
         windows = [at.get(tensor.data_ptr()) for tensor in tensors]
-        self.meeting.meet()
-        within = [window if window is not None and self._reach_together(window) else None for window in windows]
-        for window in within:
-            if window is not None:
-                for pieces in window.pieces:
-                    first, *others = pieces
-                    reduce(first, pieces)
-                    for other in others:
-                        other.copy_(first)
-        self.meeting.meet()
+        with whole_call(self.meeting):
+            self.meeting.meet()
+            within = [window if window is not None and self._reach_together(window) else None for window in windows]
+            for window in within:
+                if window is not None:
+                    for pieces in window.pieces:
+                        first, *others = pieces
+                        reduce(first, pieces)
+                        for other in others:
+                            other.copy_(first)
+            self.meeting.meet()
         self.withdraw()
         return [tensor for tensor, window in zip(tensors, within, strict=True) if window is None]
 
@@ -174,7 +178,9 @@ class Windows:
             known, block = self._blocks.get((key, tower), (0, None))
             if version != known:
                 self.newly_reached = True
-                if not nbytes:
+                if nbytes == 0:  # another window lay there
+                    block = None
+                elif nbytes == _REFUSED:
                     block = torch.empty(0, dtype=torch.uint8, device="cpu")
                 elif tower == self._index:
                     window = self._windows[key]
