@@ -89,6 +89,10 @@ class Scatter:
 
     def complete(self) -> None:
         """Get the others' parts of what was reduced. All towers call it, or none."""
+        with whole_call(self._windows.meeting):
+            self._complete()
+
+    def _complete(self) -> None:
         apart = _apart([bucket for bucket, _ in self._scattered])
         for gradient, view, start, end in apart:
             view[start:end].copy_(gradient[start:end])
