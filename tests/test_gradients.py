@@ -466,7 +466,7 @@ def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]
         strategy.run(lambda model=model: (model.weight * (r + 1)).sum().backward())
         found.append(float(model.weight.grad))
         del model
-    return found, len(strategy.engine.averager._slots)
+    return found, len(strategy.engine.averager._layout.slots)
 
 
 def test_models_that_are_gone_are_forgotten() -> None:
@@ -649,7 +649,7 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
 
 
 def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
-    strategy.engine.averager._flags_apart = True  # as between GPUs
+    strategy.engine.averager._on_gpu = True  # as between GPUs
     return fn(strategy)
 
 

@@ -41,10 +41,11 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from towers import flags
-from towers.buckets import Bucket, DenseSlot, lay_out
+from towers.buckets import Bucket, DenseSlot
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.flags import Tail
+from towers.gradient_layout import Layout
 from towers.health import AVERAGING, BACKWARD
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
@@ -81,7 +82,6 @@ class GradientAverager:
 
     Attributes:
         generation: counts the layouts of buckets.
-        buckets: of the present layout.
     """
 
     def __init__(
@@ -102,18 +102,22 @@ class GradientAverager:
         self._is_aside = False
         self._by_tree = False
         self._hooks: list[Callable[[], None]] = []
-        self._slots: list[Slot] = []
         self._arrivals: list[str] | None = None  # of the first backward, until their order is known
         self._any_unsynced = False
         self._next_key = 0
         self._free_keys: list[int] = []
         self._released_keys: list[int] = []
         self.generation = 0
-        self.buckets: list[Bucket] = []
+        self._layout = Layout([], bucket_bytes)
         self._on_gpu = channel.device.type == "cuda"
         self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
         self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Of the present layout."""
+        return self._layout.buckets
 
     def add(self, parameters: Sequence[Named]) -> None:
         """Average the gradients of these too. All towers add the same, in the same order.
@@ -123,26 +127,8 @@ class GradientAverager:
         """
         self._check_whole()
         self.complete_if_held()
-        self._lay_out(self._kept() + list(parameters))
+        self._lay_out(self._layout.kept(self._channel) + list(parameters))
         self._arrivals = [] if self._channel.windows is None else None
-
-    def _kept(self) -> list[Named]:
-        """The parameters that still live on any tower, in the order they were added.
-
-        One that lives on others only (they keep a model that this tower has dropped) keeps its place here.
-        """
-        slots = {slot.name: slot for slot in self._slots}
-        mine = bytes(slots[name].parameter is not None for name in self._names)
-        everybody = self._channel.all_gather_bytes(mine) if self._names else []
-        kept = []
-        for name, *alive in zip(self._names, *everybody, strict=True):
-            slot = slots[name]
-            if any(alive):
-                tensor = slot.parameter
-                if tensor is None:
-                    tensor = torch.empty(slot.shape, dtype=slot.dtype, device=self._channel.device)
-                kept.append(Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot)))
-        return kept
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         unsynced = self.unsynced()
@@ -153,30 +139,23 @@ class GradientAverager:
         for bucket in self.buckets:
             self.release_key(bucket.key)
         self.generation += 1
-        self._names = [named.name for named in parameters]
-        self.buckets = lay_out([named for named in parameters if not named.sparse], self._bucket_bytes)
+        self._layout = layout = Layout(parameters, self._bucket_bytes)
         for bucket in self.buckets:
             bucket.key = self.new_key()
-        self._sparse = [SparseSlot(named) for named in parameters if named.sparse]
-        self._units = len(self.buckets) + len(self._sparse)
-        dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._dense = {id(slot.parameter): slot for slot in dense}
-        self.scatters = self._scatter is not None and not self._sparse
-        if self.scatters and self._scatter is not None:
-            self._scatter.divide(self.buckets)
-            for dense_slot in dense:
+        # Sparse gradients are averaged whole, and an optimizer that shares out its steps refuses them.
+        self._scattering = None if layout.sparse else self._scatter
+        if self._scattering is not None:
+            self._scattering.divide(self.buckets)
+            for dense_slot in layout.dense:
                 dense_slot.complete = self.complete
-        self._slots = [*dense, *self._sparse]
-        for slot in self._slots:
+        for slot in layout.slots:
             slot.unsynced = id(slot.parameter) in unsynced
-        self._seen = self._kinds()
         self._in_cycle = False
         self._started: list[tuple[Bucket, Pending | None]] = []
-        trainable = tuple(b.index for b in self.buckets if any(slot.trainable for slot in b.slots))
-        self._prediction = Prediction(trainable or (0,))
+        self._prediction = Prediction(layout.trainable())
         self._expected = self._prediction.next()
         self._next = 0
-        self._hooks = [self._hook(slot) for slot in self._slots]
+        self._hooks = [self._hook(slot) for slot in layout.slots]
 
     def _hook(self, slot: Slot) -> Callable[[], None]:
         """Watch a parameter, also a frozen one: it may be thawed at any time. Returns what ends it."""
@@ -187,7 +166,7 @@ class GradientAverager:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks no others
         hooks = [parameter.register_post_accumulate_grad_hook(lambda _: arrive(slot))]
-        if self.scatters:
+        if self._scattering is not None:
             hooks.append(parameter.register_hook(lambda _: self._before_adding()))
         parameter.requires_grad_(trainable)
 
@@ -197,10 +176,6 @@ class GradientAverager:
 
         return remove
 
-    def _kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
-        parameters = (slot.parameter for slot in self._slots)
-        return [None if p is None else (p.dtype, p.device) for p in parameters]
-
     def refresh(self) -> None:
         """Take notice of parameters that were converted or moved since the last step.
 
@@ -208,10 +183,9 @@ class GradientAverager:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
         self._check_whole()
-        kinds = self._kinds()
-        if any(now != before for now, before in zip(kinds, self._seen, strict=True) if now is not None):
+        if self._layout.is_outdated():
             self.complete_if_held()
-            self._lay_out(self._kept())
+            self._lay_out(self._layout.kept(self._channel))
 
     def new_key(self) -> int:
         """A key of the channel's memory; towers that ask for keys in the same order get the same."""
@@ -227,12 +201,11 @@ class GradientAverager:
 
     def slot_of(self, parameter: Tensor) -> DenseSlot | None:
         """A parameter's place in the buckets, if it has one."""
-        slot = self._dense.get(id(parameter))
-        return slot if slot is not None and slot.parameter is parameter else None
+        return self._layout.slot_of(parameter)
 
     def name_of(self, parameter: Tensor) -> str | None:
         """How messages call a parameter whose gradients are averaged."""
-        return next((slot.name for slot in self._slots if slot.parameter is parameter), None)
+        return self._layout.name_of(parameter)
 
     # -- own parts only ----------------------------------------------------------------------------------
 
@@ -246,13 +219,13 @@ class GradientAverager:
         """
         if self._scatter is not None and self._scatter.incomplete:
             self._scatter.complete()
-            for slot in self._dense.values():
+            for slot in self._layout.dense:
                 slot.make_plain()
 
     def complete_if_held(self) -> None:
         """Before gradients change: complete them if anybody still holds one."""
         if self._scatter is not None and self._scatter.incomplete:
-            if any(slot.pending is not None for slot in self._dense.values()):
+            if any(slot.pending is not None for slot in self._layout.dense):
                 self.complete()
             self._scatter.drop()
 
@@ -321,21 +294,21 @@ class GradientAverager:
         """
         self._check_whole()
         self._begin()
-        for slot in self._slots:
+        for slot in self._layout.slots:
             slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
         self._by_tree = True
         try:
             self._finish()
         finally:
             self._by_tree = False
-            for slot in self._dense.values():
+            for slot in self._layout.dense:
                 slot.make_plain()
 
     def unsynced(self) -> dict[int, str]:
         """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
         if not self._any_unsynced:
             return {}
-        return {id(slot.parameter): slot.name for slot in self._slots if slot.holds_unsynced}
+        return {id(slot.parameter): slot.name for slot in self._layout.slots if slot.holds_unsynced}
 
     @property
     def in_backward(self) -> bool:
@@ -405,7 +378,7 @@ class GradientAverager:
 
     @_among_gradients
     def _bring(self, slot: DenseSlot) -> None:
-        slot.bucket.bring(slot, self._channel, self._scale, self._units)
+        slot.bucket.bring(slot, self._channel, self._scale, self._layout.units)
 
     @_among_gradients
     def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
@@ -414,14 +387,14 @@ class GradientAverager:
         if self._watch is not None:
             self._watch.look(bucket.slots)
         scale = 1.0 if self._by_tree else self._scale
-        buffer = bucket.pack(self._channel, scale, touched, self._units, tail=not self._on_gpu)
-        together = self._by_tree or self.scatters
+        buffer = bucket.pack(self._channel, scale, touched, self._layout.units, tail=not self._on_gpu)
+        together = self._by_tree or self._scattering is not None
         self._started.append((bucket, None if together else self._channel.start_average(buffer)))
 
     @_among_gradients
     def _finish(self) -> None:
         self._health.enter(AVERAGING)
-        touched = [bucket.has_fresh for bucket in self.buckets] + [slot.fresh for slot in self._sparse]
+        touched = self._layout.touched()
         *others, closing = self._expected[self._next :]
         for index in others:
             self._launch(self.buckets[index])
@@ -435,8 +408,8 @@ class GradientAverager:
         if missed:
             self._await(touched)
         if self._watch is not None:
-            self._watch.look(self._sparse)
-        for slot, anyone in zip(self._sparse, touched[len(self.buckets) :], strict=True):
+            self._watch.look(self._layout.sparse)
+        for slot, anyone in zip(self._layout.sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 (slot.sum_by_tree if self._by_tree else slot.average)(self._channel)
         self._prediction.learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
@@ -454,11 +427,9 @@ class GradientAverager:
         """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
         self._arrivals = None
         said = self._channel.all_gather_bytes(json.dumps(arrivals).encode() if self._channel.index == 0 else b"")
-        places = {name: place for place, name in enumerate(json.loads(said[0]))}
-        names = sorted(self._names, key=lambda name: -places.get(name, len(places)))  # the last come first in a layout
-        if names != self._names:
-            kept = {named.name: named for named in self._kept()}
-            self._lay_out([kept[name] for name in names if name in kept])
+        ordered = self._layout.in_order_of(json.loads(said[0]), self._channel)
+        if ordered is not None:
+            self._lay_out(ordered)
 
     def _await(self, touched: Sequence[bool]) -> Tail:
         """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
@@ -472,8 +443,8 @@ class GradientAverager:
                 pending.wait()
         if self._by_tree:
             self._channel.sum_by_tree([bucket.buffer for bucket in buckets if bucket.buffer is not None])
-        if self.scatters and self._scatter is not None and not self._by_tree:
-            tails = [flags.known(tail) for tail in self._scatter.reduce(buckets)]
+        if self._scattering is not None and not self._by_tree:
+            tails = [flags.known(tail) for tail in self._scattering.reduce(buckets)]
         elif not self._on_gpu:
             tails = [flags.known(bucket.tail) for bucket in buckets]
         for bucket, tail in zip(buckets, tails, strict=True):

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.buckets import DenseSlot
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes, whole_call
+from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.gradients import GradientAverager
 from towers.layout import ALONE, holders, view_like
 from towers.shards import Shard, ranges
@@ -135,7 +135,7 @@ class SharedParameters(Exchange):
         mine = ranges(shards[index])
 
         def spread() -> None:
-            with whole_call(self._windows.meeting):
+            with WholeCall(self._windows.meeting):
                 without = write()
             if without:
                 rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from towers.buckets import Bucket
-from towers.collectives.communicator import Communicator, whole_call
+from towers.collectives.communicator import Communicator, WholeCall
 from towers.collectives.windows import Windows, part
 from towers.layout import flatten_real
 
@@ -42,7 +42,7 @@ class Scatter:
 
     def reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Average this tower's part of packed buckets; returns the sum of all towers' tails of each."""
-        with whole_call(self._windows.meeting):
+        with WholeCall(self._windows.meeting):
             return self._reduce(buckets)
 
     def _reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -89,7 +89,7 @@ class Scatter:
 
     def complete(self) -> None:
         """Get the others' parts of what was reduced. All towers call it, or none."""
-        with whole_call(self._windows.meeting):
+        with WholeCall(self._windows.meeting):
             self._complete()
 
     def _complete(self) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
-from towers.errors import ArgumentError, DisagreementError
+from towers.errors import ArgumentError, DisagreementError, TowersError, out_of_step
 from towers.health import Health
 
 if TYPE_CHECKING:
@@ -31,35 +30,32 @@ class Together(Protocol):
     def break_off(self, error: BaseException) -> None: ...
 
 
-@contextlib.contextmanager
-def whole_call(target: Together) -> Iterator[None]:
+class WholeCall:
     """Around several collectives, or the stages of one: who leaves them by an exception is out of step with the others.
 
     But for what all towers raise at the same stage: :class:`DisagreementError` and :class:`ArgumentError`.
     """
-    target.check_whole()
-    try:
-        yield
-    except (DisagreementError, ArgumentError):
-        raise
-    except BaseException as error:
-        target.break_off(error)
-        raise
+
+    __slots__ = ("_target",)
+
+    def __init__(self, target: Together) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        self._target.check_whole()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, (DisagreementError, ArgumentError)):
+            self._target.break_off(error)
 
 
 def whole(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
-    """As :func:`whole_call` around a method, in less time."""
+    """:class:`WholeCall` around a method."""
 
     @functools.wraps(collective)
     def wrapper(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        self.check_whole()
-        try:
+        with WholeCall(self):
             return collective(self, *args, **kwargs)
-        except (DisagreementError, ArgumentError):
-            raise
-        except BaseException as error:
-            self.break_off(error)
-            raise
 
     return wrapper
 
@@ -99,6 +95,7 @@ class Communicator(ABC):
     backend: str
     prescale: float = 1.0
     windows: Windows | None = None
+    _broken: TowersError | None = None
 
     @functools.cached_property
     def towers(self) -> Sequence[int]:
@@ -192,18 +189,22 @@ class Communicator(ABC):
         """Return when all towers have called it."""
         self.all_gather_bytes(b"")
 
-    def check_whole(self) -> None:  # noqa: B027  (a backend notices for itself)
+    def check_whole(self) -> None:
         """See that this tower may go on.
 
         Raises:
             TowersError: it broke off a collective.
         """
+        if self._broken is not None:
+            raise type(self._broken)(*self._broken.args)
 
-    def break_off(self, error: BaseException) -> None:  # noqa: B027  (a backend notices for itself)
+    def break_off(self, error: BaseException) -> None:
         """This tower gives up a collective half-way, because of ``error``: nothing further can be done together.
 
-        From here on every collective fails, here and, without waiting for their deadlines, on the others.
+        Whoever shares memory with it learns of it without waiting for the deadline.
         """
+        if self._broken is None:
+            self._broken = out_of_step(self.towers[self.index], error)
 
     def close(self) -> None:  # noqa: B027  (nothing to do is a right default)
         """Leave the towers. Nothing may be called afterwards."""

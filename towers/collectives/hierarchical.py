@@ -13,7 +13,6 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Deferred, Pending, whole
 from towers.collectives.process_group import ProcessGroupCommunicator
-from towers.errors import TowersError, out_of_step
 
 
 class HierarchicalCommunicator(Communicator):
@@ -35,7 +34,6 @@ class HierarchicalCommunicator(Communicator):
         self._host = next(number for number, towers in enumerate(hosts) if group.index in towers)
         self._local = local
         self._across = group.among([towers[0] for towers in hosts])
-        self._broken: TowersError | None = None
         self._queue: list[tuple[Tensor, Pending]] = []
 
     @whole
@@ -105,12 +103,8 @@ class HierarchicalCommunicator(Communicator):
     def channel(self) -> Communicator:
         return HierarchicalCommunicator(self._group, self._hosts, self._local.channel())
 
-    def check_whole(self) -> None:
-        if self._broken is not None:
-            raise type(self._broken)(*self._broken.args)
-
     def break_off(self, error: BaseException) -> None:
-        self._broken = self._broken or out_of_step(self.towers[self.index], error)
+        super().break_off(error)
         self._local.break_off(error)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from towers import tree as trees
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes, whole_call
+from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.errors import DisagreementError
 
 Axis = int | tuple[int, ...] | None
@@ -125,7 +125,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 
     _check_equal(call, described, fixed)
     results = []
-    with whole_call(comm):
+    with WholeCall(comm):
         for i, leaf in enumerate(values):
             shapes = [leaves[i][1] for leaves in described]
             results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
@@ -216,7 +216,7 @@ def _combine_here(op: str, local: list[Tensor], bodies: list[bytes]) -> list[Ten
 
 def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
     """Reduce the towers' contributions, by one collective a dtype."""
-    with whole_call(comm):
+    with WholeCall(comm):
         return all_reduce_together(comm, "sum" if op == "mean" else op, local)
 
 

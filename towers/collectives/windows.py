@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree, reduce_into
-from towers.collectives.communicator import whole_call
 from towers.collectives.meeting import Meeting
 from towers.collectives.segment import Segment
 from towers.log import get_logger
@@ -143,17 +142,16 @@ class Windows:
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
         at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
         windows = [at.get(tensor.data_ptr()) for tensor in tensors]
-        with whole_call(self.meeting):
-            self.meeting.meet()
-            within = [window if window is not None and self._reach_together(window) else None for window in windows]
-            for window in within:
-                if window is not None:
-                    for pieces in window.pieces:
-                        first, *others = pieces
-                        reduce(first, pieces)
-                        for other in others:
-                            other.copy_(first)
-            self.meeting.meet()
+        self.meeting.meet()
+        within = [window if window is not None and self._reach_together(window) else None for window in windows]
+        for window in within:
+            if window is not None:
+                for pieces in window.pieces:
+                    first, *others = pieces
+                    reduce(first, pieces)
+                    for other in others:
+                        other.copy_(first)
+        self.meeting.meet()
         self.withdraw()
         return [tensor for tensor, window in zip(tensors, within, strict=True) if window is None]
 
