@@ -277,7 +277,7 @@ def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Model())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: done.append(tuple(self.shape)))
-    monkeypatch.setattr(transfer, "_pinned", lambda tensor: done.append("pinned") or tensor)
+    monkeypatch.setattr(transfer, "pinned", lambda tensor: done.append("pinned") or tensor)
     device = torch.device("meta")
     sparse = torch.eye(3).to_sparse()
     packed = pack_sequence([torch.ones(2), torch.ones(1)])

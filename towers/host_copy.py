@@ -33,5 +33,10 @@ class HostCopy:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """``tensor`` on ``device``; the host does not wait for a GPU that it is sent to."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return pinned(tensor).to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A strided tensor of the CPU in memory from which a GPU copies by itself, also where its elements overlap."""
+    return tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mirrored.data.shares import Share
 from towers import tree as trees
+from towers.host_copy import pinned
 
 Batch = tuple[Any, Share]
 
@@ -54,16 +55,12 @@ def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
 def _copy_ahead(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, PackedSequence):
         return leaf.to(device, non_blocking=True)  # type: ignore[arg-type]
-    return _pinned(leaf).to(device, non_blocking=True) if _is_plain(leaf, "cpu") else leaf
+    return pinned(leaf).to(device, non_blocking=True) if _is_plain(leaf, "cpu") else leaf
 
 
 def _is_plain(leaf: Any, kind: str) -> bool:
     known = type(leaf) in (Tensor, Parameter)  # others may have ways of their own
     return known and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_pinned() else torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
