@@ -2,12 +2,12 @@
 
 A bucket's buffer holds, one after the other::
 
-    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a bucket of all) |
+    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a bucket of all) | backward |
 
 The tail makes unused parameters exact without a collective of their own: after the sum over towers, a slot's
 "used?" says how many towers computed that gradient in this backward, and in the bucket that closes a backward
-"touched?" says which buckets any tower has gradients for. (Between GPUs these flags go by way of the hosts instead:
-:mod:`towers.flags`.)
+"touched?" says which buckets any tower has gradients for, and the last numbers which backward it is
+(:mod:`towers.pairing`). (Between GPUs these flags go by way of the hosts instead: :mod:`towers.flags`.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.utils.weak import TensorWeakRef
 
 from towers.collectives.communicator import Communicator
 from towers.collectives.windows import PART_ALIGNMENT
-from towers.layout import ALONE, flatten_real, holders, view_like
+from towers.errors import MirrorError, TowersError
+from towers.layout import ALONE, flatten_real, gradient_dtype, holders, view_like
 from towers.mirror import Named
 from towers.pending import make_pending, make_plain
 from towers.slots import Slot
@@ -42,9 +43,10 @@ class DenseSlot(Slot):
         filled: the gradient that was brought into the buffer before its time, and its version then.
         complete: where it is set, gradients are handed out as pending ones that call it.
         apart: the gradient stays where autograd put it, and its part that this tower averages is not in the buffer.
+        packed: the parameter's gradient when its bucket was packed, until the backward is over.
     """
 
-    __slots__ = ("_left", "_pending", "apart", "bucket", "complete", "filled", "large", "start", "view")
+    __slots__ = ("_left", "_pending", "apart", "bucket", "complete", "filled", "large", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -55,6 +57,7 @@ class DenseSlot(Slot):
         self.filled: tuple[Tensor, int] | None = None
         self.complete: Callable[[], None] | None = None
         self.apart = False
+        self.packed: Tensor | None = None
         self._pending: TensorWeakRef | None = None
         self._left: TensorWeakRef | None = None
 
@@ -159,6 +162,7 @@ class Bucket:
         self.tail: Tensor | None = None
         self._own_holders = 0
         self._address = 0
+        self._version = 0
         self._stream: torch.cuda.Stream | None = None
         self._several_streams = False
 
@@ -191,7 +195,7 @@ class Bucket:
         self._stream = None
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
-            slot.filled = None
+            slot.filled = slot.packed = None
 
     def count_missing(self) -> None:
         """Before a backward: how many gradients it can bring."""
@@ -212,9 +216,9 @@ class Bucket:
             self._several_streams = True
         self._stream = stream
 
-    def bring(self, slot: DenseSlot, channel: Communicator, scale: float, units: int) -> None:
+    def bring(self, slot: DenseSlot, channel: Communicator, scale: float, closing: int) -> None:
         """Bring a gradient that was just computed into the buffer, while the cache still holds it."""
-        self._make_ready(channel, units)
+        self._make_ready(channel, closing)
         parameter = slot.parameter
         gradient = None if parameter is None else parameter.grad
         slot.apart = False
@@ -231,7 +235,7 @@ class Bucket:
                 slot.filled = gradient, gradient._version
 
     def pack(
-        self, channel: Communicator, scale: float, touched: Sequence[bool] | None, units: int, *, tail: bool = True
+        self, channel: Communicator, scale: float, flags: Sequence[bool] | None, closing: int, *, tail: bool = True
     ) -> Tensor:
         """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
 
@@ -239,11 +243,11 @@ class Bucket:
         gradient contributes what it holds (equal on all towers, so its mean is itself), else zero.
 
         Args:
-            touched: for the bucket that closes a backward, which of all units this tower touched.
-            units: how many there are.
+            flags: for the bucket that closes a backward: which units this tower touched, and which backward it is.
+            closing: how many those are.
             tail: whether the flags travel in the tail.
         """
-        self._make_ready(channel, units)
+        self._make_ready(channel, closing)
         assert self.buffer is not None
         assert self.tail is not None
         used = []
@@ -256,6 +260,7 @@ class Bucket:
             assert slot.view is not None
             slot.apart = slot.apart and gradient is not None and slot.is_filled_with(gradient)
             if slot.apart:
+                slot.packed = gradient
                 continue
             if gradient is None:
                 slot.view.zero_()
@@ -277,16 +282,40 @@ class Bucket:
                 if fresh or slot.has_left(gradient):
                     slot.hand_out(parameter)  # type: ignore[arg-type]
             slot.filled = None
+            slot.packed = None if parameter is None else parameter.grad
         if sources:
             torch._foreach_copy_(targets, sources)  # many small ones in one call
         self.used = used
         if tail:
             _write(self.tail[: len(used)], used)
-            _write(self.tail[len(used) :], touched or [False] * units)
+            _write(self.tail[len(used) :], flags or [False] * closing)
         self.launched = True
+        self._version = self.buffer._version
         return self.buffer
 
-    def _make_ready(self, channel: Communicator, units: int) -> None:
+    def check_untouched(self, tower: int) -> None:
+        """When backward is done: see that the gradients are those that were packed.
+
+        Args:
+            tower: this one, for messages.
+
+        Raises:
+            TowersError: the script has changed or replaced one meanwhile.
+        """
+        changed = [s for s in self.slots if (p := s.parameter) is not None and p.grad is not s.packed]
+        if not changed and self.buffer is not None and self.buffer._version != self._version:
+            changed = self.slots
+        if changed:
+            names = ", ".join(slot.name for slot in changed[:3])
+            one_of = "one of " if len(changed) > 1 else ""
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise TowersError(
+                f"the gradient of {one_of}{names}{more} was changed on tower {tower} during backward(), when it was "
+                "already on its way to the other towers. A hook may change the gradient of its own parameter only; "
+                "change the others before backward(), or when it has returned"
+            )
+
+    def _make_ready(self, channel: Communicator, closing: int) -> None:
         """Once in a backward, before anything is written into the buffer: see that it is nobody else's."""
         if self._ready:
             return
@@ -297,28 +326,45 @@ class Bucket:
         moved = self.buffer is not None and self.buffer.data_ptr() != self._address
         if self.buffer is None or moved or holders(self.buffer) > self._own_holders + ours:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
-            self._allocate(channel, units)
+            self._allocate(channel, closing)
 
-    def settle(self, tail: Callable[[], Tensor]) -> None:
+    def settle(self, tail: Callable[[], Tensor], number: int, tower: int) -> None:
         """After the sum: parameters that only other towers used get their gradient too.
 
         Args:
             tail: gives the sum of all towers' tails.
+            number: of this backward.
+            tower: this one, for messages.
+
+        Raises:
+            MirrorError: a parameter is frozen on this tower and not on another one.
         """
+        for slot, used in zip(self.slots, self.used, strict=True):
+            if used:
+                slot.averaged = number
         if all(self.used):  # reading the counts may make the host wait
             return
         counts = tail()[: len(self.slots)].tolist()
-        for slot, count in zip(self.slots, counts, strict=True):
-            used_elsewhere = count > 0 and not slot.apart
-            if used_elsewhere and (parameter := slot.parameter) is not None and not slot.is_in_view(parameter.grad):
+        for slot, count, used in zip(self.slots, counts, self.used, strict=True):
+            parameter = slot.parameter
+            if count == 0 or parameter is None:
+                continue
+            if not used and not parameter.requires_grad:
+                raise MirrorError(
+                    f"parameter {slot.name} is frozen (requires_grad is False) on tower {tower}, but another tower has "
+                    "computed a gradient for it: freeze and thaw the same parameters on all towers"
+                )
+            slot.averaged = number
+            if not slot.apart and not slot.is_in_view(parameter.grad):
                 slot.hand_out(parameter)
 
-    def touched(self, tail: Tensor) -> list[bool]:
-        """After the sum of a bucket that closed a backward: which buckets any tower had gradients for."""
-        return [count > 0 for count in tail[len(self.slots) :].tolist()]
+    def closing_counts(self, tail: Tensor) -> list[float]:
+        """After the sum of a bucket that closed a backward: for each of its flags, how many towers have set it."""
+        counts: list[float] = tail[len(self.slots) :].tolist()
+        return counts
 
-    def _allocate(self, channel: Communicator, units: int) -> None:
-        tail = len(self.slots) + units
+    def _allocate(self, channel: Communicator, closing: int) -> None:
+        tail = len(self.slots) + closing
         self.buffer = channel.allocate(self.key, self.numel + tail, self.dtype, self.device)
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
@@ -355,7 +401,7 @@ def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
             tensor = named.tensor
             if named.trainable != trainable:
                 continue
-            key = (tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype, tensor.device)
+            key = (gradient_dtype(tensor).to_real() if tensor.is_complex() else gradient_dtype(tensor), tensor.device)
             bucket = filling.get(key)
             limit = FIRST_BUCKET_BYTES if bucket is not None and bucket.index == 0 else bucket_bytes
             if bucket is None or bucket.nbytes >= min(limit, bucket_bytes):

@@ -46,6 +46,13 @@ class StepTimeoutError(TowersError):
     """A single step took longer than the deadline of steps; the tower that it happened to has ended."""
 
 
+DECIDE_TOGETHER = (
+    "Where a tower has a reason of its own to leave a call out (a loss that is not finite, a share with nothing to "
+    'learn from), all towers decide together before it: bad = strategy.reduce("max", int(bad))'
+)
+"""Advice for scripts whose towers do not make the same calls."""
+
+
 def waited_in_vain(
     tower: int, seconds: float, whom: str = "the other towers", where: str = "", seen: str = "", stacks: str = ""
 ) -> CollectiveTimeoutError:

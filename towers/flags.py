@@ -24,12 +24,12 @@ def known(tail: Tensor | None) -> Tail:
     return lambda: tail
 
 
-def exchange(channel: Communicator, buckets: Sequence[Bucket], touched: Sequence[bool]) -> tuple[Pending, list[Tail]]:
+def exchange(channel: Communicator, buckets: Sequence[Bucket], closing: Sequence[bool]) -> tuple[Pending, list[Tail]]:
     """Start to exchange the flags of packed buckets, beside all else; returns their sums.
 
     Only a tower that has not used every parameter asks for a sum, and has to wait for it.
     """
-    flags = [torch.tensor([*bucket.used, *touched], dtype=torch.uint8, device="cpu") for bucket in buckets]
+    flags = [torch.tensor([*bucket.used, *closing], dtype=torch.uint8, device="cpu") for bucket in buckets]
     pending, rows = channel.start_all_gather(torch.cat(flags))
     sizes = [len(flag) for flag in flags]
 

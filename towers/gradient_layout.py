@@ -9,7 +9,9 @@ from torch import Tensor
 
 from towers.buckets import Bucket, DenseSlot, lay_out
 from towers.collectives.communicator import Communicator
+from towers.layout import gradient_dtype
 from towers.mirror import Named
+from towers.pairing import FLAGS
 from towers.slots import Slot
 from towers.sparse import SparseSlot
 
@@ -36,6 +38,11 @@ class Layout:
         """How many buckets and sparse gradients there are."""
         return len(self.buckets) + len(self.sparse)
 
+    @property
+    def closing(self) -> int:
+        """How many flags the bucket that closes a backward carries."""
+        return self.units + FLAGS
+
     def trainable(self) -> tuple[int, ...]:
         """Indices of the buckets that a first backward may bring gradients for."""
         return tuple(bucket.index for bucket in self.buckets if any(slot.trainable for slot in bucket.slots)) or (0,)
@@ -60,7 +67,7 @@ class Layout:
 
     def _present_kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
         parameters = (slot.parameter for slot in self.slots)
-        return [None if p is None else (p.dtype, p.device) for p in parameters]
+        return [None if p is None else (gradient_dtype(p), p.device) for p in parameters]
 
     def kept(self, channel: Communicator) -> list[Named]:
         """The parameters that still live on any tower, in the order they were added; all towers call it.

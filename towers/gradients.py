@@ -4,7 +4,7 @@ When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean ove
 contributed. One backward goes like this:
 
 1. ``_arrive``: autograd has finished a parameter's gradient. The first one opens a *cycle* and asks autograd
-   to call ``_finish`` when this backward is done.
+   to call ``_finish`` when this backward is done, the outermost one where checkpoints run others within it.
 2. ``_launch``: a bucket is full; it is packed and its all-reduce starts, beside the backward that goes on.
    Buckets start in the order of their indices, so that all towers make the same collectives in the same
    order whatever order their gradients came in.
@@ -15,7 +15,7 @@ Which buckets take part must be known before they start, and equal on all towers
 happened after the same backward last time; the closing bucket's tail then tells all towers what any of them
 touched, and what was not predicted follows. So a model that takes no part in a backward (the generator,
 while the discriminator learns) costs nothing after the first time, and a parameter that a single tower used
-is exact.
+is exact. The tail also says which backward this is (:mod:`towers.pairing`): towers in different ones get an error.
 
 The first backward shows in which order gradients come; where collectives run beside the backward, buckets are then laid
 out anew in tower 0's order, so that they fill one after the other.
@@ -34,26 +34,26 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
-from towers import flags
+from towers import flags, pairing
 from towers.buckets import Bucket, DenseSlot
 from towers.collectives.communicator import Communicator, Pending
 from towers.errors import TowersError
 from towers.flags import Tail
 from towers.gradient_layout import Layout
 from towers.health import AVERAGING, BACKWARD
+from towers.hooks import GradientHook, when_backward_is_done
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
 from towers.options import DEFAULT_BUCKET_BYTES
+from towers.pairing import BackwardCounter
 from towers.prediction import Prediction
 from towers.scatter import Scatter
 from towers.slots import Slot
-from towers.sparse import SparseSlot
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -82,6 +82,7 @@ class GradientAverager:
 
     Attributes:
         generation: counts the layouts of buckets.
+        averaged: counts the backwards whose gradients were averaged.
     """
 
     def __init__(
@@ -101,13 +102,20 @@ class GradientAverager:
         self._paused = False
         self._is_aside = False
         self._by_tree = False
-        self._hooks: list[Callable[[], None]] = []
+        self._unhook: list[Callable[[], None]] = []
+        self._followed: list[GradientHook] = []  # by hooks of the script's
+        self._backward = BackwardCounter(channel.health)
+        self._unread: Callable[[], list[float]] | None = None  # flags of the last backward, where reading them waits
+        self._starts_early = False  # not before a backward has been seen that has no other within it
+        self._nested = False
+        self._task = -1  # of autograd, in which the cycle was opened
         self._arrivals: list[str] | None = None  # of the first backward, until their order is known
         self._any_unsynced = False
         self._next_key = 0
         self._free_keys: list[int] = []
         self._released_keys: list[int] = []
         self.generation = 0
+        self.averaged = 0
         self._layout = Layout([], bucket_bytes)
         self._on_gpu = channel.device.type == "cuda"
         self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
@@ -126,14 +134,16 @@ class GradientAverager:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
         self._check_whole()
+        self.check_paired()
         self.complete_if_held()
         self._lay_out(self._layout.kept(self._channel) + list(parameters))
         self._arrivals = [] if self._channel.windows is None else None
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         unsynced = self.unsynced()
-        for remove in self._hooks:
+        for remove in self._unhook:
             remove()
+        self._followed = []
         self._free_keys += self._released_keys
         self._released_keys = []
         for bucket in self.buckets:
@@ -155,26 +165,24 @@ class GradientAverager:
         self._prediction = Prediction(layout.trainable())
         self._expected = self._prediction.next()
         self._next = 0
-        self._hooks = [self._hook(slot) for slot in layout.slots]
+        self._unhook = []
+        for slot in layout.slots:
+            self._hook(slot)
 
-    def _hook(self, slot: Slot) -> Callable[[], None]:
-        """Watch a parameter, also a frozen one: it may be thawed at any time. Returns what ends it."""
+    def _hook(self, slot: Slot) -> None:
         parameter = slot.parameter
         if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
-            return lambda: None
-        arrive: Any = self._arrive_sparse if isinstance(slot, SparseSlot) else self._arrive
-        trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch hooks no others
-        hooks = [parameter.register_post_accumulate_grad_hook(lambda _: arrive(slot))]
+            return
+        if isinstance(slot, DenseSlot):
+            hook = GradientHook(parameter, lambda: self._arrive(slot, hook))
+        else:
+            hook = GradientHook(parameter, lambda: self._arrive_sparse(slot))
+        self._unhook.append(hook.remove)
         if self._scattering is not None:
-            hooks.append(parameter.register_hook(lambda _: self._before_adding()))
-        parameter.requires_grad_(trainable)
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
+            trainable = parameter.requires_grad
+            parameter.requires_grad_(True)  # torch hooks no others
+            self._unhook.append(parameter.register_hook(lambda _: self._before_adding()).remove)
+            parameter.requires_grad_(trainable)
 
     def refresh(self) -> None:
         """Take notice of parameters that were converted or moved since the last step.
@@ -183,6 +191,10 @@ class GradientAverager:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
         self._check_whole()
+        self.check_paired()
+        for hook in self._followed:
+            hook.come_last()
+        self._followed = []
         if self._layout.is_outdated():
             self.complete_if_held()
             self._lay_out(self._layout.kept(self._channel))
@@ -315,41 +327,65 @@ class GradientAverager:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
         return self._in_cycle or torch._C._current_graph_task_id() != -1
 
-    def _arrive(self, slot: DenseSlot) -> None:
-        if self._hold_back(slot):
+    @torch._disable_dynamo
+    def _arrive(self, slot: DenseSlot, hook: GradientHook) -> None:
+        parameter = slot.parameter
+        if parameter is None or self._hold_back(slot, parameter):
             return
         bucket = slot.bucket
         if bucket.launched:
             self._refuse_late(slot)
         if self._on_gpu:
             bucket.follow()
-        if slot.large:
+        is_last = hook.is_last(parameter)
+        if slot.large and is_last:
             self._bring(slot)
         if slot.arrived:
             return
         slot.arrived = True
         if self._arrivals is not None:
             self._arrivals.append(slot.name)
+        if not is_last:  # what comes after may change the gradient, so that its bucket is packed when all are done
+            self._followed.append(hook)
+            return
         bucket.missing -= 1
-        if bucket.missing == 0:
+        if bucket.missing == 0 and self._starts_early:
             self._launch_full()
 
-    def _arrive_sparse(self, slot: SparseSlot) -> None:
-        if not self._hold_back(slot):
+    @torch._disable_dynamo
+    def _arrive_sparse(self, slot: Slot) -> None:
+        parameter = slot.parameter
+        if parameter is not None and not self._hold_back(slot, parameter):
             slot.arrived = True
 
-    def _hold_back(self, slot: Slot) -> bool:
-        """Inside ``paused``, only note the gradient; inside ``aside`` not even that; else see that a cycle is open."""
-        if self._is_aside:
+    def _hold_back(self, slot: Slot, parameter: Tensor) -> bool:
+        """Whether this gradient is not to be averaged now; else a cycle is open.
+
+        Inside ``paused`` it is noted, inside ``aside`` not even that. Autograd also calls the hooks of parameters that
+        were frozen since the forward, and adds nothing.
+        """
+        if self._is_aside or not parameter.requires_grad:
             return True
+        if torch.is_grad_enabled() and parameter.grad is not None and parameter.grad.requires_grad:
+            self._refuse_graph(slot)
         if self._paused:
             slot.unsynced = self._any_unsynced = True
         elif not self._in_cycle:
             self._begin()
-            Variable._execution_engine.queue_callback(self._finish)
+            when_backward_is_done(self._finish)
+        elif not self._starts_early and self._task != torch._C._current_graph_task_id():
+            self._nested = True
         return self._paused
 
-    def _refuse_late(self, slot: DenseSlot) -> None:
+    def _refuse_graph(self, slot: Slot) -> NoReturn:
+        raise TowersError(
+            f"backward(create_graph=True) gave parameter {slot.name} on tower {self._channel.index} a gradient that a "
+            "further backward goes through; averaged over the towers it would be a constant there, and a penalty on it "
+            "without effect. Take the gradients of the penalty by torch.autograd.grad(loss, parameters, "
+            "create_graph=True), add the penalty to the loss, and call backward() once, without create_graph"
+        )
+
+    def _refuse_late(self, slot: DenseSlot) -> NoReturn:
         raise TowersError(
             f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
             "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "
@@ -358,7 +394,12 @@ class GradientAverager:
         )
 
     def _begin(self) -> None:
+        self._channel.check_whole()  # before anything is written where others may read it
+        self.check_paired()
+        self._backward.begin()
+        self.averaged += 1
         self._in_cycle = True
+        self._task = torch._C._current_graph_task_id()
         self._phase_outside = self._health.phase
         self._health.enter(BACKWARD)
         for bucket in self.buckets:
@@ -378,50 +419,78 @@ class GradientAverager:
 
     @_among_gradients
     def _bring(self, slot: DenseSlot) -> None:
-        slot.bucket.bring(slot, self._channel, self._scale, self._layout.units)
+        slot.bucket.bring(slot, self._channel, self._scale, self._layout.closing)
 
     @_among_gradients
-    def _launch(self, bucket: Bucket, touched: Sequence[bool] | None = None) -> None:
+    def _launch(self, bucket: Bucket, closing: Sequence[bool] | None = None) -> None:
         if self._on_gpu:
             bucket.follow()
         if self._watch is not None:
             self._watch.look(bucket.slots)
         scale = 1.0 if self._by_tree else self._scale
-        buffer = bucket.pack(self._channel, scale, touched, self._layout.units, tail=not self._on_gpu)
+        buffer = bucket.pack(self._channel, scale, closing, self._layout.closing, tail=not self._on_gpu)
         together = self._by_tree or self._scattering is not None
         self._started.append((bucket, None if together else self._channel.start_average(buffer)))
 
     @_among_gradients
     def _finish(self) -> None:
         self._health.enter(AVERAGING)
+        for bucket, _ in self._started:
+            bucket.check_untouched(self._channel.index)
         touched = self._layout.touched()
-        *others, closing = self._expected[self._next :]
+        closing = [*touched, *self._backward.flags()]
+        *others, last = self._expected[self._next :]
         for index in others:
             self._launch(self.buckets[index])
-        self._launch(self.buckets[closing], touched)
-        tails = self._await(touched)
-        if not all(touched):  # else nobody can have touched more than this tower
-            touched = self.buckets[closing].touched(tails())
+        self._launch(self.buckets[last], closing)
+        tail = self._await(closing)
+        if self._on_gpu and all(touched):  # then nobody can have touched more than this tower
+            self._unread = lambda: self.buckets[last].closing_counts(tail())
+        else:
+            counts = self._read(self.buckets[last].closing_counts(tail()))
+            touched = [count > 0 for count in counts]
         missed = [b for b in self.buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._launch(bucket)
         if missed:
-            self._await(touched)
+            self._await(closing)
         if self._watch is not None:
             self._watch.look(self._layout.sparse)
         for slot, anyone in zip(self._layout.sparse, touched[len(self.buckets) :], strict=True):
             if anyone:
                 (slot.sum_by_tree if self._by_tree else slot.average)(self._channel)
+                slot.averaged = self.averaged
         self._prediction.learn(tuple(bucket.index for bucket in self.buckets if touched[bucket.index]) or (0,))
         for bucket in self.buckets:
             bucket.reset()
         self._any_unsynced = False
         self._in_cycle = False
+        self._starts_early = not self._nested
         self._health.enter(self._phase_outside)
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
         if self._watch is not None:
             self._watch.tell()
+
+    def _read(self, counts: list[float]) -> list[float]:
+        """What the flags of a backward say of units, after a look whether all towers were in the same backward.
+
+        Raises:
+            DisagreementError: on all towers, when they were not.
+        """
+        if not pairing.agree(counts[self._layout.units :]):
+            raise pairing.difference(self._channel, self._backward)
+        return counts[: self._layout.units]
+
+    def check_paired(self) -> None:
+        """See that the last backward was the same one on all towers, where that has not been looked at yet.
+
+        Raises:
+            DisagreementError: on all towers, when it was not.
+        """
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._read(unread())
 
     def _adopt_order(self, arrivals: list[str]) -> None:
         """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
@@ -431,13 +500,13 @@ class GradientAverager:
         if ordered is not None:
             self._lay_out(ordered)
 
-    def _await(self, touched: Sequence[bool]) -> Tail:
+    def _await(self, closing: Sequence[bool]) -> Tail:
         """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
         started, self._started = self._started, []
         buckets = [bucket for bucket, _ in started]
         tails: list[Tail] = []
         if self._on_gpu:
-            self._flags_under_way, tails = flags.exchange(self._channel, buckets, touched)
+            self._flags_under_way, tails = flags.exchange(self._channel, buckets, closing)
         for _, pending in started:
             if pending is not None:
                 pending.wait()
@@ -448,5 +517,5 @@ class GradientAverager:
         elif not self._on_gpu:
             tails = [flags.known(bucket.tail) for bucket in buckets]
         for bucket, tail in zip(buckets, tails, strict=True):
-            bucket.settle(tail)
+            bucket.settle(tail, self.averaged, self._channel.index)
         return tails[-1]

@@ -21,6 +21,11 @@ def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
 
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient: its own, unless its ``grad_dtype`` says otherwise."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def flatten(tensor: Tensor) -> Tensor:
     """A dense tensor's elements, flat, in the order in which they lie in memory; no copy."""
     return tensor.as_strided((tensor.numel(),), (1,))

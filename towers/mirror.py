@@ -13,6 +13,7 @@ from torch import Tensor
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
+from towers.layout import gradient_dtype
 
 _CHUNK_BYTES = 32 * 2**20
 
@@ -38,7 +39,9 @@ class Named:
         """What must be equal on all towers."""
         tensor = self.tensor
         layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
-        return [self.name, list(tensor.shape), str(tensor.dtype), self.kind, self.trainable, layout]
+        gradients = gradient_dtype(tensor)
+        dtype = str(tensor.dtype) if gradients == tensor.dtype else f"{tensor.dtype} with gradients of {gradients}"
+        return [self.name, list(tensor.shape), dtype, self.kind, self.trainable, layout]
 
 
 def compare(comm: Communicator, tensors: Sequence[Named]) -> None:

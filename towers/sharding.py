@@ -36,7 +36,7 @@ from towers.layout import is_dense
 from towers.log import get_logger
 from towers.parameters import Exchange, GatheredParameters, SharedParameters
 from towers.pending import PendingGradient
-from towers.shards import share_out
+from towers.shards import Shard, share_out
 
 log = get_logger("towers")
 
@@ -237,8 +237,8 @@ class ShardedOptimizer:
         names = [slot.name for slot in flat if slot in whole and slot.numel]
         if names and self._channel.index == 0:
             log.info(
-                "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or something "
-                "shares it (another parameter, a kept state_dict())",
+                "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
+                "gradients are of another dtype, or something shares them (another parameter, a kept state_dict())",
                 self._name,
                 len(names),
                 ", ".join(names[:3]),
@@ -252,7 +252,7 @@ class ShardedOptimizer:
         self._cut = [slot for slot in flat if slot not in whole]
         self._exchange.place(self._cut)
         self._spread = self._exchange.plan([[s for s in own if not s.whole] for own in self._all_shards])
-        self._parameters = [nn.Parameter(shard.of(shard.parameter), requires_grad=False) for shard in self._shards]
+        self._parameters = [_twin_parameter(shard) for shard in self._shards]
         own = {name: optimizer.defaults[name] for name in _OWN_SETTINGS if name in optimizer.defaults}
         self.twin.param_groups = [{**group, **own, "params": []} for group in optimizer.param_groups]
         for shard, parameter in zip(self._shards, self._parameters, strict=True):
@@ -271,6 +271,8 @@ class ShardedOptimizer:
     def _can_be_cut(self, slot: DenseSlot) -> bool:
         parameter = slot.parameter
         if parameter is None or not parameter.numel() or not is_dense(parameter):
+            return False
+        if parameter.dtype != slot.dtype:  # it cannot lie in a bucket's window as its gradient does in the bucket
             return False
         return self._exchange.can_place(parameter)
 
@@ -361,6 +363,13 @@ def _closed(args: Any, kwargs: Any) -> Any:
 
 def _zeros(nbytes: int) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _twin_parameter(shard: Shard) -> nn.Parameter:
+    parameter = nn.Parameter(shard.of(shard.parameter), requires_grad=False)
+    if parameter.dtype != shard.slot.dtype:
+        parameter.grad_dtype = shard.slot.dtype
+    return parameter
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:

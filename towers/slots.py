@@ -6,6 +6,7 @@ import weakref
 
 from torch import Tensor
 
+from towers.layout import gradient_dtype
 from towers.mirror import Named
 
 
@@ -14,21 +15,24 @@ class Slot:
 
     Attributes:
         name, trainable: as of :class:`towers.mirror.Named`.
-        shape, dtype: the parameter's, also when it is gone.
+        shape: the parameter's, also when it is gone.
+        dtype: of its gradient.
         arrived: its gradient of this backward is there.
         unsynced: gradients of its own tower alone were accumulated in it (``no_sync``).
+        averaged: the number of the last backward that any tower had a gradient for it in.
     """
 
-    __slots__ = ("_parameter", "arrived", "dtype", "name", "shape", "trainable", "unsynced")
+    __slots__ = ("_parameter", "arrived", "averaged", "dtype", "name", "shape", "trainable", "unsynced")
 
     def __init__(self, named: Named) -> None:
         self.name = named.name
         self.trainable = named.trainable
         self._parameter = weakref.ref(named.tensor)
         self.shape = named.tensor.shape
-        self.dtype = named.tensor.dtype
+        self.dtype = gradient_dtype(named.tensor)
         self.arrived = False
         self.unsynced = False
+        self.averaged = 0
 
     @property
     def parameter(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from towers.collectives.communicator import Communicator
-from towers.errors import DisagreementError
+from towers.errors import DECIDE_TOGETHER, DisagreementError
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def announce(
         if other["call"] != headers[0]["call"]:
             raise DisagreementError(
                 f"the towers called different things: tower {tower} {other['call']}, tower 0 {headers[0]['call']}; "
-                "every tower must make the same calls in the same order"
+                f"every tower must make the same calls in the same order. {DECIDE_TOGETHER}"
             )
     return [
         Announcement(other["details"], message[message.index(b"\0") + 1 :])

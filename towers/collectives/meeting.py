@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import DisagreementError, PeerLostError, TowersError, in_words, out_of_step
+from towers.errors import DECIDE_TOGETHER, DisagreementError, PeerLostError, TowersError, in_words, out_of_step
 from towers.health import Health
 from towers.waiting import last_seen, timeout_error
 
@@ -127,7 +127,7 @@ class Meeting:
                 first, second = (text or "does something else" for text in (said[0], other))
                 error = DisagreementError(
                     f"the towers do different things: tower 0 {first}, tower {tower} {second}; every tower must make "
-                    "the same calls in the same order"
+                    f"the same calls in the same order. {DECIDE_TOGETHER}"
                 )
                 if None in said:  # who has written nothing compares nothing, and would wait
                     self.break_off(error)

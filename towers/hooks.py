@@ -1,0 +1,79 @@
+"""Hooks of autograd: when a parameter's gradient is there, and when all of a backward is done."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+
+class GradientHook:
+    """Calls back when autograd has added to a parameter's gradient.
+
+    The hooks of a parameter run in the order in which they were registered. One that the script registers later runs
+    after this one, and may still change the gradient.
+
+    Args:
+        parameter: a leaf, trainable or not: it may be thawed at any time. It is not kept alive.
+    """
+
+    def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._call = call
+        self._handle = self._register(parameter)
+
+    def _register(self, parameter: Tensor) -> Any:
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks no others
+        handle = parameter.register_post_accumulate_grad_hook(lambda _: self._call())
+        parameter.requires_grad_(trainable)
+        return handle
+
+    def is_last(self, parameter: Tensor) -> bool:
+        """Whether no other hook of the parameter comes after this one."""
+        last: int = next(reversed(parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
+        return bool(last == self._handle.id)
+
+    def come_last(self) -> None:
+        """Come after all other hooks that the parameter has now. Not to be called during a backward."""
+        if (parameter := self._parameter()) is not None:
+            self._handle.remove()
+            self._handle = self._register(parameter)
+
+    def remove(self) -> None:
+        """Do not call back any more."""
+        self._handle.remove()
+
+
+def when_backward_is_done(call: Callable[[], None]) -> None:
+    """From within a backward: have ``call`` called when autograd has done all of it.
+
+    Reentrant checkpoints run a backward of their own within a node of another one: the outermost counts.
+    """
+
+    def at_end() -> None:
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            call()
+        else:
+            _soon_after(outer, lambda: when_backward_is_done(call))
+
+    Variable._execution_engine.queue_callback(at_end)  # type: ignore[attr-defined]
+
+
+def _soon_after(node: Any, call: Callable[[], None]) -> None:
+    """Have ``call`` called in the backward that runs ``node`` now, when it comes to a node after that one."""
+    handles: list[Any] = []
+
+    def before_next(_: Any) -> None:
+        if handles:
+            for handle in handles:
+                handle.remove()
+            handles.clear()
+            call()
+
+    handles += [after.register_prehook(before_next) for after, _ in node.next_functions if after is not None]
