@@ -12,6 +12,7 @@ from torch import nn
 from mirrored import metrics
 from mirrored.batch_norm import BatchNorms
 from mirrored.data.shares import Cut, KnownShares
+from mirrored.guard import EarlyBackwardGuard
 from mirrored.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers
@@ -22,6 +23,25 @@ from towers.gradients import GradientAverager
 from towers.nonfinite import LoneWatch, check_action, watch_for
 from towers.options import CommunicationOptions
 from towers.sharding import OptimizerSharder
+from towers.untraced import Untraced
+
+_untraced = Untraced(
+    [
+        "towers",
+        "mirrored.batch_norm",
+        "mirrored.data",
+        "mirrored.engine",
+        "mirrored.guard",
+        "mirrored.metrics",
+        "mirrored.mirror_check",
+        "mirrored.packed_buffers",
+        "mirrored.scope",
+        "mirrored.seeds",
+        "mirrored.strategy",
+        "mirrored.virtual_buffers",
+        "mirrored.virtual_towers",
+    ]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +99,7 @@ class Engine:
         self._sharder: OptimizerSharder | None = None
         self._mirror_check: MirrorCheck | None = None
         self._lone_watch: LoneWatch | None = None
+        self._early_backward: EarlyBackwardGuard | None = None
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
             channel = comm.channel()
@@ -91,9 +112,14 @@ class Engine:
                 self._sharder = OptimizerSharder(self.averager, channel)
                 meet = self._sharder.meet_for
             self._mirror_check = MirrorCheck(
-                comm, training.mirror_check_interval, with_state=self._sharder is None, meet=meet
+                comm,
+                training.mirror_check_interval,
+                self.recorder.unmirrored,
+                with_state=self._sharder is None,
+                meet=meet,
             )
             self.batch_norms = BatchNorms(comm, self.recorder.name_of_module)
+            self._early_backward = EarlyBackwardGuard(comm.index, self.recorder.describe)
         elif (watch := watch_for(comm, training.nonfinite_gradients)) is not None:
             self._lone_watch = LoneWatch(watch)
         if training.virtual_towers is not None:
@@ -114,6 +140,7 @@ class Engine:
             yield
         finally:
             self.recorder.stop()
+            self._watch_recorded()
 
     def add(self, module: nn.Module, sync_batch_norm: bool) -> None:
         """Record a module that exists already."""
@@ -125,6 +152,11 @@ class Engine:
             metrics.prepare(module, self._comm)
         if self._records:
             self.recorder.add(module)
+            self._watch_recorded()
+
+    def _watch_recorded(self) -> None:
+        if self._early_backward is not None:
+            self._early_backward.watch(self.recorder.untaken())
 
     def _check_batch_norm(self, synchronised: bool) -> None:
         if synchronised and self.virtual is not None:
@@ -137,6 +169,7 @@ class Engine:
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach gradient averaging to it."""
         tensors, lazy = self.recorder.take()
+        self._watch_recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
                 f"{type(lazy[0]).__name__} gets its shape in its first forward, which with virtual towers is that of "
@@ -173,6 +206,7 @@ class Engine:
         Raises:
             MirrorError: the towers' models differ, or do not hold the same any more.
         """
+        _untraced.tell_compiler()
         self.settle()
         if self._mirror_check is not None:
             self._runs += 1
@@ -190,10 +224,14 @@ class Engine:
         if self.recorder.pending:
             self._mirror_recorded()
 
-    def check_mirrored(self) -> None:
-        """See now that all towers hold the same."""
+    def check_mirrored(self, call: str) -> None:
+        """See now that all towers hold the same.
+
+        Args:
+            call: what a person would say is being done, the same on all towers.
+        """
         if self._mirror_check is not None:
-            self._mirror_check.check_now(self._runs + 1)
+            self._mirror_check.check_now(call, self._runs + 1)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are each tower's own."""
@@ -221,6 +259,8 @@ class Engine:
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of mirrored parameters is about to step."""
+        if self.averager is not None:
+            self.averager.check_paired()
         if self._mirror_check is not None:
             self._mirror_check.notice(optimizer)
         if self._sharder is not None:

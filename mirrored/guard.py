@@ -1,8 +1,10 @@
-"""No silent drift: an optimizer step is checked before it changes anything (rule R1 of the design)."""
+"""No silent drift: steps of optimizers are checked before they change anything, and backwards that come too early."""
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mirrored.context import current_frame
 from towers import MirrorError
 from towers.health import AFTER_OPTIMIZER, OPTIMIZER
+from towers.hooks import GradientHook
 from towers.log import get_logger
 
 if TYPE_CHECKING:
@@ -19,17 +22,73 @@ if TYPE_CHECKING:
 log = get_logger("mirrored")
 
 
+class EarlyBackwardGuard:
+    """Refuses gradients of parameters that were recorded and are not mirrored yet, for nobody averages them.
+
+    Args:
+        tower: this one, for messages.
+        describe: how messages call a parameter.
+    """
+
+    def __init__(self, tower: int, describe: Callable[[torch.Tensor], str]) -> None:
+        self._tower = tower
+        self._describe = describe
+        self._hooks: list[GradientHook] = []
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse gradients of these, and of no others."""
+        self.stop()
+        for parameter in parameters:
+            if parameter.is_floating_point() or parameter.is_complex():
+                refuse = functools.partial(self._refuse, weakref.ref(parameter))
+                self._hooks.append(GradientHook(parameter, refuse))
+
+    def stop(self) -> None:
+        """Refuse nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _refuse(self, parameter: Callable[[], torch.Tensor | None]) -> None:
+        living = parameter()
+        if living is None or not living.requires_grad:
+            return
+        raise MirrorError(
+            f"backward() on tower {self._tower} reached {self._describe(living)}, which is to be mirrored, before the "
+            "first strategy.run(...): towers do not hold the same yet, and the gradient would not be averaged. Put the "
+            "training step into a function and call strategy.run(train_step, args=...)"
+        )
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether a step, whose first argument is the optimizer, was given a closure."""
+    return callable(args[1] if len(args) > 1 else kwargs.get("closure"))
+
+
+@torch.no_grad()
+def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers anyway."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return bool(values.count_nonzero())
+
+
 class OptimizerGuard:
     """Looks at each optimizer step of a strategy with several towers.
 
     An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others
     in the same process are left alone. Refused are parameters with a gradient that no scope mirrored, steps
-    inside backward, and gradients that hold parts of ``no_sync`` that were never averaged.
+    inside backward, gradients that hold parts of ``no_sync`` that were never averaged, and gradients that no backward
+    has averaged since the optimizer's last step.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = weakref.ref(strategy)
         self._said_nothing_to_train: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # It stays when the strategy is gone: torch iterates over these hooks, and none may be removed meanwhile.
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -75,6 +134,8 @@ class OptimizerGuard:
                 f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
                 "under no_sync, and no backward() outside it has averaged them"
             )
+        if not _has_closure(args, kwargs):  # which is to compute the gradients
+            self._check_averaged(strategy, optimizer)
         strategy.health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
         if len(foreign) < len(parameters):
@@ -86,7 +147,31 @@ class OptimizerGuard:
         strategy = self._strategy()
         if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_twin(optimizer):
             return
+        if _has_closure(args, kwargs):
+            self._check_averaged(strategy, optimizer)
         strategy.health.enter(AFTER_OPTIMIZER)
+
+    def _check_averaged(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+        averager = strategy.engine.averager
+        if averager is None:
+            return
+        stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if averager.averaged_since(stepped, parameters):
+            return
+        own = [p for p in parameters if strategy.is_mirrored(p) and _has_nonzero_gradient(p)]
+        if own:
+            kind, tower = type(optimizer).__name__, strategy.topology.index
+            slot = averager.slot_of(own[0])
+            name = slot.name if slot is not None else strategy.engine.recorder.name_of(own[0])
+            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            raise MirrorError(
+                f"{kind}.step() on tower {tower} on gradients that no backward() has averaged over the towers since "
+                f"its last step ({name}{more}). loss.backward() averages them, inside strategy.run. "
+                "torch.autograd.grad does not: call strategy.grad(loss, parameters) instead, or "
+                "strategy.average_gradients(parameters) when gradients were put into .grad. (A backward() that is "
+                "compiled with torch._dynamo.config.trace_autograd_ops calls no hooks, ours neither)"
+            )
 
     def _say_if_not_virtual(self, strategy: Strategy) -> None:
         virtual = strategy.engine.virtual

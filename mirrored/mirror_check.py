@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -35,7 +35,7 @@ _IN_PARTS_FROM = 1000
 _EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start shows it
 _READ_AFTER = 10  # runs, by when a GPU has done what it was given before
 
-_PARAMETER, _KEPT, _STATE, _SETTING = "parameter", "parameter that no optimizer steps", "optimizer state", "setting"
+_PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
 
 
 def check_interval(interval: int | None) -> None:
@@ -48,6 +48,26 @@ def check_interval(interval: int | None) -> None:
         raise ValueError(f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None")
 
 
+_SEVERAL = {
+    _PARAMETER: "parameters",
+    _STRANGE: "parameters that are not mirrored",
+    _STATE: "optimizer states",
+    _SETTING: "settings",
+}
+
+_LOOK_FOR = (
+    "Look for what one tower does alone or in its own way: optimizer.step(), an average of parameters (EMA), a "
+    "scheduler or a loaded state under `if strategy.is_chief:`, gradients that no backward() has averaged, parameters "
+    "or averaged gradients changed by its own random numbers or data, a GPU or memory that fails. What one tower alone "
+    "is to keep, make outside the scope."
+)
+
+_PUT_IN_LATER = (
+    "It was put into a mirrored model after the first run, and every tower has made its own: call "
+    "strategy.mirror(module) on all towers for what is new."
+)
+
+
 class MirrorCheck:
     """Compares parameters, optimizer state and optimizer settings between the towers.
 
@@ -55,6 +75,7 @@ class MirrorCheck:
         comm: the towers.
         interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one
             this is done in parts: what differs is most often everything, which is then found sooner.
+        unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
         with_state: whether optimizer state is the same on all towers.
         meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
 
@@ -66,11 +87,13 @@ class MirrorCheck:
         self,
         comm: Communicator,
         interval: int | None,
+        unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         with_state: bool = True,
         meet: Callable[[str], None] | None = None,
     ) -> None:
         self._comm = comm
+        self._unmirrored = unmirrored
         self._meet = meet
         self._in_parts = interval is not None and interval >= _IN_PARTS_FROM
         self._every = interval // PARTS if interval is not None and self._in_parts else interval
@@ -127,70 +150,58 @@ class MirrorCheck:
             else:
                 self._judge(check)
 
-    def check_now(self, run: int) -> None:
+    def check_now(self, call: str, run: int) -> None:
         """Check all at once, before ``run`` has begun.
+
+        Args:
+            call: what a person would say is being done.
 
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        check = self._start("check_mirrored()", run, quick=False)
-        self._judge(check, everything=True)
+        self._judge(self._start(call, run, quick=False))
 
     # -- what --------------------------------------------------------------------------------------------
 
-    def _start(self, call: str, run: int, *, quick: bool, part: int | None = None) -> _Check:
+    def held(self, part: int | None = None) -> list[Held]:
+        """What has to be the same on all towers.
+
+        Args:
+            part: only what is in this part; None for all.
+        """
         optimizers = list(self._optimizers.items())
-        stepped = {id(p) for optimizer, _ in optimizers for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
-        chosen = self._parameters if part is None else [one for one in self._parameters if _part_of(one[0]) == part]
-        living = [(name, p) for name, reference in chosen if _has_bits(p := reference())]
+        living = self._living(part)
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
-        held += [Held(name, _PARAMETER if id(p) in stepped else _KEPT, p.detach()) for name, p in living]
+        held += [Held(name, _PARAMETER, p.detach()) for name, p in living]
+        strange = [(name, p) for name, p in self._unmirrored() if part in (None, _part_of(name))]
+        held += [Held(name, _STRANGE, p.detach()) for name, p in strange if _has_bits(p)]
         if self._with_state:
             names = {id(p): name for name, p in living}
             held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
+        return held
+
+    def _living(self, part: int | None) -> list[tuple[str, Tensor]]:
+        self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
+        chosen = self._parameters if part is None else [one for one in self._parameters if _part_of(one[0]) == part]
+        return [(name, p) for name, reference in chosen if _has_bits(p := reference())]
+
+    def _start(self, call: str, run: int, *, quick: bool, part: int | None = None) -> _Check:
+        held = self.held(part)
         if self._meet is not None:
             self._meet(f"comes to {call}")
         comparison = start_comparison(self._comm, call, held, quick=quick)
-        trained = [(name, p.detach()) for name, p in living if id(p) in stepped]
+        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
         return _Check(run, part, comparison, [name for name, _ in trained], highest)
 
-    def _judge(self, check: _Check, *, everything: bool = False) -> None:
-        differences = check.comparison.differences()
-        serious = [one for one in differences if everything or one.kinds != [_KEPT]]
-        if serious:
-            raise MirrorError(self._text(check, [*serious, *(one for one in differences if one not in serious)]))
-        for one in differences:
-            if one.name not in self._warned:
-                self._warned.add(one.name)
-                log.warning(
-                    "%s is not the same on all towers: %s. No optimizer steps it, so training goes on",
-                    one.name,
-                    who_differs(one.groups),
-                )
-        if not differences and not everything:
-            self._last_equal[check.part] = check.run
+    def _judge(self, check: _Check) -> None:
+        if differences := check.comparison.differences():
+            equal = [run for part, run in self._last_equal.items() if part in (None, check.part)]
+            before = f"; the towers were equal when run {max(equal)} began" if equal else ""
+            raise MirrorError(in_words(differences, f"This is how it was when run {check.run} began{before}"))
+        self._last_equal[check.part] = check.run
         self._say_if_not_finite(check)
-
-    def _text(self, check: _Check, differences: Sequence[Difference]) -> str:
-        first, *others = differences
-        values = ""
-        if first.values is not None:
-            said = (f"{first.values[towers[0]]} on {name_towers(towers)}" for towers in first.groups)
-            values = f" ({', '.join(said)})"
-        counts = Counter(_called(other) for other in others)
-        counted = ", ".join(f"{count} {kind}{'s' * (count > 1)}" for kind, count in counts.items())
-        also = f" Also different: {counted}." if others else ""
-        equal = [run for part, run in self._last_equal.items() if part in (None, check.part)]
-        before = f"; the towers were equal when run {max(equal)} began" if equal else ""
-        return (
-            f"{_called(first)} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}."
-            f"{also} This is how it was when run {check.run} began{before}. Look for what one tower does alone or in "
-            "its own way: optimizer.step(), a scheduler or a loaded state under `if strategy.is_chief:`, parameters "
-            "or averaged gradients changed by its own random numbers or data, a GPU or memory that fails. Then start "
-            "again from the last checkpoint"
-        )
 
     def _say_if_not_finite(self, check: _Check) -> None:
         if "not finite" in self._warned:
@@ -231,10 +242,25 @@ def _part_of(name: str) -> int:
     return zlib.crc32(name.encode()) % PARTS
 
 
-def _called(difference: Difference) -> str:
-    """What a person calls the kind of thing that differs."""
-    kind = difference.kinds[0]
-    return _PARAMETER if kind == _KEPT else kind
+def in_words(differences: Sequence[Difference], when: str) -> str:
+    """What is said of towers that are not mirror images any more.
+
+    Args:
+        when: a sentence without its full stop.
+    """
+    first, *others = differences
+    kind = first.kinds[0]
+    values = ""
+    if first.values is not None:
+        said = (f"{first.values[towers[0]]} on {name_towers(towers)}" for towers in first.groups)
+        values = f" ({', '.join(said)})"
+    counts = Counter(other.kinds[0] for other in others)
+    counted = ", ".join(f"{count} {_SEVERAL[kind] if count > 1 else kind}" for kind, count in counts.items())
+    also = f" Also different: {counted}." if others else ""
+    return (
+        f"{kind} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}.{also} {when}. "
+        f"{_PUT_IN_LATER if kind == _STRANGE else _LOOK_FOR} Then start again from the last checkpoint"
+    )
 
 
 def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:

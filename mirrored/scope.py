@@ -101,6 +101,20 @@ class Recorder:
         found = self._parameters.get(id(parameter))
         return found is not None and found() is parameter
 
+    def untaken(self) -> list[torch.Tensor]:
+        """The parameters that were recorded, have values and were not yet taken."""
+        parameters = (reference() for reference in self._parameters.values())
+        return [parameter for parameter in parameters if parameter is not None and not is_lazy(parameter)]
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        """How a message calls a parameter that was recorded and not yet taken."""
+        for reference in self._modules.values():
+            module = reference()
+            for name, candidate in module.named_parameters(recurse=False) if module is not None else ():
+                if candidate is parameter:
+                    return f"{name} of a {type(module).__name__}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
     def take(self) -> tuple[list[Named], list[nn.Module]]:
         """All recorded parameters and buffers that have values, named, in order of creation.
 
@@ -149,6 +163,13 @@ class Recorder:
             roots.append((f"{name}[{number}]" if number else name, module))
         self._roots += [(name, weakref.ref(module)) for name, module in roots]
         return roots
+
+    def unmirrored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the modules that were taken that were not recorded, with names: put in or replaced later."""
+        for name, root in self.roots():
+            for path, parameter in root.named_parameters():
+                if not self.is_mirrored(parameter) and parameter not in self and not is_lazy(parameter):
+                    yield f"{name}.{path}", parameter
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """How a message calls a parameter that is not mirrored: its path in a mirrored model, if it is in one."""

@@ -250,7 +250,7 @@ class Strategy:
             DisagreementError: on all towers, when some call something else.
         """
         self._check_here("check_mirrored()")
-        self.engine.check_mirrored()
+        self.engine.check_mirrored("check_mirrored()")
 
     # -- values ------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Layout:
         self.dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
         self.sparse = [SparseSlot(named) for named in parameters if named.sparse]
         self.slots: list[Slot] = [*self.dense, *self.sparse]
-        self._by_id = {id(slot.parameter): slot for slot in self.dense}
+        self._by_id = {id(slot.parameter): slot for slot in self.slots}
         self._kinds = self._present_kinds()
 
     @property
@@ -51,14 +51,10 @@ class Layout:
         """For which units this tower has something of its own to contribute."""
         return [bucket.has_fresh for bucket in self.buckets] + [slot.fresh for slot in self.sparse]
 
-    def slot_of(self, parameter: Tensor) -> DenseSlot | None:
-        """A parameter's place in the buckets, if it has one."""
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """A parameter's slot, if it has one."""
         slot = self._by_id.get(id(parameter))
         return slot if slot is not None and slot.parameter is parameter else None
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """How messages call a parameter that has a slot."""
-        return next((slot.name for slot in self.slots if slot.parameter is parameter), None)
 
     def is_outdated(self) -> bool:
         """Whether a parameter was converted or moved since."""

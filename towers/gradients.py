@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -141,6 +141,7 @@ class GradientAverager:
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         unsynced = self.unsynced()
+        averaged = {id(slot.parameter): slot.averaged for slot in self._layout.slots}
         for remove in self._unhook:
             remove()
         self._followed = []
@@ -160,6 +161,7 @@ class GradientAverager:
                 dense_slot.complete = self.complete
         for slot in layout.slots:
             slot.unsynced = id(slot.parameter) in unsynced
+            slot.averaged = averaged.get(id(slot.parameter), 0)
         self._in_cycle = False
         self._started: list[tuple[Bucket, Pending | None]] = []
         self._prediction = Prediction(layout.trainable())
@@ -211,13 +213,21 @@ class GradientAverager:
         self._channel.release(key)
         self._released_keys.append(key)
 
-    def slot_of(self, parameter: Tensor) -> DenseSlot | None:
-        """A parameter's place in the buckets, if it has one."""
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """A parameter's slot, if its gradients are averaged: a place in a bucket, or a sparse one."""
         return self._layout.slot_of(parameter)
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """How messages call a parameter whose gradients are averaged."""
-        return self._layout.name_of(parameter)
+    def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
+        """Whether gradients of any of these were averaged after backward ``number`` (as of :attr:`averaged`)."""
+        slots = (self._layout.slot_of(parameter) for parameter in parameters)
+        return any(slot is not None and slot.averaged > number for slot in slots)
+
+    def note_averaged(self, parameters: Iterable[Tensor]) -> None:
+        """The gradients of these have been averaged by other means."""
+        self.averaged += 1
+        for parameter in parameters:
+            if (slot := self._layout.slot_of(parameter)) is not None:
+                slot.averaged = self.averaged
 
     # -- own parts only ----------------------------------------------------------------------------------
 

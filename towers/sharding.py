@@ -262,11 +262,10 @@ class ShardedOptimizer:
 
     def _slot_of(self, parameter: Tensor) -> DenseSlot:
         slot = self._averager.slot_of(parameter)
-        if slot is None:
-            sparse = self._averager.name_of(parameter)
-            what = f"parameter {sparse}, whose gradients are sparse" if sparse else "parameters that no scope mirrored"
-            raise MirrorError(f"shard_optimizer=True cannot share out {self._name}: it holds {what}")
-        return slot
+        if isinstance(slot, DenseSlot):
+            return slot
+        what = f"parameter {slot.name}, whose gradients are sparse" if slot else "parameters that no scope mirrored"
+        raise MirrorError(f"shard_optimizer=True cannot share out {self._name}: it holds {what}")
 
     def _can_be_cut(self, slot: DenseSlot) -> bool:
         parameter = slot.parameter
