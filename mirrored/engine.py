@@ -213,6 +213,11 @@ class Engine:
             if self._runs == self._mirror_check.due:
                 self._mirror_check.come_to(self._runs)
 
+    def give_up(self, error: BaseException) -> None:
+        """A ``run`` has ended in ``error``, perhaps in the middle of a backward."""
+        if self.averager is not None:
+            self.averager.give_up(error)
+
     def settle(self) -> None:
         """Make equal on all towers what was recorded since the last time; all of them call it.
 

@@ -145,12 +145,16 @@ class Strategy:
         """
         self._check_here("run()")
         self.health.begin_step()
-        self.engine.begin_run()
-        self.streams.begin_run()
-        if (watching := observer()) is not None:
-            fn = watching.running(self, fn)
-        with frame(self, ReplicaContext(self, (args, kwargs))):
-            result = fn(*args, **(kwargs or {}))
+        try:
+            self.engine.begin_run()
+            self.streams.begin_run()
+            if (watching := observer()) is not None:
+                fn = watching.running(self, fn)
+            with frame(self, ReplicaContext(self, (args, kwargs))):
+                result = fn(*args, **(kwargs or {}))
+        except BaseException as error:
+            self.engine.give_up(error)
+            raise
         self.health.end_step()
         return result
 

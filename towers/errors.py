@@ -30,6 +30,10 @@ class DisagreementError(TowersError, ValueError):
     """Towers called one collective with different operations, shapes, dtypes or structures."""
 
 
+class DeadlockError(DisagreementError):
+    """Towers wait for each other in different collectives: some have left out a call that others have made."""
+
+
 class ArgumentError(TowersError, ValueError):
     """A collective was called with tensors or an operation that it cannot take."""
 

@@ -41,8 +41,8 @@ from torch import Tensor
 
 from towers import flags, pairing
 from towers.buckets import Bucket, DenseSlot
-from towers.collectives.communicator import Communicator, Pending
-from towers.errors import TowersError
+from towers.collectives.communicator import Communicator, Pending, keep_from_forks
+from towers.errors import ForkedError, TowersError
 from towers.flags import Tail
 from towers.gradient_layout import Layout
 from towers.health import AVERAGING, BACKWARD
@@ -121,6 +121,7 @@ class GradientAverager:
         self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
         self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
         self._lay_out([])
+        keep_from_forks(self)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -265,6 +266,21 @@ class GradientAverager:
             self._scatter.settle_debts()
 
     # -- one backward ------------------------------------------------------------------------------------
+
+    @_among_gradients
+    def disown(self, error: ForkedError) -> None:
+        """This process was forked from a tower: its gradients are not to lie in memory that it shares with the towers.
+
+        Autograd adds to a gradient before any hook could refuse to.
+        """
+        for slot in self._layout.dense:
+            if (parameter := slot.parameter) is not None and slot.is_in_view(parameter.grad):
+                parameter.grad = None
+
+    def give_up(self, error: BaseException) -> None:
+        """The script's step has ended in ``error``. Towers that wait for an open backward's gradients are told."""
+        if self._in_cycle:
+            self._channel.break_off(error)
 
     def _check_whole(self) -> None:
         if self._in_cycle:

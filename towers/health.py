@@ -7,9 +7,12 @@ towers (:mod:`towers.whereabouts`) and by the towers that wait for this one (:mo
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from towers.deadlock import Wait
+from towers.errors import DeadlockError
 from towers.whereabouts import Place, Record
 
 if TYPE_CHECKING:
@@ -26,6 +29,18 @@ _T = TypeVar("_T")
 _END = object()
 
 
+class Counted(Protocol):
+    """A communicator, which counts the collectives that this tower has begun.
+
+    Attributes:
+        name: equal on all towers.
+        count: how many there were.
+    """
+
+    name: str
+    count: int
+
+
 class Health:
     """Where this tower is.
 
@@ -35,6 +50,8 @@ class Health:
         record: where others read it; None where there are no others, and nothing is written.
         heartbeat: asks the other towers where they are, where there are any.
         exit_code: what this tower is about to end with, without having failed.
+        waits: what this tower waits in; None where it does not wait.
+        deadlock: why a wait will never end, once that is known.
     """
 
     def __init__(self, record: Record | None = None) -> None:
@@ -43,6 +60,9 @@ class Health:
         self.record = record
         self.heartbeat: Heartbeat | None = None
         self.exit_code = 0
+        self.waits: Wait | None = None
+        self.deadlock: str | None = None
+        self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
 
     def enter(self, phase: str) -> None:
@@ -61,6 +81,26 @@ class Health:
         """The step is over. Not to be called when it failed: then it is where the tower ended."""
         self._running = False
         self.enter("")
+
+    def watch(self, communicator: Counted) -> None:
+        """Tell the other towers how many of its collectives this tower has begun, while it lives."""
+        self._counted.add(communicator)
+
+    def begun(self) -> dict[str, int]:
+        """By name of the communicator, how many collectives this tower has begun."""
+        try:
+            return {communicator.name: communicator.count for communicator in self._counted}
+        except RuntimeError:  # one was added meanwhile
+            return {}
+
+    def check_deadlock(self) -> None:
+        """See that a wait may still end.
+
+        Raises:
+            DeadlockError: it will not, for the others wait for this tower elsewhere.
+        """
+        if self.deadlock is not None:
+            raise DeadlockError(self.deadlock)
 
     @property
     def place(self) -> Place:

@@ -1,12 +1,16 @@
-"""Signs of life between towers, through the store where they met.
+"""Heartbeats between towers, through the store where they met.
 
-About once a second every tower lays down where it is. Who waits for another in vain reads that, and asks it for its
-stack. A thread does it, over a connection of its own; when the store is gone it is silent.
+About once a second every tower lays down where it is. A tower that waits for another in vain reads that, and asks it
+for its stack. A thread does it, over a connection of its own; when the store is gone it is silent.
+
+The chief's thread looks for deadlocks (:mod:`towers.deadlock`) as long as some tower says that it waits and waits, and
+lays down what it finds for all. So the other towers make more requests only while they wait.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import socket
 import sys
@@ -20,15 +24,19 @@ from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from towers import cards
+from towers import cards, deadlock
 from towers.cards import Card, NotACardError
+from towers.deadlock import Standing, Wait
 from towers.health import Health
 from towers.topology import Topology
 from towers.whereabouts import Place, Record
 from towers.within import within
 
 INTERVAL = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
+
+_FAST = 0.25  # seconds between two heartbeats while some tower waits and waits
+_BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
 _ANSWER = 1.6  # seconds in which a tower that lives answers, which it does when it gives its next sign
 _SILENT = 2.5  # seconds without a sign after which a tower that does not answer counts as gone
@@ -90,6 +98,10 @@ class Heartbeat:
         self._topology = topology
         self._stopping = threading.Event()
         self._store: Store | None = None
+        self._beat = 0
+        self._waited: Wait | None = None  # at the last heartbeat
+        self._blocked = 0  # how often towers have said that they wait and wait
+        self._standings: dict[int, Standing] = {}
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
@@ -106,16 +118,18 @@ class Heartbeat:
         try:
             store, self._store = self._connect()
             answered = 0
-            beat = True
-            while beat:
-                self._lay_down(store, f"sign{self._topology.index}", self._sign())
+            while (health := self._health()) is not None:
+                self._lay_down(store, f"sign{self._topology.index}", self._sign(health))
                 asked = store.add(f"questions{self._topology.index}", 0)
                 if asked > answered:
                     answer = {"question": asked, "stack": main_stack()}
                     self._lay_down(store, f"answer{self._topology.index}", answer)
                     answered = asked
-                beat = not self._stopping.wait(INTERVAL) and self._health() is not None
-        except Exception:  # the store has ended, with its host or in the normal way: nobody asks any more
+                hurries = self._look_for_deadlock(store, health)
+                del health
+                if self._stopping.wait(_FAST if hurries else INTERVAL):
+                    return
+        except (RuntimeError, OSError):  # the store has ended, with its host or in the normal way: nobody asks any more
             pass
         finally:
             atexit.unregister(self._stop)
@@ -141,10 +155,44 @@ class Heartbeat:
         except NotACardError:
             return None
 
-    def _sign(self) -> Card:
+    def _sign(self, health: Health) -> Card:
         place = self._record.read()
-        said = dataclasses.asdict(place) | {"since": time.monotonic() - place.since if place.since else 0.0}
-        return {"place": said, "time": time.time(), "host": self._host}
+        now = dataclasses.replace(place, since=time.monotonic() - place.since if place.since else 0.0)
+        self._beat += 1
+        standing = Standing(self._beat, now, health.begun(), health.waits)
+        return {**standing.as_json(), "time": time.time(), "host": self._host}
+
+    def _look_for_deadlock(self, store: Store, health: Health) -> bool:
+        """Say so if this tower waits and waits, and hear whether that has an end; whether heartbeats are to be fast."""
+        waits, waited = health.waits, self._waited
+        self._waited = waits
+        if waits is not None and waits == waited:
+            store.add(_BLOCKED, 1)
+            found = self._read(store, _DEADLOCK)
+            health.deadlock = found["towers"] if found is not None else None
+        return self._find_deadlock(store) if self._topology.is_chief else waits is not None
+
+    def _find_deadlock(self, store: Store) -> bool:
+        """The chief's part; whether some tower waits and waits."""
+        before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
+        if self._blocked == before:
+            self._standings = {}
+            return False
+        standings = self._standings_of_all(store)
+        cycle = deadlock.find(self._standings, standings)
+        if cycle is not None:
+            self._lay_down(store, _DEADLOCK, {"towers": deadlock.describe(cycle, standings)})
+        self._standings = standings
+        return True
+
+    def _standings_of_all(self, store: Store) -> dict[int, Standing]:
+        """Where all towers were at their last heartbeats; empty where some have not given one yet."""
+        places = [f"sign{tower}" for tower in range(self._topology.size)]
+        found = {}
+        for tower, data in enumerate(store.multi_get(places) if store.check(places) else ()):
+            with contextlib.suppress(NotACardError):
+                found[tower] = standing_of(cards.unseal(self._topology.token, places[tower], data))
+        return found
 
     # -- seeing ------------------------------------------------------------------------------------------
 
@@ -198,10 +246,15 @@ class Heartbeat:
         for tower in towers if store is not None else ():
             if (sign := self._read(store, f"sign{tower}")) is not None:  # type: ignore[arg-type]
                 silent = max(0.0, time.time() - sign["time"])
-                place = Place(**sign["place"])
+                place = standing_of(sign).place
                 host = "" if sign["host"] == self._host else sign["host"]
                 found[tower] = Sight(tower, host, place, place.since + silent, silent)
         return found
+
+
+def standing_of(sign: Card) -> Standing:
+    """What a tower says of itself in a heartbeat."""
+    return deadlock.from_json(sign)
 
 
 def main_stack() -> str:

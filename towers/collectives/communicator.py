@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
-from towers.errors import ArgumentError, DisagreementError, TowersError, out_of_step
+from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
 from towers.health import Health
 
 if TYPE_CHECKING:
@@ -20,6 +22,35 @@ if TYPE_CHECKING:
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class Shared(Protocol):
+    """What processes use together, and a copy of one of them must not use."""
+
+    def disown(self, error: ForkedError) -> None:
+        """This process is none of them: raise ``error`` whatever it calls."""
+
+
+_shared: weakref.WeakSet[Shared] = weakref.WeakSet()
+
+
+def keep_from_forks(shared: Shared) -> None:
+    """Refuse ``shared`` to processes that are forked from this one, which would put the towers out of step."""
+    _shared.add(shared)
+
+
+def _disown() -> None:
+    for shared in list(_shared):
+        shared.disown(
+            ForkedError(
+                "a collective (backward() of a mirrored model, reduce, gather, the next batch …) was called in a "
+                "process that was forked from a tower, and is none itself. Call it in the process that made the "
+                "strategy; here use copy.deepcopy(model)"
+            )
+        )
+
+
+os.register_at_fork(after_in_child=_disown)
 
 
 class Together(Protocol):
@@ -84,6 +115,7 @@ class Communicator(ABC):
         prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
             the backend can only sum, else 1.
         windows: memory that the towers reach of each other, where all of them are on one host, else None.
+        name: tells this one from the others of a strategy, equal on all towers.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -95,7 +127,14 @@ class Communicator(ABC):
     backend: str
     prescale: float = 1.0
     windows: Windows | None = None
+    name: str = "all"
+    _named: int = 0
     _broken: TowersError | None = None
+
+    def next_name(self) -> str:
+        """A name for one more communicator that is made from this one; all towers make the same, in the same order."""
+        self._named += 1
+        return f"{self.name}/{self._named}"
 
     @functools.cached_property
     def towers(self) -> Sequence[int]:
@@ -205,6 +244,10 @@ class Communicator(ABC):
         """
         if self._broken is None:
             self._broken = out_of_step(self.towers[self.index], error)
+
+    def disown(self, error: ForkedError) -> None:
+        """As of :class:`Shared`."""
+        self._broken = error
 
     def close(self) -> None:  # noqa: B027  (nothing to do is a right default)
         """Leave the towers. Nothing may be called afterwards."""

@@ -36,6 +36,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     health.enter("meeting the other towers")
     group = default_group.connect(topology, device, options)
     group.health = health
+    health.watch(group)
     if group.size > 1:
         health.heartbeat = Heartbeat(health, record, topology)
         StepDeadline(health, record, topology.index, options.step_timeout_seconds)

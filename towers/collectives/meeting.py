@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.peers import Peers
-from towers.errors import DECIDE_TOGETHER, DisagreementError, PeerLostError, TowersError, in_words, out_of_step
+from towers.deadlock import Wait
+from towers.errors import (
+    DECIDE_TOGETHER,
+    DisagreementError,
+    ForkedError,
+    PeerLostError,
+    TowersError,
+    in_words,
+    out_of_step,
+)
 from towers.health import Health
 from towers.waiting import last_seen, timeout_error
 
@@ -38,6 +47,10 @@ class Meeting:
         timeout: seconds to wait for the others.
         towers: what messages call the towers.
         health: where this tower is, and what it can see of the others.
+        name: tells this meeting from others, equal on all towers.
+
+    Attributes:
+        count: how often this tower has come.
     """
 
     def __init__(
@@ -49,23 +62,26 @@ class Meeting:
         timeout: float,
         towers: Sequence[int],
         health: Health,
+        name: str,
     ) -> None:
         others = [tower for tower in range(len(processes)) if tower != index]
+        self.name = name
+        self.towers = towers
+        self.count = 0
         self._index = index
         self._timeout = timeout
-        self._towers = towers
         self._health = health
         self._processes = list(processes)
         self._boards = [[board[:_TEXT], board[_TEXT : 2 * _TEXT]] for board in boards]
         self._farewells = [board[_FAREWELL] for board in boards]
         self._broken: TowersError | None = None
         self._turn = 0
-        self._met = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
         # With more towers than cores, whoever spins keeps from the core the one it waits for.
         self._spins = _SPINS if len(processes) <= machine.cores() else 0
+        health.watch(self)
 
     def meet(self) -> None:
         """Return when all towers have called it.
@@ -76,7 +92,7 @@ class Meeting:
             TowersError: as of :meth:`check_whole`.
         """
         self.check_whole()
-        self._met += 1
+        self.count += 1
         try:
             for address in self._outbox:
                 semaphores.post(address)
@@ -102,9 +118,13 @@ class Meeting:
     def break_off(self, error: BaseException) -> None:
         """This tower gives up what the towers were doing together, because of ``error``, and comes no more."""
         if self._broken is None:
-            self._broken = out_of_step(self._towers[self._index], error)
+            self._broken = out_of_step(self.towers[self._index], error)
             text = in_words(error).encode()[: BOARD_BYTES - 2 * _TEXT]
             self._farewells[self._index][: len(text)] = text
+
+    def disown(self, error: ForkedError) -> None:
+        """This process was forked from a tower and is none itself: it writes nothing where the others read."""
+        self._broken = error
 
     def meet_for(self, purpose: str) -> None:
         """As :meth:`meet`, and see that all towers have come for the same.
@@ -116,9 +136,10 @@ class Meeting:
             DisagreementError: on all towers, when they have not.
             PeerLostError, CollectiveTimeoutError: as of :meth:`meet`.
         """
+        self.check_whole()
         self._turn ^= 1
         # The number of the meeting tells what was written for this one from what was written before.
-        mine = f"{self._met + 1} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
+        mine = f"{self.count + 1} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
         self._boards[self._index][self._turn][:] = mine
         self.meet()
         said = [self._purpose(bytes(board[self._turn])) for board in self._boards]
@@ -136,28 +157,31 @@ class Meeting:
     def _purpose(self, text: bytes) -> str | None:
         """What a tower has come for; None if it has not written that for this meeting."""
         number, _, purpose = text.rstrip(b"\0").decode(errors="replace").partition(" ")
-        return purpose if number == str(self._met) else None
+        return purpose if number == str(self.count) else None
 
     def _await(self, tower: int, address: int) -> None:
         deadline = time.monotonic() + self._timeout
         while not semaphores.sleep_until_taken(address, _NAP):
+            self._health.waits = Wait(self.name, self.count, self.towers)
             lost = self.lost_peer() or self._broken_off()
             if lost is not None:
                 if semaphores.take(address):  # it came before it went
-                    return
+                    break
                 raise lost
+            self._health.check_deadlock()
             if time.monotonic() > deadline:
-                raise timeout_error(self._health, self._towers[self._index], self._timeout, self._towers[tower])
+                raise timeout_error(self._health, self.towers[self._index], self._timeout, self.towers[tower])
+        self._health.waits = None
 
     def lost_peer(self) -> PeerLostError | None:
         """The error that says which towers have ended, if any have."""
         gone = self._peers.gone()
         if not gone:
             return None
-        towers = [self._towers[index] for index in gone]
-        names = ", ".join(f"tower {self._towers[index]} (process {self._processes[index]})" for index in gone)
+        towers = [self.towers[index] for index in gone]
+        names = ", ".join(f"tower {self.towers[index]} (process {self._processes[index]})" for index in gone)
         return PeerLostError(
-            f"{names} ended while tower {self._towers[self._index]} waited for it in a collective"
+            f"{names} ended while tower {self.towers[self._index]} waited for it in a collective"
             f"{last_seen(self._health, towers)}"
         )
 
@@ -166,7 +190,7 @@ class Meeting:
         for index, farewell in enumerate(self._farewells):
             if farewell[0] and index != self._index:
                 why = bytes(farewell).rstrip(b"\0").decode(errors="replace")
-                me, other = self._towers[self._index], self._towers[index]
+                me, other = self.towers[self._index], self.towers[index]
                 return PeerLostError(
                     f"tower {other} broke off a collective in which tower {me} waits for it, and joins no other ({why})"
                 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.communicator import Communicator, Pending, keep_from_forks
+from towers.deadlock import Wait
 from towers.failure import is_peer_lost
 from towers.waiting import connection_lost, timeout_error
 
@@ -25,12 +27,18 @@ _OPERATIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
+_MOMENT = timedelta(seconds=0.5)  # between two looks whether a collective can still end
+
 # The second is its name in older versions of torch, deprecated in 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class ProcessGroupCommunicator(Communicator):
-    """Collectives of one c10d process group."""
+    """Collectives of one c10d process group.
+
+    Attributes:
+        count: how many this tower has begun.
+    """
 
     def __init__(
         self, group: Any, device: torch.device, backend: str, timeout: timedelta, wire_dtype: str = "same"
@@ -45,42 +53,85 @@ class ProcessGroupCommunicator(Communicator):
         self._group: Any = group
         self._timeout = timeout
         self._wire_dtype = wire_dtype
+        self.count = 0
         open_communicators.add(self)
+        keep_from_forks(self)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        with self.explained():
-            dist.all_reduce(tensor, op=_OPERATIONS[op], group=self._group)
+        self._do(tensor, functools.partial(dist.all_reduce, tensor, op=_OPERATIONS[op]))
 
     def start_average(self, tensor: Tensor) -> Pending:
         narrow = self._wire_dtype == "bfloat16" and tensor.dtype == torch.float32
         sent = tensor.bfloat16() if narrow else tensor
-        return _Started(self, dist.all_reduce(sent, self._average, self._group, async_op=True), tensor, sent)
+        work = dist.all_reduce(sent, self._average, self._begin(), async_op=True)
+        return _Started(self, work, self.count, tensor, sent)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        with self.explained():
-            return self._gather(tensor, async_op=False)[1]
+        rows, gather = self._gather(tensor)
+        self._do(tensor, gather)
+        return rows
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
-        work, rows = self._gather(tensor, async_op=True)
-        return _Started(self, work, tensor, tensor), rows
+        rows, gather = self._gather(tensor)
+        work = gather(group=self._begin(), async_op=True)
+        return _Started(self, work, self.count, tensor, tensor), rows
 
-    def _gather(self, tensor: Tensor, *, async_op: bool) -> tuple[Any, Tensor]:
+    def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
+        """Room for all towers' rows, and what fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if self.backend == "nccl" and tensor.is_cuda:
             # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
-            whole = tensor.contiguous().view(-1)
-            return _all_gather_single(rows.view(-1), whole, group=self._group, async_op=async_op), rows
-        return dist.all_gather(list(rows.unbind(0)), tensor, group=self._group, async_op=async_op), rows
+            return rows, functools.partial(_all_gather_single, rows.view(-1), tensor.contiguous().view(-1))
+        return rows, functools.partial(dist.all_gather, list(rows.unbind(0)), tensor)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
         given = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        with self.explained():
-            dist.all_to_all_single(given, rows.contiguous(), group=self._group)
+        self._do(rows, functools.partial(dist.all_to_all_single, given, rows.contiguous()))
         return given
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))
+
+    def _begin(self) -> Any:
+        """This tower begins a collective; returns c10d's group."""
+        self.check_whole()
+        self.count += 1
+        return self._group
+
+    def _do(self, tensor: Tensor, collective: Callable[..., Any]) -> None:
+        """A collective from beginning to end."""
+        group = self._begin()
+        if tensor.is_cuda:
+            with self.explained():
+                collective(group=group)
+        else:
+            self.wait_for(collective(group=group, async_op=True), self.count)
+
+    def wait_for(self, work: Any, number: int) -> None:
+        """Return when a collective of the hosts is done.
+
+        Args:
+            number: the collective's.
+
+        Raises:
+            CollectiveTimeoutError, PeerLostError, DeadlockError: it will not be.
+        """
         with self.explained():
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            while not self._is_done(work):
+                self.health.waits = Wait(self.name, number, self.towers)
+                self.health.check_deadlock()
+            self.health.waits = None
+
+    @staticmethod
+    def _is_done(work: Any) -> bool:
+        """Wait for a moment; whether the collective is done."""
+        try:
+            work.wait(_MOMENT)
+        except RuntimeError:
+            if work.is_completed():  # it has failed
+                raise
+            return False
+        return True
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -88,6 +139,7 @@ class ProcessGroupCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
+            self.health.waits = None
             me = self.towers[self.index]
             if "timed out" in str(error).lower():
                 raise timeout_error(self.health, me, self._timeout.total_seconds()) from None
@@ -96,20 +148,22 @@ class ProcessGroupCommunicator(Communicator):
             raise
 
     def channel(self) -> ProcessGroupCommunicator:
-        return self._with(new_group(self.backend, self._timeout))
+        return self._with(new_group(self.backend, self._timeout), self.next_name())
 
     def among(self, towers: Sequence[int]) -> ProcessGroupCommunicator | None:
         """A communicator of some of the towers, in ascending order; all towers call this. None for those not in it."""
-        group = new_group(self.backend, self._timeout, list(towers))
+        group, name = new_group(self.backend, self._timeout, list(towers)), self.next_name()
         if self.index not in towers:
             return None
-        some = self._with(group)
+        some = self._with(group, name)
         some.towers = [self.towers[tower] for tower in towers]
         return some
 
-    def _with(self, group: Any) -> ProcessGroupCommunicator:
+    def _with(self, group: Any, name: str) -> ProcessGroupCommunicator:
         other = ProcessGroupCommunicator(group, self.device, self.backend, self._timeout, self._wire_dtype)
         other.health = self.health
+        other.health.watch(other)
+        other.name = name
         return other
 
     def close(self) -> None:
@@ -132,14 +186,19 @@ class ProcessGroupCommunicator(Communicator):
 class _Started:
     """The average of ``tensor``, which travels as ``sent``."""
 
-    def __init__(self, communicator: ProcessGroupCommunicator, work: Any, tensor: Tensor, sent: Tensor) -> None:
+    def __init__(
+        self, communicator: ProcessGroupCommunicator, work: Any, number: int, tensor: Tensor, sent: Tensor
+    ) -> None:
         self._communicator = communicator
-        self._work = work
+        self._work, self._number = work, number
         self._tensor, self._sent = tensor, sent
 
     def wait(self) -> None:
-        with self._communicator.explained():
-            self._work.wait()
+        if self._sent.is_cuda:
+            with self._communicator.explained():
+                self._work.wait()
+        else:
+            self._communicator.wait_for(self._work, self._number)
         if self._sent is not self._tensor:
             self._tensor.copy_(self._sent)
 

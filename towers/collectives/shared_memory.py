@@ -17,7 +17,7 @@ from torch import Tensor
 from towers import machine
 from towers.collectives import semaphores
 from towers.collectives.arithmetic import check_reducible, reduce_into
-from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, whole
+from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, keep_from_forks, whole
 from towers.collectives.meeting import BOARD_BYTES, Meeting
 from towers.collectives.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.sharing import share
@@ -57,7 +57,9 @@ class SharedMemoryCommunicator(Communicator):
         self._layout = layout = _Layout(self.size)
         inboxes = [segment.address + layout.inbox for segment in segments]
         boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
-        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout, self.towers, self.health)
+        self.name = base.next_name()
+        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout, self.towers, self.health, self.name)
+        keep_from_forks(self._meeting)
         tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
         self.windows = Windows(self.index, self._meeting, tables, processes)
         self._half = 0
