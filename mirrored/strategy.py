@@ -13,6 +13,7 @@ from torch import nn
 
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
+from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
@@ -327,6 +328,8 @@ class Strategy:
         seed: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        stand_in: bool = False,
+        batch_dims: Dims = None,
     ) -> DistributedDataset:
         """Share out every global batch of ``dataset`` among the towers.
 
@@ -349,7 +352,6 @@ class Strategy:
             DisagreementError: when an epoch begins, on all towers, when they were given data of another length
                 or other settings, or are at different places in it.
         """
-        chosen = operator.index(seed if seed is not None else self._seed if self._seed is not None else 0)
         return distribute(
             self.communicator,
             self._cut,
@@ -358,14 +360,19 @@ class Strategy:
             global_batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=chosen,
+            seed=operator.index(seed) if seed is not None else None,
+            default_seed=operator.index(self._seed) if self._seed is not None else 0,
             collate_fn=collate_fn,
             num_workers=num_workers,
+            stand_in=stand_in,
+            batch_dims=batch_dims,
         )
 
     experimental_distribute_dataset = distribute_dataset
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any]) -> DistributedDataset:
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
+    ) -> DistributedDataset:
         """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
 
         The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
@@ -374,7 +381,7 @@ class Strategy:
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed)
+        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:

@@ -76,7 +76,7 @@ def cut_for(topology: Topology, virtual_towers: int | None) -> Cut:
             "be a power of two that is not larger"
         )
     own = count // topology.size
-    return Cut(count, own * topology.index, own * (topology.index + 1))
+    return Cut(count, own * topology.index, own * (topology.index + 1), virtual=True)
 
 
 class VirtualTowers:
