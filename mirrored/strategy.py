@@ -25,6 +25,7 @@ from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
+from mirrored.stand_in import explain_empty_share, shares_at_hand
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
@@ -136,7 +137,8 @@ class Strategy:
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
         Inside, ``backward()`` averages gradients over the towers, and losses know the size of the global
-        batch that ``args`` came from. Exceptions pass through unchanged.
+        batch that ``args`` came from. Exceptions pass through unchanged, but where this tower's share has no examples
+        the message of one of Python's own says so, and what helps models that cannot take an empty batch.
 
         Raises:
             MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
@@ -150,8 +152,16 @@ class Strategy:
         self.streams.begin_run()
         if (watching := observer()) is not None:
             fn = watching.running(self, fn)
-        with frame(self, ReplicaContext(self, (args, kwargs))):
-            result = fn(*args, **(kwargs or {}))
+        replica = ReplicaContext(self, (args, kwargs))
+        if self.known_shares.had_stand_in and any(share.stand_in for share in shares_at_hand(self, replica)):
+            fn = self.engine.keeping_statistics()(fn)
+        try:
+            with frame(self, replica):
+                result = fn(*args, **(kwargs or {}))
+        except Exception as error:
+            if self._several:
+                explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
+            raise
         self.health.end_step()
         return result
 
