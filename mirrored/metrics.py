@@ -76,11 +76,13 @@ def _is_a(module: nn.Module, *names: str) -> bool:
 
 def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a metric is given an empty share or a stand-in."""
-    tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    if tensors and all(tensor.shape[0] == 0 for tensor in tensors):
+    sizes = [len(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:  # texts, detections
+        sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    if sizes and not any(sizes):
         return True
     strategy = current_strategy()
-    entries = tensors[0].shape[0] if tensors else None
+    entries = sizes[0] if sizes else None
     return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "what a metric was given")
 
 

@@ -188,7 +188,7 @@ class Strategy:
         With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual_towers`),
         and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
         one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does.
+        does, and ``loss_fn`` is called for an empty share, too.
 
         Args:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
@@ -348,14 +348,21 @@ class Strategy:
         dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
 
         Args:
-            dataset: has ``__getitem__`` and ``__len__``; or an ``IterableDataset``, the same on all towers;
+            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
+                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
                 or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
             global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
             shuffle: a new order every epoch, from (seed, epoch).
             drop_last: leave out an incomplete last batch.
-            seed: default the strategy's seed, else 0.
-            collate_fn: makes a batch of a list of examples; an empty share is its batch of one example, cut.
+            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
+                strategy's seed, else 0.
+            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
+                what grows with them is left out.
             num_workers: loader processes of each tower.
+            stand_in: give a tower whose share is empty one example of another tower that counts nothing
+                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
+            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
+                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
 
         Raises:
             ValueError, TypeError: the arguments contradict each other or the data.
@@ -387,6 +394,12 @@ class Strategy:
 
         The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
         empty shares until all have ended.
+
+        Args:
+            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
+
+        Raises:
+            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
         """
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import pathlib
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -508,6 +510,9 @@ def test_a_loaders_own_sampler_is_kept() -> None:
     one = mirrored.OneDeviceStrategy()
     assert batches(one, DataLoader(range(4), 2, sampler=Backwards(range(4)))) == [[3, 2], [1, 0]]  # type: ignore[arg-type]
     assert batches(one, DataLoader(range(10), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]  # type: ignore[arg-type]
+    never_ending = DataLoader(torch.arange(8).view(4, 2), batch_size=None, sampler=itertools.cycle([1, 0]))  # type: ignore[arg-type]
+    found = itertools.islice(one.distribute_dataset(never_ending), 3)
+    assert [batch.tolist() for batch in found] == [[2, 3], [0, 1], [2, 3]]
     endless = DataLoader(range(4), 2, sampler=(i for i in (2, 0, 1)))  # type: ignore[arg-type, var-annotated]
     assert batches(one, endless) == [[2, 0], [1]]
 
@@ -617,6 +622,29 @@ def test_other_data_may_begin_with_an_epoch() -> None:
     data.load_state_dict({**state, "step": 4})
     assert [len(list(data)), len(list(data))] == [0, 5]
     assert sorted(go_on({"seed": 0, "epoch": 0, "step": 2}, range(24), 6)) == list(range(12, 24)), "an old state"
+
+
+def resume_with(strategy: mirrored.Strategy, folder: str, size: int) -> list[int]:
+    train = strategy.distribute_dataset(range(24), size, shuffle=True)
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {"train": train}, every_steps=1)
+    seen: list[int] = []
+    with checkpoints.resume():
+        for _ in train.epochs(1):
+            for batch in train:
+                seen += strategy.gather(batch).tolist()
+                if size == 6 and len(seen) > 12:
+                    return seen[:12]
+                checkpoints.step()
+    return seen
+
+
+def test_checkpoints_go_on_by_examples_or_refuse(tmp_path: pathlib.Path) -> None:
+    [done, _] = towers(resume_with, str(tmp_path), 6)
+    for error in failures(resume_with, str(tmp_path), 5):
+        with pytest.raises(mirrored.CheckpointError, match="nothing was changed.*global_batch_size was 6 and is 5"):
+            raise error
+    [rest, _] = towers(resume_with, str(tmp_path), 4)
+    assert sorted(done + rest) == list(range(24))
 
 
 def test_a_state_in_mid_epoch_knows_its_order() -> None:

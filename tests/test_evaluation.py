@@ -217,6 +217,21 @@ def test_states_of_every_kind_where_shares_are_empty() -> None:
             assert found["group"] == pytest.approx(alone["group"])
 
 
+def texts(strategy: mirrored.Strategy, stand_in: bool) -> float:
+    from torchmetrics.text import WordErrorRate
+
+    metric = strategy.mirror(WordErrorRate())
+    said = [("a b", "a c"), ("d", "d")]
+    for guesses, truth in strategy.distribute_dataset(said, 2, stand_in=stand_in):
+        strategy.run(lambda g=guesses, t=truth: metric.update(list(g), list(t)))
+    return float(metric.compute())
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_metrics_of_texts(stand_in: bool) -> None:
+    assert towers(texts, stand_in, count=3) == pytest.approx([1 / 3] * 3)
+
+
 def other_order(strategy: mirrored.Strategy) -> None:
     metrics = strategy.mirror(torch.nn.ModuleDict({"a": torchmetrics.MeanMetric(), "b": torchmetrics.MeanMetric()}))
     for metric in metrics.values():

@@ -1,8 +1,16 @@
 """What of a batch that comes ready made belongs to its examples, and cutting it into shares.
 
 A batch that was collated elsewhere (a loader with ``batch_size=None``, a pipeline) does not say which of its dimensions
-counts examples. What can be meant in one way only is cut; for all else there is ``batch_dims``, as ``in_dims`` of
-``torch.vmap``.
+counts examples. What can be meant in one way only is cut: arrays that all have one first dimension, and lists of as
+many other things; numbers, texts and None are given whole. For all else there is ``batch_dims``, as ``in_dims`` of
+``torch.vmap``, a structure like the batch's:
+
+* a dimension: a tensor or array is cut along it, a list (dimension 0) by its entries, a dict in all that is in it;
+* None: every tower gets it whole;
+* a function ``(value, start, end)`` that cuts something else.
+
+The number of examples is the size of what has a dimension: ``[0, None]`` for a batch and class weights, ``(1, 1)`` for
+two time-major tensors, ``0`` for a list of dicts.
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def _from_loader(
         if isinstance(loader.dataset, IterableDataset):
             settings["num_workers"] = loader.num_workers  # in whose order the examples come
         else:
-            settings |= {"sampler": type(loader.sampler).__name__}
+            settings["sampler"] = type(loader.sampler).__name__
+            with contextlib.suppress(TypeError):  # data without a length
+                settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
         return StreamDataset(comm, cut, known, loader, seed, settings, stand_in, batch_dims)
     own_batches = size is None  # the user's own batch_sampler
     own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -51,15 +51,16 @@ class StreamDataset(DistributedDataset):
             collate = CollateShare(collate, cut, stand_in)
         self._order: Order | None = None
         self._sampler: _Replay | None = None
-        if not isinstance(loader.dataset, IterableDataset):
-            self._order = Order(0, 1, shuffle=False, drop_last=False, seed=seed, sampler=loader.sampler)
-            self._sampler = _Replay(loader.sampler)
+        sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+        if isinstance(sampler, Sized):  # another one may never end
+            self._order = Order(0, 1, shuffle=False, drop_last=False, seed=seed, sampler=sampler)
+            self._sampler = _Replay(sampler)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            sampler=self._sampler,
+            sampler=self._sampler if self._sampler is not None else sampler,
             collate_fn=collate,
             generator=self._generator,
             # Workers that live on would keep the dataset, and the random streams, of their first epoch.
@@ -136,7 +137,7 @@ class StreamDataset(DistributedDataset):
 class _Replay:
     """A sampler that gives what another one has drawn."""
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Sized) -> None:
         self._sampler = sampler
         self.order: list[Any] | None = None
 
