@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
-from mirrored.stand_in import is_stand_in
+from mirrored.stand_in import is_stand_in, named_shares, shares_at_hand
 from towers.collectives.agreement import announce
 from towers.host_copy import on_device
 
@@ -42,8 +42,9 @@ def compute_average_loss(
             without such a batch the towers' numbers are added up by one small collective.
         denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead (token losses
             with padding); it costs one small collective.
-        batch: a tensor (or other object) of the distributed batch that the losses belong to; needed only where a
-            step has several distributed batches of one size.
+        batch: a tensor (or other object) of the distributed batch that the losses belong to, ``()`` if to none. Needed
+            where a step has several batches of one size, and where batches may be stand-ins and the losses have
+            another number of entries.
 
     Returns:
         A scalar. Over all towers the values add up to the global mean (``strategy.reduce("sum", loss)``);
@@ -65,6 +66,8 @@ def compute_average_loss(
     losses, weights = per_example_loss, None
     if sample_weight is not None:
         weights = expand_weights(sample_weight, losses)
+    if batch is None and (global_batch_size is not None or denominator == "weights"):
+        _see_that_it_fits_stand_ins(losses.shape[0], replica)
     if is_stand_in(replica.strategy, (losses, sample_weight), losses.shape[0], "the loss", batch):
         if weights is not None and weights.dim():
             weights = weights[:0]
@@ -156,13 +159,8 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
     Raises:
         ValueError: the distributed batch has another number of examples, or there are several that may be meant.
     """
-    known = replica.strategy.known_shares
-    shares = replica.shares() if batch is None else known.of(batch)
-    if not shares and batch is not None:
-        raise ValueError("batch= holds nothing of a batch of strategy.distribute_dataset: give it one of its tensors")
-    if not shares and known.in_hand is not None:
-        # The batch went into run by another way than its arguments, or was made anew from the distributed one.
-        shares = [known.in_hand]
+    # A batch may have come by another way than run's arguments, or have been made anew: it is the one in hand.
+    shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
     if not shares:
         return _count_together(local, replica)
     if local == 0 and any(share.local == 0 for share in shares):
@@ -181,6 +179,22 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         "the number of entries over all towers is not known. Give one loss per example (for sequences "
         "loss.view(labels.shape).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
     )
+
+
+def _see_that_it_fits_stand_ins(entries: int, replica: ReplicaContext) -> None:
+    """See that a loss which counts for itself is of a batch that may be a stand-in on some tower; in every step.
+
+    Raises:
+        ValueError: it cannot be told.
+    """
+    shares = shares_at_hand(replica.strategy, replica)
+    if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
+        sizes = " and ".join(str(share.entries) for share in shares)
+        raise ValueError(
+            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
+            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
+            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
+        )
 
 
 def _count_together(local: int, replica: ReplicaContext) -> int:

@@ -100,7 +100,7 @@ def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str,
             the one in hand.
         entries: how many entries the values have, which decides among several batches.
         what: how a message calls them.
-        batch: something of the distributed batch they belong to, if the script says so.
+        batch: something of the distributed batch they belong to, if the script says so; ``()`` if to none.
 
     Raises:
         ValueError: that cannot be told.
@@ -108,9 +108,11 @@ def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str,
     known = strategy.known_shares
     if not known.had_stand_in:
         return False
-    shares = known.of(values if batch is None else batch) or _given(strategy)
+    named = known.of(values) if batch is None else named_shares(strategy, batch)
+    frame = current_frame()
+    shares = named or (frame.replica.shares() if frame is not None and frame.replica is not None else [])
     at_hand = shares or ([known.in_hand] if known.in_hand is not None else [])
-    kinds = {share.stand_in > 0 for share in at_hand}
+    kinds = {share.stand_in > 0 for share in (at_hand if batch is None else named)}
     if not kinds or kinds == {False}:
         return False
     if kinds == {True} and shares:
@@ -125,10 +127,19 @@ def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str,
     return kinds.pop()
 
 
-def _given(strategy: Strategy) -> list[Share]:
-    """The shares of the batches that the current ``run`` was given."""
-    frame = current_frame()
-    return frame.replica.shares() if frame is not None and frame.replica is not None else []
+def named_shares(strategy: Strategy, batch: Any) -> list[Share]:
+    """The share of the batch that a script names by ``batch=``; none for ``()``.
+
+    Raises:
+        ValueError: it is no distributed batch.
+    """
+    shares = strategy.known_shares.of(batch)
+    if not shares and not (isinstance(batch, tuple) and not batch):
+        raise ValueError(
+            "batch= holds nothing of a batch of strategy.distribute_dataset: give it one of the batch's own tensors, "
+            "or () for what belongs to no distributed batch"
+        )
+    return shares
 
 
 def shares_at_hand(strategy: Strategy, replica: ReplicaContext | None) -> list[Share]:

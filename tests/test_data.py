@@ -718,6 +718,9 @@ def test_a_loaders_generator_seeds_its_order(kind: str) -> None:
     one = mirrored.OneDeviceStrategy()
     assert seeded(one, kind, 1) == seeded(one, kind, 1) != seeded(one, kind, 2)
     g = torch.Generator().manual_seed(1)
+    weighted = DataLoader(range(8), 8, sampler=WeightedRandomSampler([1.0] * 8, 8, generator=g))
+    assert batches(one, weighted) == batches(one, weighted), "it keeps its seed"
+    g = torch.Generator().manual_seed(1)
     loader = DataLoader(range(8), 8, shuffle=True, generator=g)
     assert batches(one, loader, seed=2) == batches(one, range(8), 8, shuffle=True, seed=2), "seed= comes first"
 

@@ -301,8 +301,7 @@ def by_other_ways(strategy: mirrored.Strategy) -> list[Any]:
             except TypeError as error:
                 found.append(str(error))
         try:
-            strategy.run(lambda: mirrored.compute_average_loss(torch.ones(9), global_batch_size=18))
-            found.append(None)
+            strategy.run(lambda x: mirrored.compute_average_loss(x, batch=x * 1), args=(x,))
         except ValueError as error:
             found.append(str(error))
     return found
@@ -312,11 +311,44 @@ def test_other_ways_and_mistakes() -> None:
     first, second = towers(by_other_ways)
     assert [first[0], second[0]] == [2.0, 2.0]
     assert [first[1], second[1]] == [0.5, 0.0]
-    for texts in (first[2:5], second[2:5]):
-        for text, kind in zip(texts, ("a single number", "a single number", "a object"), strict=True):
+    for texts in (first[2:], second[2:]):
+        for text, kind in zip(texts, ("a single number", "a single number", "a object"), strict=False):
             assert f"drop_stand_in was given {kind}" in text
-    assert first[5] is None
-    assert "whether the loss, of 9 entries, was computed from it cannot be told" in second[5]
+        assert "batch= holds nothing of a batch" in texts[3]
+
+
+def other_entries(strategy: mirrored.Strategy) -> list[Any]:
+    """Losses of tokens that are not in rows of examples, and of no distributed batch; a stand-in in the third step."""
+    found: list[Any] = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.arange(1.0, 6.0)), 2, stand_in=True):
+        tokens = x.repeat_interleave(3)
+        for options in ({"sample_weight": torch.ones(len(tokens)), "denominator": "weights"}, {"global_batch_size": 6}):
+            for batch in (None, x, ()):
+
+                def step(x: Tensor, tokens: Tensor = tokens, options: Any = options, batch: Any = batch) -> Tensor:
+                    return mirrored.compute_average_loss(tokens, **options, batch=batch)
+
+                try:
+                    found.append(float(strategy.reduce("sum", strategy.run(step, args=(x,)))))
+                except ValueError as error:
+                    found.append(str(error))
+        found.append(float(strategy.reduce("sum", strategy.run(mirrored.compute_average_loss, args=(x,)))))
+    return found
+
+
+def test_losses_with_other_entries_say_of_which_batch_they_are() -> None:
+    """From the first step on and on all towers, not in the last step on one of them."""
+    for found in towers(other_entries):
+        steps = [found[:7], found[7:14], found[14:]]
+        for number, step in enumerate(steps):
+            for text in (step[0], step[3]):
+                assert "the loss has 3 entries" in text
+                assert "batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch" in text
+            mean = [1.5, 3.5, 5.0][number]
+            assert step[1] == step[6] == mean
+            assert step[4] == (mean if number < 2 else 2.5), "15 / 6"
+            # All towers' entries count where the losses are said to be of no distributed batch.
+            assert [step[2], step[5]] == ([mean, mean] if number < 2 else [5.0, 5.0])
 
 
 def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:

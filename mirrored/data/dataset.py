@@ -282,7 +282,7 @@ class MapDataset(DistributedDataset):
             total = sizes.popleft()
             start, end = self._cut.bounds(total)
             stand_in = self._stand_in and start == end and total > 0
-            yield batch, Share(end - start, total, int(stand_in))
+            yield batch, Share(end - start, total, int(stand_in), self._stand_in)
 
 
 class _ShareSampler:

@@ -129,16 +129,21 @@ class Order:
                 yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
     def _drawn(self, source: Iterable[Any], epoch: int) -> list[Any]:
-        """All that a sampler draws in an epoch."""
+        """All that a sampler draws in an epoch; its own generator keeps its seed and its place."""
         seed = seeds.mix(self.seed, "sampler", epoch)
         tell_epoch(source, epoch)
-        for owner in (source, getattr(source, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
+        owners = (source, getattr(source, "sampler", None))
+        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
                 generator.manual_seed(seed)
-        with seeds.undisturbed():
-            seeds.seed_cpu(seed)
-            return list(source)
+            with seeds.undisturbed():
+                seeds.seed_cpu(seed)
+                return list(source)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def tell_epoch(source: object, epoch: int) -> None:

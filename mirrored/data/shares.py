@@ -21,11 +21,13 @@ class Share:
         local: number of examples of this tower.
         total: number of examples of all towers together.
         stand_in: how many entries the batch of a tower without examples has nevertheless; they count nothing.
+        may_stand_in: whether that is so on towers without examples, of which this one need not be one.
     """
 
     local: int
     total: int
     stand_in: int = 0
+    may_stand_in: bool = False
 
     @property
     def entries(self) -> int:

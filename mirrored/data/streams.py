@@ -100,7 +100,7 @@ class StreamDataset(DistributedDataset):
             if self._ready_made is not None:
                 yield self._ready_made.share(batch, start, end, total)
             else:
-                yield batch[0], Share(end - start, total, int(self._stand_in and start == end))
+                yield batch[0], Share(end - start, total, int(self._stand_in and start == end), self._stand_in)
 
     def _agree(self, batch: Any, step: int) -> int:
         """How many examples all towers find in the next batch; -1 where the stream has ended.
@@ -176,21 +176,21 @@ class ReadyMade:
         """
         if start == end:
             return self.nothing(batch, total)
-        return self.with_parts(self._dims.cut(batch, start, end), end - start), Share(end - start, total)
+        return self.whole(self._dims.cut(batch, start, end), end - start, total)
 
     def nothing(self, batch: Any, total: int) -> Batch:
         """A share without examples, in the form of a batch whose examples were counted."""
         if self._stand_in and total and self.examples(batch):
-            return self._dims.cut(batch, 0, 1), Share(0, total, 1)
-        return self._dims.cut(batch, 0, 0), Share(0, total)
+            return self._dims.cut(batch, 0, 1), Share(0, total, 1, True)
+        return self._dims.cut(batch, 0, 0), Share(0, total, 0, self._stand_in)
 
-    def with_parts(self, share: Any, local: int) -> Any:
-        """A share with its virtual towers' parts, where they are to be cut as the user says."""
-        if not (self._cut.virtual and self._dims.are_given):
-            return share
-        return Joined(
-            share, tuple(self._dims.cut(share, *part) for part in self._cut.parts_of(local) if part[0] < part[1])
-        )
+    def whole(self, share: Any, local: int, total: int) -> Batch:
+        """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
+        batch = share
+        if self._cut.virtual and self._dims.are_given:
+            cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
+            batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
+        return batch, Share(local, total, 0, self._stand_in)
 
 
 class PipelineDataset(DistributedDataset):
@@ -251,7 +251,7 @@ class PipelineDataset(DistributedDataset):
             total = sum(max(count, 0) for count in counts)
             if step > first:
                 if local > 0:
-                    yield self._ready_made.with_parts(batch, local), Share(local, total)
+                    yield self._ready_made.whole(batch, local, total)
                 else:
                     yield self._ready_made.nothing(template, total)
 
