@@ -3,7 +3,9 @@
 ``distribute_dataset(…, stand_in=True)`` gives such a tower one example of another tower's. The model computes on it, so
 that all towers make the same calls, and nothing counts it: losses of ``compute_average_loss`` are an exact zero whose
 gradients are zeros, metrics are not updated, batch norms over the global batch leave its values out, and the running
-statistics of other normalisation layers are put back. Elsewhere this is called a dummy batch.
+statistics of other normalisation layers are put back. What a script counts itself, another loss, a statistic of a layer
+of its own, goes through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, knows nothing of it. Elsewhere
+this is called a dummy batch.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str,
         ValueError: that cannot be told.
     """
     known = strategy.known_shares
-    if not known.had_stand_in:
+    if not known.has_stand_in:
         return False
     named = known.of(values) if batch is None else named_shares(strategy, batch)
     frame = current_frame()
@@ -140,6 +142,11 @@ def named_shares(strategy: Strategy, batch: Any) -> list[Share]:
             "or () for what belongs to no distributed batch"
         )
     return shares
+
+
+def holds_stand_in(strategy: Strategy, replica: ReplicaContext | None) -> bool:
+    """Whether any of the batches at hand is a stand-in."""
+    return strategy.known_shares.has_stand_in and any(share.stand_in for share in shares_at_hand(strategy, replica))
 
 
 def shares_at_hand(strategy: Strategy, replica: ReplicaContext | None) -> list[Share]:

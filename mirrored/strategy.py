@@ -25,7 +25,7 @@ from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
-from mirrored.stand_in import explain_empty_share, shares_at_hand
+from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
@@ -153,7 +153,7 @@ class Strategy:
         if (watching := observer()) is not None:
             fn = watching.running(self, fn)
         replica = ReplicaContext(self, (args, kwargs))
-        if self.known_shares.had_stand_in and any(share.stand_in for share in shares_at_hand(self, replica)):
+        if self._several and holds_stand_in(self, replica):
             fn = self.engine.keeping_statistics()(fn)
         try:
             with frame(self, replica):

@@ -207,7 +207,7 @@ class DistributedDataset(ABC):
                     f"towers begin epoch {epoch} with different orders of the examples: what the sampler drew, or the "
                     f"indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 ({order[1]}). "
                     "Draw from torch's, NumPy's or Python's global generators, which are seeded alike on all towers "
-                    "while a sampler draws, and make splits before the first run, or from a generator with one seed"
+                    "while a sampler draws, and make splits outside of run, or from a generator with one seed"
                 )
             raise DisagreementError(
                 "towers begin an epoch with different data, settings or places in it: "

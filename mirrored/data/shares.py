@@ -89,21 +89,27 @@ class KnownShares:
 
     Attributes:
         in_hand: the share of the newest batch, until its dataset is asked for another one.
-        had_stand_in: whether any batch was a stand-in; a step without need not look.
     """
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
         self._held: dict[object, dict[int, tuple[Any, Sequence[Any]]]] = {}
         self.in_hand: Share | None = None
-        self.had_stand_in = False
+        self._stand_ins = WeakIdKeyDictionary()
 
     def add(self, batch: Any, share: Share) -> None:
         """Remember the share for every tensor, array and other object in ``batch``."""
-        self.had_stand_in |= share.stand_in > 0
         for value in trees.leaves(batch):
             with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
                 self._shares[value] = share
+                if share.stand_in:
+                    self._stand_ins[value] = None
+
+    @property
+    def has_stand_in(self) -> bool:
+        """Whether anything of a stand-in is in hand or still lives; nobody else need look for one."""
+        in_hand = self.in_hand is not None and self.in_hand.stand_in > 0
+        return in_hand or len(self._stand_ins) > 0
 
     def of(self, values: Any) -> list[Share]:
         """The different shares of the distributed batches among some values."""

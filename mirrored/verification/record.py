@@ -21,10 +21,9 @@ from torch.optim.optimizer import (
 
 from mirrored.context import current_frame, strategy_with_towers
 from mirrored.data.dataset import DistributedDataset, MapDataset
-from mirrored.data.shares import Share
 from mirrored.data.transfer import Batch
 from mirrored.observer import Observer
-from mirrored.stand_in import shares_at_hand
+from mirrored.stand_in import holds_stand_in, shares_at_hand
 from mirrored.strategy import Strategy
 from mirrored.verification.randomness import Shapes
 from mirrored.verification.repairs import Repairs
@@ -100,9 +99,10 @@ class Recorder(Observer):
             self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
             self.seen.virtual = strategy.virtual_towers is not None
             run = Run(len(self.seen.steps))
-            shares = _shares(strategy)
+            frame = current_frame()
+            shares = shares_at_hand(strategy, frame.replica if frame is not None else None)
             run.shares = [(share.local, share.total) for share in shares]
-            if not all(share.stand_in for share in shares) or not shares:
+            if not shares or not all(share.stand_in for share in shares):
                 known = strategy.known_shares
                 tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 run.given = rows([t for t in tensors if (share := known.get(t)) is None or not share.stand_in])
@@ -191,7 +191,8 @@ class Recorder(Observer):
             self._roots.append((f"{name}[{number}]" if number else name, weakref.ref(module)))
         tensor = next((leaf for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)), None)
         strategy = strategy_with_towers()
-        stands_in = strategy is not None and any(share.stand_in for share in _shares(strategy))
+        frame = current_frame()
+        stands_in = strategy is not None and holds_stand_in(strategy, frame.replica if frame is not None else None)
         examples = rows([tensor]) if tensor is not None and not stands_in else []
         self.seen.autocast |= torch.is_autocast_enabled(self.device().type)
         if self.run is not None:
@@ -282,12 +283,6 @@ class Recorder(Observer):
 
     def _digests(self) -> dict[str, str]:
         return {name: bits(p) for name, p in self._parameters.items()}
-
-
-def _shares(strategy: Strategy) -> list[Share]:
-    """The shares of the batches that the code at hand works on."""
-    frame = current_frame()
-    return shares_at_hand(strategy, frame.replica if frame is not None else None)
 
 
 def _schedules() -> dict[str, int]:
