@@ -22,6 +22,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.losses import compute_average_loss, scale_regularization_loss
 from mirrored.operations import ReduceOp
+from mirrored.stand_in import drop_stand_in
 from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
 from mirrored.strategy import Strategy
 from towers import (
@@ -88,6 +89,7 @@ __all__ = [
     "TowersError",
     "ValueContext",
     "compute_average_loss",
+    "drop_stand_in",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

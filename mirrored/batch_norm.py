@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mirrored.context import current_frame, strategy_with_towers
+from mirrored.stand_in import is_stand_in
 from towers import ForkedError, batch_norm
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -68,8 +69,11 @@ class BatchNorms:
         self._widest = max(self._widest, module.num_features)
         module.__class__ = _over_all_towers(kind)
 
-    def normalise(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+    def normalise(self, layer: _BatchNorm, x: Tensor, counts: bool = True) -> Tensor:
         """What ``layer`` makes of this tower's share ``x`` in training mode; all towers call it.
+
+        Args:
+            counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
 
         Raises:
             ValueError, RuntimeError: ``x`` does not fit the layer.
@@ -90,7 +94,7 @@ class BatchNorms:
                 momentum = 1.0 / layer.num_batches_tracked.double()
         gather = self._connect()
         return batch_norm.normalise(
-            gather, self._name(layer), x, layer.weight, layer.bias, running, momentum, layer.eps
+            gather, self._name(layer), x, layer.weight, layer.bias, running, momentum, layer.eps, counts
         )
 
     def _connect(self) -> LabelledGather:
@@ -115,6 +119,11 @@ class BatchNorms:
                 name = f"BatchNorm {self._nameless} in no mirrored model ({layer.num_features} features)"
             self._names[layer] = name
         return name
+
+
+def takes_statistics_of_all_towers(module: nn.Module) -> bool:
+    """Whether a layer's running statistics are those of the global batch."""
+    return isinstance(module, (_OverAllTowers, nn.SyncBatchNorm))
 
 
 class _OverAllTowers(_BatchNorm):
@@ -150,4 +159,5 @@ def _train(layer: _BatchNorm, x: Tensor) -> Tensor:
     strategy = frame.strategy if frame is not None else strategy_with_towers()
     if strategy is None or strategy.engine.batch_norms is None:
         return _BatchNorm.forward(layer, x)
-    return strategy.engine.batch_norms.normalise(layer, x)
+    counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
+    return strategy.engine.batch_norms.normalise(layer, x, counts)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mirrored.operations import ReduceOp, operation_name
-from towers import tree as trees
 from towers.collectives import differentiable
 
 if TYPE_CHECKING:
@@ -87,9 +86,7 @@ class ReplicaContext:
 
     def shares(self) -> list[Share]:
         """The shares of distributed batches among the arguments that ``run`` was given."""
-        known = self.strategy.known_shares
-        shares = (known.get(value) for value in trees.leaves(self._inputs))
-        return list({share: None for share in shares if share is not None})
+        return self.strategy.known_shares.of(self._inputs)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mirrored import metrics
 from mirrored.batch_norm import BatchNorms
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.guard import EarlyBackwardGuard
+from mirrored.kept_statistics import KeptStatistics
 from mirrored.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers
@@ -100,6 +101,7 @@ class Engine:
         self._mirror_check: MirrorCheck | None = None
         self._lone_watch: LoneWatch | None = None
         self._early_backward: EarlyBackwardGuard | None = None
+        self._statistics: KeptStatistics | None = None
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
             channel = comm.channel()
@@ -218,6 +220,16 @@ class Engine:
         if self.averager is not None:
             self.averager.give_up(error)
 
+    @contextlib.contextmanager
+    def keeping_statistics(self) -> Iterator[None]:
+        """Around a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
+        self._statistics = KeptStatistics(m for _, root in self.recorder.roots() for m in root.modules())
+        try:
+            yield
+        finally:
+            self._statistics.put_back()
+            self._statistics = None
+
     def settle(self) -> None:
         """Make equal on all towers what was recorded since the last time; all of them call it.
 
@@ -266,6 +278,8 @@ class Engine:
         """An optimizer of mirrored parameters is about to step."""
         if self.averager is not None:
             self.averager.check_paired()
+        if self._statistics is not None:
+            self._statistics.put_back()  # a copy of the model may take them from here
         if self._mirror_check is not None:
             self._mirror_check.notice(optimizer)
         if self._sharder is not None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
+from mirrored.stand_in import is_stand_in, named_shares, shares_at_hand
+from towers.collectives.agreement import announce
 from towers.host_copy import on_device
 
 
@@ -26,6 +28,7 @@ def compute_average_loss(
     global_batch_size: int | None = None,
     *,
     denominator: Literal["examples", "weights"] = "examples",
+    batch: Any = None,
 ) -> Tensor:
     """This tower's share of the mean loss over the global batch.
 
@@ -36,13 +39,17 @@ def compute_average_loss(
             ``per_example_loss``'s shape, such as ``(examples,)``.
         global_batch_size: the number of examples to divide by. Default: the true number of examples of this
             step over all towers, which a batch from ``distribute_dataset`` given to ``run`` carries with it;
-            without such a batch, this tower's examples times the number of towers.
+            without such a batch the towers' numbers are added up by one small collective.
         denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead (token losses
             with padding); it costs one small collective.
+        batch: a tensor (or other object) of the distributed batch that the losses belong to, ``()`` if to none. Needed
+            where a step has several batches of one size, and where batches may be stand-ins and the losses have
+            another number of entries.
 
     Returns:
         A scalar. Over all towers the values add up to the global mean (``strategy.reduce("sum", loss)``);
-        after averaging, the gradients are those of the global mean.
+        after averaging, the gradients are those of the global mean. Of an empty share, and of a stand-in
+        (``distribute_dataset(…, stand_in=True)``), it is an exact zero with gradients of zeros.
 
     Raises:
         RuntimeError: called outside ``strategy.run`` although a strategy with several towers exists.
@@ -56,19 +63,26 @@ def compute_average_loss(
         )
     if denominator not in ("examples", "weights"):
         raise ValueError(f"denominator is {denominator!r}, but must be 'examples' or 'weights'")
-    losses = per_example_loss
+    losses, weights = per_example_loss, None
     if sample_weight is not None:
         weights = expand_weights(sample_weight, losses)
+    if batch is None and (global_batch_size is not None or denominator == "weights"):
+        _see_that_it_fits_stand_ins(losses.shape[0], replica)
+    if is_stand_in(replica.strategy, (losses, sample_weight), losses.shape[0], "the loss", batch):
+        if weights is not None and weights.dim():
+            weights = weights[:0]
+        losses = losses[:0]
+    if weights is not None:
         losses = losses * weights
     if denominator == "weights":
-        if sample_weight is None or global_batch_size is not None:
+        if weights is None or global_batch_size is not None:
             raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
         total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum(dtype=torch.float64))
         # Weights that are all zero make an exact zero, not 0/0.
         return _share(sum_over(losses, torch.where(total == 0, torch.ones_like(total), total)), replica)
-    count = global_batch_size if global_batch_size is not None else global_count(per_example_loss.shape[0], replica)
+    count = global_batch_size if global_batch_size is not None else global_count(losses.shape[0], replica, batch=batch)
     if not count > 0:
-        if per_example_loss.numel() == 0:
+        if losses.numel() == 0:
             count = 1  # nobody has examples in this step: the sum is an exact zero
         else:
             raise ValueError(f"global_batch_size is {count}, but must be positive")
@@ -135,35 +149,63 @@ def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
     return weights.reshape(*weights.shape, *[1] * (losses.dim() - weights.dim()))
 
 
-def global_count(local: int, replica: ReplicaContext, what: str = "the loss") -> int:
+def global_count(local: int, replica: ReplicaContext, what: str = "the loss", batch: Any = None) -> int:
     """The number of examples of this step over all towers, of which this one has ``local``.
 
+    Args:
+        what: how a message calls what has so many entries.
+        batch: of the distributed batch that is meant, if the script says so.
+
     Raises:
-        ValueError: the distributed batch in hand does not tell.
+        ValueError: the distributed batch has another number of examples, or there are several that may be meant.
     """
-    towers = replica.num_replicas_in_sync
-    if local == 0:
-        return 1  # the sum is an exact zero, whatever it is divided by
-    shares = replica.shares()
-    in_hand = replica.strategy.known_shares.in_hand
-    if not shares and in_hand is not None:
-        # The batch went into run by another way than its arguments, or was made anew from the distributed one.
-        if in_hand.total % towers == 0 and local != in_hand.local:
-            return local * towers  # nothing to do with it, and towers do not differ
-        shares = [in_hand]
+    # A batch may have come by another way than run's arguments, or have been made anew: it is the one in hand.
+    shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
     if not shares:
-        replica.strategy.say_once(
-            f"compute_average_loss got no batch from strategy.distribute_dataset and assumes that every tower has "
-            f"{local} examples of its own, {local * towers} together. A DataLoader that is not distributed gives "
-            "every tower all of its examples: strategy.distribute_dataset(loader) shares them out"
-        )
-        return local * towers
+        return _count_together(local, replica)
+    if local == 0 and any(share.local == 0 for share in shares):
+        return 1  # the sum is an exact zero, whatever it is divided by
     fitting = {share.total for share in shares if share.local == local}
-    if len(fitting) != 1:
-        sizes = ", ".join(f"{share.local} of {share.total}" for share in shares)
+    if len(fitting) == 1:
+        return fitting.pop()
+    sizes = ", ".join(f"{share.local} of {share.total}" for share in shares)
+    if fitting:
         raise ValueError(
-            f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
-            "the number of entries over all towers is not known. Give one loss per example (for sequences "
-            "loss.view(examples, -1).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
+            f"{what} has {local} entries on tower {replica.replica_id_in_sync_group}, and so have several of its "
+            f"distributed batches ({sizes} examples): say batch=x, with a tensor x of the one that is meant"
         )
-    return fitting.pop()
+    raise ValueError(
+        f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
+        "the number of entries over all towers is not known. Give one loss per example (for sequences "
+        "loss.view(labels.shape).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
+    )
+
+
+def _see_that_it_fits_stand_ins(entries: int, replica: ReplicaContext) -> None:
+    """See that a loss which counts for itself is of a batch that may be a stand-in on some tower; in every step.
+
+    Raises:
+        ValueError: it cannot be told.
+    """
+    shares = shares_at_hand(replica.strategy, replica)
+    if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
+        sizes = " and ".join(str(share.entries) for share in shares)
+        raise ValueError(
+            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
+            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
+            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
+        )
+
+
+def _count_together(local: int, replica: ReplicaContext) -> int:
+    """The sum of all towers' numbers of examples, where no distributed batch knows it."""
+    strategy = replica.strategy
+    if strategy.num_replicas_in_sync == 1:
+        return local
+    strategy.say_once(
+        "compute_average_loss got no batch from strategy.distribute_dataset, so in every step the towers add up how "
+        "many examples they have, in a small collective: global_batch_size= or strategy.distribute_dataset saves it. "
+        "A DataLoader that is not distributed gives every tower all of its examples"
+    )
+    said = announce(strategy.communicator, "compute_average_loss without a distributed batch", local)
+    return sum(other.details for other in said)

@@ -13,6 +13,7 @@ from torch import nn
 
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
+from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
@@ -24,6 +25,7 @@ from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
+from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
@@ -135,7 +137,8 @@ class Strategy:
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
         Inside, ``backward()`` averages gradients over the towers, and losses know the size of the global
-        batch that ``args`` came from. Exceptions pass through unchanged.
+        batch that ``args`` came from. Exceptions pass through unchanged, but where this tower's share has no examples
+        the message of one of Python's own says so, and what helps models that cannot take an empty batch.
 
         Raises:
             MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
@@ -145,14 +148,19 @@ class Strategy:
         """
         self._check_here("run()")
         self.health.begin_step()
+        replica = ReplicaContext(self, (args, kwargs))
         try:
             self.engine.begin_run()
             self.streams.begin_run()
             if (watching := observer()) is not None:
                 fn = watching.running(self, fn)
-            with frame(self, ReplicaContext(self, (args, kwargs))):
+            if self._several and holds_stand_in(self, replica):
+                fn = self.engine.keeping_statistics()(fn)
+            with frame(self, replica):
                 result = fn(*args, **(kwargs or {}))
         except BaseException as error:
+            if self._several and isinstance(error, Exception):
+                explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
             self.engine.give_up(error)
             raise
         self.health.end_step()
@@ -181,7 +189,7 @@ class Strategy:
         With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual_towers`),
         and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
         one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does.
+        does, and ``loss_fn`` is called for an empty share, too.
 
         Args:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
@@ -331,6 +339,8 @@ class Strategy:
         seed: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        stand_in: bool = False,
+        batch_dims: Dims = None,
     ) -> DistributedDataset:
         """Share out every global batch of ``dataset`` among the towers.
 
@@ -339,21 +349,27 @@ class Strategy:
         dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
 
         Args:
-            dataset: has ``__getitem__`` and ``__len__``; or an ``IterableDataset``, the same on all towers;
+            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
+                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
                 or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
             global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
             shuffle: a new order every epoch, from (seed, epoch).
             drop_last: leave out an incomplete last batch.
-            seed: default the strategy's seed, else 0.
-            collate_fn: makes a batch of a list of examples; an empty share is its batch of one example, cut.
+            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
+                strategy's seed, else 0.
+            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
+                what grows with them is left out.
             num_workers: loader processes of each tower.
+            stand_in: give a tower whose share is empty one example of another tower that counts nothing
+                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
+            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
+                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
 
         Raises:
             ValueError, TypeError: the arguments contradict each other or the data.
             DisagreementError: when an epoch begins, on all towers, when they were given data of another length
                 or other settings, or are at different places in it.
         """
-        chosen = operator.index(seed if seed is not None else self._seed if self._seed is not None else 0)
         return distribute(
             self.communicator,
             self._cut,
@@ -362,23 +378,34 @@ class Strategy:
             global_batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
-            seed=chosen,
+            seed=operator.index(seed) if seed is not None else None,
+            default_seed=operator.index(self._seed) if self._seed is not None else 0,
             collate_fn=collate_fn,
             num_workers=num_workers,
+            stand_in=stand_in,
+            batch_dims=batch_dims,
         )
 
     experimental_distribute_dataset = distribute_dataset
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any]) -> DistributedDataset:
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
+    ) -> DistributedDataset:
         """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
 
         The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
         empty shares until all have ended.
+
+        Args:
+            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
+
+        Raises:
+            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
         """
         towers = self.num_replicas_in_sync
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed)
+        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)
 
     def _check_here(self, call: str) -> None:
         if os.getpid() != self._pid:

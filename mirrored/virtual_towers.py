@@ -25,6 +25,7 @@ from mirrored import seeds
 from mirrored.context import ReplicaContext
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.losses import expand_weights, global_count, sum_over
+from mirrored.stand_in import is_stand_in
 from mirrored.virtual_buffers import StepBuffers, registered
 from towers import Topology
 from towers import tree as trees
@@ -76,7 +77,7 @@ def cut_for(topology: Topology, virtual_towers: int | None) -> Cut:
             "be a power of two that is not larger"
         )
     own = count // topology.size
-    return Cut(count, own * topology.index, own * (topology.index + 1))
+    return Cut(count, own * topology.index, own * (topology.index + 1), virtual=True)
 
 
 class VirtualTowers:
@@ -126,6 +127,10 @@ class VirtualTowers:
         if not batch:
             raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
         local = self._known.local_of(batch)
+        if is_stand_in(replica.strategy, batch, local, "the batch"):
+            local = 0
+            if isinstance(sample_weight, Tensor) and sample_weight.dim():
+                sample_weight = sample_weight[:0]
         total = self._total(local, sample_weight, denominator, replica)
         parameters = [p for reference in self._parameters if (p := reference()) is not None]
         buffers = self._step_buffers()

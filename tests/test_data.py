@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import pathlib
 import random
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -19,11 +22,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -31,7 +37,7 @@ from torch.utils.data import (
 import mirrored
 from mirrored.data import transfer
 from mirrored.data.distribute import distribute
-from mirrored.data.shares import Cut, KnownShares, Share, bounds, cut
+from mirrored.data.shares import Cut, KnownShares, Share, bounds
 from towers.collectives.communicator import Alone
 
 
@@ -136,7 +142,7 @@ def resume(strategy: mirrored.Strategy, state: dict[str, int] | None) -> tuple[l
 
 def test_resuming_in_mid_epoch_on_another_tower_count() -> None:
     _, state = towers(resume, None)[0]
-    assert state == {"seed": 5, "epoch": 1, "step": 2}
+    assert {name: state[name] for name in ("seed", "epoch", "step")} == {"seed": 5, "epoch": 1, "step": 2}
     strategy = mirrored.OneDeviceStrategy()
     data = strategy.distribute_dataset(Augmented(), 4, shuffle=True, seed=5)
     epochs = [[batch.tolist() for batch in data] for _ in range(3)]
@@ -144,7 +150,7 @@ def test_resuming_in_mid_epoch_on_another_tower_count() -> None:
     for count in (1, 2, 3):
         seen, end = towers(resume, state, count=count)[count - 1]
         assert seen == expected
-        assert end == {"seed": 5, "epoch": 3, "step": 0}
+        assert (end["seed"], end["epoch"], end["step"]) == (5, 3, 0)
 
 
 class Counting(Dataset[int]):
@@ -251,8 +257,11 @@ def test_data_that_lies_on_a_gpu_is_not_pinned() -> None:
                 shuffle=False,
                 drop_last=False,
                 seed=0,
+                default_seed=0,
                 collate_fn=None,
                 num_workers=workers,
+                stand_in=False,
+                batch_dims=None,
             )
             assert data._loader.pin_memory == (workers > 0)
 
@@ -379,11 +388,6 @@ def test_empty_shares_keep_the_structure_of_a_batch() -> None:
     assert [len(part) for part in empty["pair"]] == [0, 0]
 
 
-def test_what_cannot_be_cut_is_named() -> None:
-    with pytest.raises(TypeError, match="a batch with a object in it cannot be cut into shares"):
-        cut({"x": torch.ones(2), "y": object()}, 0, 0)
-
-
 def evaluate_with_metrics(strategy: mirrored.Strategy) -> tuple[float, float]:
     from torchmetrics.classification import MulticlassAccuracy
 
@@ -506,6 +510,9 @@ def test_a_loaders_own_sampler_is_kept() -> None:
     one = mirrored.OneDeviceStrategy()
     assert batches(one, DataLoader(range(4), 2, sampler=Backwards(range(4)))) == [[3, 2], [1, 0]]  # type: ignore[arg-type]
     assert batches(one, DataLoader(range(10), 2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]  # type: ignore[arg-type]
+    never_ending = DataLoader(torch.arange(8).view(4, 2), batch_size=None, sampler=itertools.cycle([1, 0]))  # type: ignore[arg-type]
+    found = itertools.islice(one.distribute_dataset(never_ending), 3)
+    assert [batch.tolist() for batch in found] == [[2, 3], [0, 1], [2, 3]]
     endless = DataLoader(range(4), 2, sampler=(i for i in (2, 0, 1)))  # type: ignore[arg-type, var-annotated]
     assert batches(one, endless) == [[2, 0], [1]]
 
@@ -516,6 +523,206 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     data.load_state_dict(data.state_dict())
     with pytest.raises(ValueError, match="step is 99, but an epoch of this data has 3 steps"):
         data.load_state_dict({"seed": 0, "epoch": 0, "step": 99})
+
+
+def own_generator(strategy: mirrored.Strategy, kind: str) -> None:
+    """Orders that each tower draws from numbers of its own."""
+    own = np.random.default_rng(strategy.topology.index)
+    drawn = own.permutation(9).tolist()
+    data = {
+        "sampler": lambda: strategy.distribute_dataset(DataLoader(range(9), 4, sampler=Listed(drawn))),
+        "batches": lambda: strategy.distribute_dataset(DataLoader(range(9), batch_sampler=[drawn[:3], drawn[3:]])),
+        "subset": lambda: strategy.distribute_dataset(Subset(Subset(range(9), drawn), range(8)), 4, shuffle=True),
+        "joined": lambda: strategy.distribute_dataset(ConcatDataset([Subset(range(9), drawn[:5])]), 4),
+        "no batches": lambda: strategy.distribute_dataset(
+            DataLoader(torch.arange(18).view(9, 2), batch_size=None, sampler=Listed(drawn))
+        ),
+    }[kind]()
+    list(data)
+
+
+class Listed(Sampler[int]):
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "batches", "subset", "joined", "no batches"])
+def test_towers_that_draw_other_orders_are_refused(kind: str) -> None:
+    for error in failures(own_generator, kind):
+        with pytest.raises(mirrored.DisagreementError, match="different orders of the examples.*on tower 1"):
+            raise error
+
+
+class Once(Listed):
+    """Counts how often it is drawn from."""
+
+    draws = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.draws += 1
+        return iter(self.indices)
+
+
+def draws(strategy: mirrored.Strategy) -> int:
+    sampler = Once([2, 0, 1])
+    data = strategy.distribute_dataset(DataLoader(range(3), 2, sampler=sampler))
+    list(data)
+    data.state_dict()
+    return sampler.draws
+
+
+def test_an_order_is_drawn_once() -> None:
+    assert [draws(mirrored.OneDeviceStrategy()), *towers(draws)] == [1, 1, 1]
+
+
+def half_of_an_epoch(size: int, **options: Any) -> tuple[list[list[int]], dict[str, Any]]:
+    data = mirrored.OneDeviceStrategy().distribute_dataset(range(24), size, shuffle=True, **options)
+    batches = []
+    for batch in data:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            return batches, data.state_dict()
+    raise AssertionError
+
+
+def go_on(state: dict[str, Any], *args: Any, **options: Any) -> list[int]:
+    data = mirrored.OneDeviceStrategy().distribute_dataset(*args, **options)
+    data.load_state_dict(json.loads(json.dumps(state)))
+    assert data.state_dict()["step"] == 0 or data.state_dict()["data"]["examples"] == 24
+    return [int(i) for batch in data for i in batch]
+
+
+def test_no_example_is_repeated_or_left_out_where_data_changes_in_mid_epoch() -> None:
+    seen, state = half_of_an_epoch(6)
+    done = list(chain.from_iterable(seen))
+    for size in (6, 3, 12, 4):
+        rest = go_on(state, range(24), size, shuffle=True, drop_last=size == 4)
+        assert sorted(done + rest) == list(range(24)), size
+    for arguments, options, words in (
+        ((range(24), 5), {"shuffle": True}, "global_batch_size was 6 and is 5 .* step 2 .* divides the 12 examples"),
+        ((range(30), 6), {"shuffle": True}, "examples was 24 and is 30 since .* repeat examples or leave some out"),
+        ((range(24), 6), {}, "shuffle was True and is False"),
+        ((DataLoader(range(24), 6, sampler=Listed([0])),), {}, "shuffle was True .*, sampler was None and is 'Listed'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            go_on(state, *arguments, **options)
+
+
+def test_other_data_may_begin_with_an_epoch() -> None:
+    _, state = half_of_an_epoch(6)
+    assert len(go_on({**state, "step": 0}, range(30), 7)) == 30
+    # The last step of an epoch was made: nothing of it is left, of whatever data.
+    data = mirrored.OneDeviceStrategy().distribute_dataset(range(30), 7)
+    data.load_state_dict({**state, "step": 4})
+    assert [len(list(data)), len(list(data))] == [0, 5]
+    assert sorted(go_on({"seed": 0, "epoch": 0, "step": 2}, range(24), 6)) == list(range(12, 24)), "an old state"
+
+
+def resume_with(strategy: mirrored.Strategy, folder: str, size: int) -> list[int]:
+    train = strategy.distribute_dataset(range(24), size, shuffle=True)
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {"train": train}, every_steps=1)
+    seen: list[int] = []
+    with checkpoints.resume():
+        for _ in train.epochs(1):
+            for batch in train:
+                seen += strategy.gather(batch).tolist()
+                if size == 6 and len(seen) > 12:
+                    return seen[:12]
+                checkpoints.step()
+    return seen
+
+
+def test_checkpoints_go_on_by_examples_or_refuse(tmp_path: pathlib.Path) -> None:
+    [done, _] = towers(resume_with, str(tmp_path), 6)
+    for error in failures(resume_with, str(tmp_path), 5):
+        with pytest.raises(mirrored.CheckpointError, match="nothing was changed.*global_batch_size was 6 and is 5"):
+            raise error
+    [rest, _] = towers(resume_with, str(tmp_path), 4)
+    assert sorted(done + rest) == list(range(24))
+
+
+def test_a_state_in_mid_epoch_knows_its_order() -> None:
+    def loader(indices: list[int]) -> DataLoader[int]:
+        return DataLoader(range(6), 2, sampler=Listed(indices))
+
+    data = mirrored.OneDeviceStrategy().distribute_dataset(loader([5, 4, 3, 2, 1, 0]))
+    next(iter(data))
+    state = data.state_dict()
+    data.load_state_dict(state)
+    assert data.state_dict() == state, "before the loop, too"
+    assert [batch.tolist() for batch in data] == [[3, 2], [1, 0]]
+    other = mirrored.OneDeviceStrategy().distribute_dataset(loader([0, 1, 2, 3, 4, 5]))
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="epoch 0 has another order of examples than when .* saved in step 1"):
+        list(other)
+
+
+def resume_pipelines(strategy: mirrored.Strategy, state: dict[str, Any] | None) -> dict[str, Any]:
+    data = strategy.distribute_datasets_from_function(lambda _: [torch.ones(2)] * 3)
+    if state is not None:
+        data.load_state_dict(state)
+    next(iter(data))
+    return data.state_dict()
+
+
+def test_pipelines_of_another_number_of_towers_are_refused() -> None:
+    state = towers(resume_pipelines, None)[0]
+    assert towers(resume_pipelines, state)[1]["step"] == 2
+    with pytest.raises(ValueError, match="pipelines was 2 and is 1"):
+        resume_pipelines(mirrored.OneDeviceStrategy(), state)
+
+
+Labelled = namedtuple("Labelled", "x y")
+
+
+def test_tuples_and_dicts_of_tensors_stand_for_their_slices() -> None:
+    x, y = torch.arange(10.0).view(5, 2), np.arange(5)
+    one = mirrored.OneDeviceStrategy()
+    [(a, b), (c, _)] = list(one.distribute_dataset((x, y), 3))
+    assert torch.equal(a, x[:3])
+    assert b.tolist() == [0, 1, 2]
+    assert torch.equal(c, x[3:])
+    [batch] = list(one.distribute_dataset({"x": x, "more": {"y": y}}, 5))
+    assert torch.equal(batch["x"], x)
+    assert batch["more"]["y"].tolist() == y.tolist()
+    [named] = list(one.distribute_dataset(Labelled(x, y), 5))
+    assert type(named) is Labelled
+    [listed] = list(one.distribute_dataset([x[0], x[1]], 2))
+    assert torch.equal(listed, x[:2]), "a list is one of examples"
+    assert batches(one, (7, 8, 9), 2) == [[7, 8], [9]], "and so is a tuple without tensors"
+    with pytest.raises(ValueError, match=r"need one length, but dataset\[0\] has 5, dataset\[1\] has 4 entries"):
+        one.distribute_dataset((x, y[:4]), 3)
+    for wrong in ((x, 3), (x, [1, 2, 3, 4, 5]), ((x[0], torch.tensor(1)), (x[1], torch.tensor(2)))):
+        with pytest.raises(TypeError, match=r"stands for their slices, but dataset\[.*or a list of examples"):
+            one.distribute_dataset(wrong, 3)
+
+
+def seeded(strategy: mirrored.Strategy, kind: str, seed: int) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    if kind == "loader":
+        return batches(strategy, DataLoader(range(8), 8, shuffle=True, generator=g))
+    if kind == "stream":
+        loader = DataLoader(Stream(8), 8, generator=g)
+        return [[int(row[0]) for row in batch] for batch in strategy.distribute_dataset(loader)]
+    return batches(strategy, DataLoader(range(8), 8, sampler=WeightedRandomSampler([1.0] * 8, 8, generator=g)))
+
+
+@pytest.mark.parametrize("kind", ["loader", "stream", "sampler"])
+def test_a_loaders_generator_seeds_its_order(kind: str) -> None:
+    one = mirrored.OneDeviceStrategy()
+    assert seeded(one, kind, 1) == seeded(one, kind, 1) != seeded(one, kind, 2)
+    g = torch.Generator().manual_seed(1)
+    weighted = DataLoader(range(8), 8, sampler=WeightedRandomSampler([1.0] * 8, 8, generator=g))
+    assert batches(one, weighted) == batches(one, weighted), "it keeps its seed"
+    g = torch.Generator().manual_seed(1)
+    loader = DataLoader(range(8), 8, shuffle=True, generator=g)
+    assert batches(one, loader, seed=2) == batches(one, range(8), 8, shuffle=True, seed=2), "seed= comes first"
 
 
 def draw(strategy: mirrored.Strategy) -> list[list[float]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from jobs import make_data, make_mlp, towers
+from jobs import failures, make_data, make_mlp, towers
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
@@ -129,3 +129,118 @@ def test_metric_collections() -> None:
         torch.testing.assert_close(found["macro"], MulticlassAccuracy(3, sync_on_compute=False)(output, y))
         torch.testing.assert_close(found["area"], MulticlassAUROC(3, sync_on_compute=False)(output, y))
         assert found["low"] == (output.argmax(1) == y).double().mean().float()
+
+
+class Kept(torchmetrics.Metric):
+    """States of every kind: lists kept apart, with a function of its own, concatenated; sums; one of each tower."""
+
+    full_state_update = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("boxes", default=[], dist_reduce_fx=None)
+        self.add_state("scores", default=[], dist_reduce_fx=None)
+        self.add_state("longest", default=[], dist_reduce_fx=lambda states: [max(states, key=len)])
+        self.add_state("all", default=[], dist_reduce_fx="cat")
+        self.add_state("total", default=torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("norm", default=torch.zeros(2), dist_reduce_fx=lambda states: states.square().sum(0).sqrt())
+        self.add_state("each", default=torch.zeros(1), dist_reduce_fx=None)
+
+    def update(self, boxes: Tensor) -> None:
+        for box in boxes:  # as many lines as its number says
+            self.boxes.append(box.repeat(int(box[0]), 1))
+            self.scores.append(box[:1].repeat(int(box[0])))
+            self.longest.append(box.repeat(int(box[0])))
+        self.all.append(boxes[:, 0])
+        self.total += len(boxes)
+        self.norm = (self.norm.square() + boxes.square().sum(0)).sqrt()
+        self.each += len(boxes)
+
+    def compute(self) -> dict[str, Any]:
+        longest = max(self.longest, key=len)
+        return {
+            "boxes": sorted(tuple(entry.shape) for entry in self.boxes),
+            "pairs": sorted(
+                (box[:, 0].tolist(), score.tolist()) for box, score in zip(self.boxes, self.scores, strict=True)
+            ),
+            "longest": longest.tolist(),
+            "all": sorted((torch.cat(self.all) if isinstance(self.all, list) else self.all).tolist()),
+            "total": int(self.total),
+            "norm": self.norm.tolist(),
+            "each": self.each.flatten().tolist(),
+        }
+
+
+class Total(Kept):
+    def compute(self) -> Any:
+        return self.total + len(self.boxes)
+
+
+def kept_states(strategy: mirrored.Strategy) -> dict[str, Any]:
+    metric = strategy.mirror(Kept())
+    group = strategy.mirror(torchmetrics.MetricCollection([Total(), MeanOfAll()]))
+    boxes = torch.stack([torch.arange(4.0) % 3, torch.arange(4.0)], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for (own,) in strategy.distribute_dataset(TensorDataset(boxes), 3):
+            strategy.run(metric.update, args=(own,))
+            strategy.run(group.update, args=(own,))
+        first = metric.compute()
+        assert len(metric.boxes) == len(metric.scores) == int(metric.total), "its own again after compute()"
+        metric.reset()
+        for (own,) in strategy.distribute_dataset(TensorDataset(boxes[:1]), 3):
+            value = strategy.run(metric, args=(own,))  # forward
+            assert int(value["total"]) == 1 if len(own) else value.isnan()
+        again = metric.compute()
+        grouped = {name: float(value) for name, value in group.compute().items()}
+    return {"first": first, "again": again, "group": grouped}
+
+
+class MeanOfAll(Kept):
+    def compute(self) -> Any:
+        joined = torch.cat(self.all) if isinstance(self.all, list) else self.all
+        return joined.mean()
+
+
+def test_states_of_every_kind_where_shares_are_empty() -> None:
+    [alone] = towers(kept_states, count=1)
+    assert alone["first"]["boxes"] == [(0, 2), (0, 2), (1, 2), (2, 2)]
+    for count in (2, 4):
+        for found in towers(kept_states, count=count):
+            for name in ("first", "again"):
+                each = found[name].pop("each")
+                assert len(each) == count
+                assert sum(each) == found[name]["total"]
+                expected = {key: value for key, value in alone[name].items() if key != "each"}
+                assert found[name].pop("norm") == pytest.approx(expected.pop("norm"))
+                assert found[name] == expected
+            assert found["group"] == pytest.approx(alone["group"])
+
+
+def texts(strategy: mirrored.Strategy, stand_in: bool) -> float:
+    from torchmetrics.text import WordErrorRate
+
+    metric = strategy.mirror(WordErrorRate())
+    said = [("a b", "a c"), ("d", "d")]
+    for guesses, truth in strategy.distribute_dataset(said, 2, stand_in=stand_in):
+        strategy.run(lambda g=guesses, t=truth: metric.update(list(g), list(t)))
+    return float(metric.compute())
+
+
+@pytest.mark.parametrize("stand_in", [False, True])
+def test_metrics_of_texts(stand_in: bool) -> None:
+    assert towers(texts, stand_in, count=3) == pytest.approx([1 / 3] * 3)
+
+
+def other_order(strategy: mirrored.Strategy) -> None:
+    metrics = strategy.mirror(torch.nn.ModuleDict({"a": torchmetrics.MeanMetric(), "b": torchmetrics.MeanMetric()}))
+    for metric in metrics.values():
+        metric.update(torch.ones(3))
+    for name in ("a", "b") if strategy.is_chief else ("b", "a"):
+        metrics[name].compute()
+
+
+def test_metrics_that_are_computed_in_another_order_are_named() -> None:
+    for error in failures(other_order):
+        with pytest.raises(mirrored.DisagreementError, match="compute.. of the metric MeanMetric b.*MeanMetric a"):
+            raise error

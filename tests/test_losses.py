@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from jobs import towers
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -71,7 +72,9 @@ def other_denominators(strategy: mirrored.Strategy) -> list[float]:
             average(losses.sum(1), weights, global_batch_size=3),  # (3 + 3·7 + 3) / 3
             average(losses, tokens, denominator="weights"),  # (1 + 3 + 4 + 1) / (3 + 1)
             average(losses, 0.0, denominator="weights"),  # weights that are all zero
-            average(losses[:, 0]),  # nobody distributed this: examples of this tower times towers
+            average(losses[:, 0]),  # nobody distributed this: (1 + 3 + 1) / 3
+            average(losses[r:r, 0]),  # and here nobody has any
+            average(losses[2 * r :, 0]),  # and here one has none
         ]
 
     return [float(strategy.reduce("sum", value)) for value in strategy.run(step)]
@@ -79,8 +82,7 @@ def other_denominators(strategy: mirrored.Strategy) -> list[float]:
 
 def test_weights_and_denominators() -> None:
     for result in towers(other_denominators):
-        # Without a distributed batch, tower 0 divides by 2 · 2 and tower 1 by 1 · 2.
-        assert result == pytest.approx([13 / 3, 27 / 3, 9 / 4, 0.0, (1 + 3) / 4 + 1 / 2])
+        assert result == pytest.approx([13 / 3, 27 / 3, 9 / 4, 0.0, (1 + 3 + 1) / 3, 0.0, (1 + 3) / 2])
 
 
 @dataclasses.dataclass(eq=False)
@@ -173,6 +175,63 @@ def test_a_number_of_entries_that_cannot_be_right_is_refused() -> None:
     first, second = towers(impossible_counts)
     assert first.startswith("the loss has 5 entries, but this tower's part of the distributed batch has 4 of 7")
     assert "3 of 7" in second
+
+
+def other_entries_than_examples(strategy: mirrored.Strategy) -> list[str]:
+    """In a loop over a distributed batch of four: two crops of each example, of all towers or of some, and none."""
+    found = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.arange(4.0)), 4):
+        for losses in (torch.cat([x, x]), x[:1], x[:0]):
+            for args in ((), (x,)):
+                try:
+                    strategy.run(lambda *_, losses=losses: mirrored.compute_average_loss(losses), args=args)
+                except ValueError as error:
+                    found.append(str(error))
+    return found
+
+
+def test_a_loss_that_does_not_fit_its_batch_is_refused_always() -> None:
+    for texts in [other_entries_than_examples(mirrored.OneDeviceStrategy()), *towers(other_entries_than_examples)]:
+        assert len(texts) == 6
+        assert all("Give one loss per example" in text for text in texts)
+
+
+def sequences(strategy: mirrored.Strategy, how: str) -> tuple[float, list[Tensor]]:
+    """One batch of three sequences of tokens, of which 0 is padding; the global loss and gradients."""
+    with strategy.scope(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 5).double()
+    words = torch.tensor([[1, 2, 3, 4], [2, 1, 0, 0], [3, 0, 0, 0]])
+
+    def pad(rows: list[tuple[Tensor]]) -> Tensor:  # to the longest of the share
+        return torch.stack([row[0] for row in rows])[:, : max(int((row[0] > 0).sum()) for row in rows)]
+
+    def step(labels: Tensor) -> Tensor:
+        output = model(labels[..., None].double())
+        losses = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=0)
+        if how == "examples":
+            loss = mirrored.compute_average_loss(losses.view(labels.shape).mean(1))
+        else:
+            weight = (labels > 0).double()
+            loss = mirrored.compute_average_loss(losses.view(labels.shape), weight, denominator="weights")
+        loss.backward()
+        return loss.detach()
+
+    collate = pad if how == "tokens" else None
+    [batch] = list(strategy.distribute_dataset(TensorDataset(words), 3, collate_fn=collate))
+    loss = strategy.run(step, args=(batch if how == "tokens" else batch[0],))
+    return float(strategy.reduce("sum", loss)), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["examples", "tokens"])
+def test_sequences_as_the_readme_has_them(how: str) -> None:
+    """Also where a share is empty, and where each tower pads its own share."""
+    loss, gradients = sequences(mirrored.OneDeviceStrategy(), how)
+    for count in (2, 4):
+        for found, own in towers(sequences, how, count=count):
+            assert found == pytest.approx(loss, rel=1e-12)
+            for a, b in zip(own, gradients, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def regularization(strategy: mirrored.Strategy) -> tuple[float, float]:

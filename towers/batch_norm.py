@@ -30,6 +30,7 @@ def normalise(
     running: tuple[Tensor, Tensor] | None,
     momentum: float | Tensor,
     eps: float,
+    counts: bool = True,
 ) -> Tensor:
     """Normalise every channel of ``x`` by the mean and variance of all towers' ``x``; one collective each way.
 
@@ -41,6 +42,8 @@ def normalise(
         running: mean and (unbiased) variance to be updated in place; left alone when all shares are empty.
         momentum: the new statistics' weight in them, a number or a tensor of one.
         eps: added to the variance.
+        counts: whether ``x`` is among the values that mean and variance are of. What is not is normalised by them as
+            by constants.
 
     Returns:
         As ``F.batch_norm``: shape, dtype and memory format of ``x``. Statistics are float64 for float64, else float32.
@@ -50,8 +53,14 @@ def normalise(
         ValueError: on all towers, when they have one value per channel together (on GPUs by a later call).
         DisagreementError: on all towers, when they are at different layers (on GPUs by a later call).
     """
-    result: Tensor = _Normalise.apply(x, weight, bias, gather, name, running, momentum, eps)
-    return result
+    if counts:
+        result: Tensor = _Normalise.apply(x, weight, bias, gather, name, running, momentum, eps, None)
+        return result
+    statistics: list[Tensor] = []
+    nothing = _Normalise.apply(x[:0], weight, bias, gather, name, running, momentum, eps, statistics)
+    mean, variance = statistics
+    scale, shift = (None if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.cat([nothing, F.batch_norm(x, mean, variance, scale, shift, False, 0.0, eps)])
 
 
 class _Normalise(torch.autograd.Function):
@@ -66,7 +75,9 @@ class _Normalise(torch.autograd.Function):
         running: tuple[Tensor, Tensor] | None,
         momentum: float | Tensor,
         eps: float,
+        statistics: list[Tensor] | None,
     ) -> Tensor:
+        """``statistics`` takes mean and variance."""
         channels = x.shape[1]
         count = x.numel() // channels if channels else 0
         counts, rows = gather(
@@ -78,6 +89,8 @@ class _Normalise(torch.autograd.Function):
             _follow(running, mean, variance, total, momentum)
         precise = _precise(x)
         mean, variance = mean.to(precise), variance.to(precise)
+        if statistics is not None:
+            statistics += [mean, variance]
         ctx.save_for_backward(x, weight, mean, variance, total)
         ctx.gather, ctx.name, ctx.eps = gather, name, eps
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -106,7 +119,7 @@ class _Normalise(torch.autograd.Function):
             dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
             dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
         ]
-        return *wanted, None, None, None, None, None
+        return *wanted, None, None, None, None, None, None
 
 
 def _precise(x: Tensor) -> torch.dtype:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 
 from mirrored import seeds
 from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
-from mirrored.data.order import Order
-from mirrored.data.shares import Cut, KnownShares, Share, cut
+from mirrored.data.order import Drawn, Order
+from mirrored.data.shares import Cut, KnownShares, Share
 from mirrored.data.transfer import Batch, to_device
 from mirrored.observer import observer
 from towers import DisagreementError
@@ -28,7 +28,10 @@ class DistributedDataset(ABC):
 
     Iterating again is the next epoch, also after a loop that was left early; nobody calls ``set_epoch``. All
     towers make the same number of steps. Batches are what the collate function makes, on the tower's device;
-    a share can be empty (first dimensions of size 0).
+    a share can be empty (first dimensions of size 0), or hold a stand-in, which counts nothing (``stand_in=True``).
+
+    Args:
+        settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class DistributedDataset(ABC):
         self._step = 0
         self._running = False
         self._newest: object = None
+        self._drawn: Drawn | None = None
+        self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
         if self._running:
@@ -50,10 +55,18 @@ class DistributedDataset(ABC):
         self._running = True
         self._newest = this = object()
         epoch, step = self._epoch, self._step
-        self._check_agreement(epoch, step)
+        self._drawn = drawn = self._draw(epoch)
+        self._check_agreement(epoch, step, drawn)
+        if self._saved_order is not None and drawn.digest != self._saved_order:
+            raise ValueError(
+                f"state of a distributed dataset: epoch {epoch} has another order of examples than when the state was "
+                f"saved in step {step}, so the run would repeat examples or leave some out; give the sampler the "
+                "weights, and random_split or Subset the indices, that they had then"
+            )
+        self._saved_order = None
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._comm.health.each(LOADING, self._batches(epoch, step)):
+            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -68,11 +81,11 @@ class DistributedDataset(ABC):
             self._known.in_hand = in_hand_outside
             self._known.drop(this)
         if self._newest is this:
-            self._epoch, self._step, self._running = epoch + 1, 0, False
+            self._epoch, self._step, self._running, self._drawn = epoch + 1, 0, False, None
 
-    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(_on_cpu(self._load(epoch, first)), self._comm.device)
+            return to_device(_on_cpu(self._load(drawn, epoch, first)), self._comm.device)
 
         watching = observer()
         return load(first) if watching is None else watching.batches(self, load, first)
@@ -85,8 +98,12 @@ class DistributedDataset(ABC):
             TypeError: the data has no length.
         """
 
+    def _draw(self, epoch: int) -> Drawn:
+        """The epoch's order, drawn once for all that needs it."""
+        return Drawn(None, None)
+
     @abstractmethod
-    def _load(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -103,51 +120,100 @@ class DistributedDataset(ABC):
                 )
             yield epoch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from: seed, epoch, step. Inside a loop, the batch in hand counts as done.
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch comes from: seed, epoch and step, and of what data and batches they speak.
 
-        Of several iterators the newest counts. After a loop that was left early it still says where the loop
-        was left: a run that is resumed from it finishes that epoch.
+        Inside a loop, the batch in hand counts as done. Of several iterators the newest counts. After a loop that was
+        left early it still says where the loop was left: a run that is resumed from it finishes that epoch.
         """
-        return {"seed": self._seed, "epoch": self._epoch, "step": self._step}
+        state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": self._description()}
+        if self._step:
+            order = self._drawn.digest if self._drawn is not None else self._saved_order
+            state |= {"order": order} if order is not None else {}
+        return state
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
 
-        Map-style data starts there at once; an iterable is read up to that place again.
+        Map-style data starts there at once; an iterable is read up to that place again. At the beginning of an epoch
+        data and batch size may be others than they were. In its middle they must be the same, so that no example comes
+        twice; but map-style data goes on with another batch size where a batch of it begins after the examples that
+        are done. States without ``data`` and ``order``, which older versions have saved, are not compared.
 
         Raises:
-            ValueError: something is missing, not a whole number from 0, or the epoch has fewer steps.
+            ValueError: something is missing, not a whole number from 0, of other data, or the epoch has fewer steps.
         """
         for key in ("seed", "epoch", "step"):
             if not isinstance(state.get(key), int) or (key != "seed" and state[key] < 0):
                 raise ValueError(f"state of a distributed dataset: {key} is {state.get(key)!r}")
+        step, order = state["step"], state.get("order")
+        if step and "data" in state:
+            step, order = self._place(step, state["data"], order)
         with contextlib.suppress(TypeError):  # data without a length
-            if state["step"] > len(self):
+            if step > len(self):
                 raise ValueError(
-                    f"state of a distributed dataset: step is {state['step']}, but an epoch of this data has "
+                    f"state of a distributed dataset: step is {step}, but an epoch of this data has "
                     f"{len(self)} steps; the data or the global batch size is another than when it was saved"
                 )
         self._reseed(state["seed"])
-        self._epoch, self._step, self._running = state["epoch"], state["step"], False
-        self._newest = None
+        self._epoch, self._step, self._running = state["epoch"], step, False
+        self._newest = self._drawn = None
+        self._saved_order = order if step else None
+
+    def _description(self) -> dict[str, object]:
+        return {name: value for name, value in self._settings.items() if name != "seed"}
+
+    def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
+        """The step, and the order, at which these batches go on after ``step`` of those that were ``saved``.
+
+        Raises:
+            ValueError: there is none.
+        """
+        here = self._description()
+        if step == saved.get("steps") and here.get("steps") is not None:
+            return len(self), None  # that epoch is over, whatever its data were
+        names = [name for name in {**saved, **here} if name not in ("steps", "drop_last")]
+        different = [name for name in names if saved.get(name) != here.get(name)]
+        hint = "load it at the beginning of an epoch, or go on with what was used then"
+        if different == ["global_batch_size"] and "examples" in here:
+            then, now = saved["global_batch_size"], here["global_batch_size"]
+            if isinstance(then, int) and isinstance(now, int):
+                if step * then % now == 0:
+                    return step * then // now, order
+                hint += f", or with a global batch size that divides the {step * then} examples that are done"
+        if different:
+            changes = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in different)
+            raise ValueError(
+                f"state of a distributed dataset: {changes} since it was saved in step {step} of an epoch, so the run "
+                f"would repeat examples or leave some out; {hint}"
+            )
+        return step, order
 
     def _reseed(self, seed: int) -> None:
         self._seed = seed
 
-    def _check_agreement(self, epoch: int, step: int) -> None:
+    def _check_agreement(self, epoch: int, step: int, drawn: Drawn) -> None:
         """See that all towers share out the same data in the same way, from the same place on."""
         if self._comm.size == 1:
             return
-        place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step}
+        place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step, "order": drawn.digest}
         described = [said.details for said in announce(self._comm, "an epoch of a distributed dataset", place)]
         for tower, other in enumerate(described):
-            if other != described[0]:
+            if other == described[0]:
+                continue
+            order = other.pop("order"), described[0].pop("order")
+            if other == described[0]:
                 raise DisagreementError(
-                    "towers begin an epoch with different data, settings or places in it: "
-                    f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
-                    "next() and load_state_dict() alike, on every tower"
+                    f"towers begin epoch {epoch} with different orders of the examples: what the sampler drew, or the "
+                    f"indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 ({order[1]}). "
+                    "Draw from torch's, NumPy's or Python's global generators, which are seeded alike on all towers "
+                    "while a sampler draws, and make splits outside of run, or from a generator with one seed"
                 )
+            raise DisagreementError(
+                "towers begin an epoch with different data, settings or places in it: "
+                f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
+                "next() and load_state_dict() alike, on every tower"
+            )
 
 
 def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -166,6 +232,9 @@ def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
 class MapDataset(DistributedDataset):
     """Examples by index: each tower loads its own share only.
 
+    Args:
+        stand_in: whether a tower without examples gets one of another tower that counts nothing.
+
     Attributes:
         examples: how many the dataset has.
     """
@@ -179,15 +248,16 @@ class MapDataset(DistributedDataset):
         order: Order,
         settings: dict[str, object],
         loader_settings: dict[str, Any],
+        stand_in: bool,
     ) -> None:
         super().__init__(comm, cut, known, order.seed, settings)
         self.examples = len(dataset)
+        self._dataset = dataset
         self._order = order
+        self._stand_in = stand_in
         self._sampler = _ShareSampler(order, cut)
         self._generator = torch.Generator()
-        collate = loader_settings["collate_fn"]
-        if collate is not default_collate:
-            collate = SeededCollate(collate, cut)
+        collate = SeededCollate(loader_settings["collate_fn"], cut, stand_in)
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
@@ -202,13 +272,17 @@ class MapDataset(DistributedDataset):
         super()._reseed(seed)
         self._order.seed = seed
 
-    def _load(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _draw(self, epoch: int) -> Drawn:
+        return Drawn(self._order.draw(epoch), self._dataset)
+
+    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        sizes = self._sampler.start(epoch, first)
+        sizes = self._sampler.start(epoch, first, drawn.order)
         for batch in self._loader:
             total = sizes.popleft()
             start, end = self._cut.bounds(total)
-            yield (batch if start < end else cut(batch, 0, 0)), Share(end - start, total)
+            stand_in = self._stand_in and start == end and total > 0
+            yield batch, Share(end - start, total, int(stand_in), self._stand_in)
 
 
 class _ShareSampler:
@@ -217,12 +291,12 @@ class _ShareSampler:
     def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.start(0, 0)
+        self.start(0, 0, None)
 
-    def start(self, epoch: int, first: int) -> deque[int]:
+    def start(self, epoch: int, first: int, drawn: list[Any] | None) -> deque[int]:
         """Set where the next iteration begins; returns where that one notes the sizes of the global batches."""
         self._sizes: deque[int] = deque()
-        self._position = (epoch, first)
+        self._position = epoch, first, drawn
         return self._sizes
 
     def __len__(self) -> int:
@@ -231,9 +305,10 @@ class _ShareSampler:
     def __iter__(self) -> Iterator[list[Key]]:
         return self._requests(*self._position, self._sizes)
 
-    def _requests(self, epoch: int, first: int, sizes: deque[int]) -> Iterator[list[Key]]:
-        for indices in self._order.batches(epoch, first):
+    def _requests(self, epoch: int, first: int, drawn: list[Any] | None, sizes: deque[int]) -> Iterator[list[Key]]:
+        for indices in self._order.batches(epoch, first, drawn):
             sizes.append(len(indices))
             start, end = self._cut.bounds(len(indices))
-            # An empty share takes the shape of one example, which is cut away again.
-            yield [Key(self._order.seed, epoch, index) for index in indices[start:end] or indices[:1]]
+            missing = start == end
+            chosen = indices[:1] if missing else indices[start:end]
+            yield [Key(self._order.seed, epoch, index, missing) for index in chosen]

@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
+from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset, MapDataset
+from mirrored.data.examples import as_slices
 from mirrored.data.order import Order, is_plain
 from mirrored.data.shares import Cut, KnownShares
-from mirrored.data.streams import StreamDataset, settings_of
+from mirrored.data.streams import StreamDataset, is_ready_made, settings_of
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
 
@@ -27,17 +30,32 @@ def distribute(
     *,
     shuffle: bool,
     drop_last: bool,
-    seed: int,
+    seed: int | None,
+    default_seed: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     num_workers: int,
+    stand_in: bool,
+    batch_dims: Dims,
 ) -> DistributedDataset:
-    """See ``Strategy.distribute_dataset``."""
+    """See ``Strategy.distribute_dataset``.
+
+    Args:
+        default_seed: where neither ``seed`` nor a generator of a loader's says otherwise.
+    """
+    if batch_dims is not None and not (isinstance(dataset, DataLoader) and is_ready_made(dataset)):
+        raise ValueError(
+            "batch_dims is for batches that come ready made (a DataLoader with batch_size=None, "
+            "distribute_datasets_from_function); of what collate_fn makes, each tower collates its own examples"
+        )
     if isinstance(dataset, DataLoader):
         if shuffle or drop_last or collate_fn is not None or num_workers:
             raise ValueError(
                 "shuffle, drop_last, collate_fn and num_workers belong to the DataLoader that was given; set them there"
             )
-        return _from_loader(comm, cut, known, dataset, global_batch_size, seed)
+        if seed is None:
+            seed = _seed_of(dataset, default_seed)
+        return _from_loader(comm, cut, known, dataset, global_batch_size, seed, stand_in, batch_dims)
+    seed = default_seed if seed is None else seed
     _check_batch_size(global_batch_size)
     assert global_batch_size is not None
     # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers lies
@@ -54,31 +72,33 @@ def distribute(
             num_workers=num_workers,
             pin_memory=pinned,
         )
-        return _from_loader(comm, cut, known, loader, None, seed)
+        return _from_loader(comm, cut, known, loader, None, seed, stand_in, None)
+    dataset = as_slices(dataset)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
             f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is no "
             "IterableDataset; for a generator use distribute_datasets_from_function"
         )
     order = Order(len(dataset), global_batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
-    _say_if_small(comm, global_batch_size)
-    settings: dict[str, object] = {
-        "examples": len(dataset),
-        "global_batch_size": global_batch_size,
-        "shuffle": shuffle,
-        "drop_last": drop_last,
-        "seed": seed,
-    }
+    settings = _settings(order, len(dataset), global_batch_size, shuffle, drop_last, seed)
+    _say_if_small(comm, cut, settings, stand_in)
     loading = {
         "collate_fn": collate_fn or default_collate,
         "num_workers": num_workers,
         "pin_memory": pinned,
     }
-    return MapDataset(comm, cut, known, dataset, order, settings, loading)
+    return MapDataset(comm, cut, known, dataset, order, settings, loading, stand_in)
 
 
 def _from_loader(
-    comm: Communicator, cut: Cut, known: KnownShares, loader: DataLoader[Any], global_batch_size: int | None, seed: int
+    comm: Communicator,
+    cut: Cut,
+    known: KnownShares,
+    loader: DataLoader[Any],
+    global_batch_size: int | None,
+    seed: int,
+    stand_in: bool,
+    batch_dims: Dims,
 ) -> DistributedDataset:
     size = loader.batch_size
     if global_batch_size is not None and global_batch_size != size:
@@ -91,27 +111,60 @@ def _from_loader(
             "the DataLoader has a DistributedSampler, so its data would be shared out twice: give "
             "distribute_dataset a DataLoader with the global batch size and without that sampler"
         )
-    settings: dict[str, object] = {"batch_size": size, "drop_last": loader.drop_last, "seed": seed}
-    if isinstance(loader.dataset, IterableDataset) or (size is None and loader.batch_sampler is None):
-        return StreamDataset(comm, cut, known, loader, seed, settings)
+    if isinstance(loader.dataset, IterableDataset) or is_ready_made(loader):
+        settings: dict[str, object] = {"global_batch_size": size, "drop_last": loader.drop_last, "seed": seed}
+        if isinstance(loader.dataset, IterableDataset):
+            settings["num_workers"] = loader.num_workers  # in whose order the examples come
+        else:
+            settings["sampler"] = type(loader.sampler).__name__
+            with contextlib.suppress(TypeError):  # data without a length
+                settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
+        return StreamDataset(comm, cut, known, loader, seed, settings, stand_in, batch_dims)
     own_batches = size is None  # the user's own batch_sampler
     own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)
+    shuffle = isinstance(loader.sampler, RandomSampler)
+    examples = len(loader.dataset)  # type: ignore[arg-type]
     order = Order(
-        len(loader.dataset),  # type: ignore[arg-type]
+        examples,
         size or 1,
-        shuffle=isinstance(loader.sampler, RandomSampler),
+        shuffle=shuffle,
         drop_last=loader.drop_last,
         seed=seed,
         sampler=loader.sampler if own_order else None,
         batch_sampler=loader.batch_sampler if own_batches else None,
     )
-    if size is not None:
-        _say_if_small(comm, size)
-    settings |= {"examples": len(loader.dataset)}  # type: ignore[arg-type]
+    settings = _settings(order, examples, size, shuffle, loader.drop_last, seed)
+    if own_order or own_batches:
+        settings["sampler"] = type(loader.batch_sampler if own_batches else loader.sampler).__name__
+    _say_if_small(comm, cut, settings, stand_in)
+    loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
+    return MapDataset(comm, cut, known, loader.dataset, order, settings, loading, stand_in)
+
+
+def _settings(
+    order: Order, examples: int, global_batch_size: int | None, shuffle: bool, drop_last: bool, seed: int
+) -> dict[str, object]:
+    """What data by index are, as towers compare it and states keep it."""
+    settings: dict[str, object] = {
+        "examples": examples,
+        "global_batch_size": global_batch_size,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "seed": seed,
+    }
     with contextlib.suppress(TypeError):  # a sampler without a length
         settings["steps"] = len(order)
-    loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
-    return MapDataset(comm, cut, known, loader.dataset, order, settings, loading)
+    return settings
+
+
+def _seed_of(loader: DataLoader[Any], default: int) -> int:
+    """The seed of the generator that a loader, or its sampler, was given."""
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    for owner in (loader, loader.sampler, loader.batch_sampler, inner):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return default
 
 
 def _check_batch_size(size: object) -> None:
@@ -121,11 +174,26 @@ def _check_batch_size(size: object) -> None:
         raise ValueError(f"global_batch_size is {size!r}, but must be a whole number from 1")
 
 
-def _say_if_small(comm: Communicator, size: int) -> None:
-    if size < comm.size and comm.index == 0:
+def _say_if_small(comm: Communicator, cut: Cut, settings: dict[str, object], stand_in: bool) -> None:
+    """Say that towers will have nothing to do in some steps, which a model may not take."""
+    size, examples = settings["global_batch_size"], settings["examples"]
+    if comm.index > 0 or not isinstance(size, int) or not isinstance(examples, int):
+        return
+    hint = "" if stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
+    last = 0 if settings["drop_last"] else examples % size
+    if idle := cut.empty_shares(size):
         log.info(
-            "the global batch of %d is smaller than the %d towers: %d of them have nothing to do in each step",
+            "the global batch of %d is smaller than the %d towers: %d of them have nothing to do in each step%s",
             size,
             comm.size,
-            comm.size - size,
+            idle,
+            hint,
+        )
+    elif last and (idle := cut.empty_shares(last)):
+        log.info(
+            "the last batch of an epoch has %d examples for %d towers: %d of them have nothing to do in that step%s",
+            last,
+            comm.size,
+            idle,
+            hint,
         )

@@ -3,24 +3,87 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import TensorDataset, get_worker_info
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from mirrored import seeds
-from mirrored.data.shares import Cut, cut
+from mirrored.data.empty import NoEmptyForm, empty_batch
+from mirrored.data.shares import Cut
+from towers import tree as trees
 
-_WITHOUT_RANDOMNESS = (TensorDataset, list, tuple, range)
+
+class Slices:
+    """The examples of arrays that have one of each in their first dimension, as ``tf.data`` slices them.
+
+    Args:
+        arrays: tensors and arrays in tuples, named tuples and dicts; examples have this structure, too.
+
+    Raises:
+        TypeError: there is something else in it, or a single number.
+        ValueError: not all have one length.
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        lengths: dict[str, int] = {}
+        for path, leaf in _leaves(arrays, "dataset"):
+            if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:
+                kind = "a single number" if isinstance(leaf, (torch.Tensor, np.ndarray)) else f"a {type(leaf).__name__}"
+                raise TypeError(
+                    f"a {type(arrays).__name__} with tensors in it stands for their slices, but {path} is {kind}: give "
+                    "tensors or arrays with the examples as their first dimension, or a list of examples"
+                )
+            lengths[path] = len(leaf)
+        if len(set(lengths.values())) > 1:
+            said = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+            raise ValueError(f"tensors that are to be sliced need one length, but {said} entries")
+        self._arrays = arrays
+        self._length = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return trees.map_leaves(lambda array: array[index], self._arrays)
+
+
+def as_slices(dataset: Any) -> Any:
+    """A tuple or dict with tensors in it as :class:`Slices`; anything else as it is."""
+    if not isinstance(dataset, (tuple, Mapping)):
+        return dataset
+    has_arrays = any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in trees.leaves(dataset))
+    return Slices(dataset) if has_arrays else dataset
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of tuples and dicts with their paths; a list is a leaf."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves(entry, f"{path}[{key!r}]")
+    elif isinstance(value, tuple):
+        for i, entry in enumerate(value):
+            yield from _leaves(entry, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+_WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
 class Key(NamedTuple):
-    """What the sampler asks for: an example, in an epoch of a run."""
+    """What the sampler asks for: an example, in an epoch of a run.
+
+    Attributes:
+        missing: whether the share has no examples: this one, of another tower, shows what a batch looks like.
+    """
 
     seed: int
     epoch: int
     index: Any
+    missing: bool = False
 
 
 class Examples(list[Any]):
@@ -85,11 +148,16 @@ class ShareCollate:
 
     Parts are the towers' shares, or the virtual towers' parts of them: what is drawn, and how far a part is padded,
     must not depend on how many towers there are. Neither the model's random streams nor the data's are touched.
+
+    Args:
+        stand_in: whether a tower without examples is given another tower's one, instead of an empty batch.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
         self._collate = collate
         self._cut = cut
+        self._stand_in = stand_in
+        self._draws = collate is not default_collate  # whose parts can be cut out of the whole, too
 
     def __call__(self, examples: list[Any], seeds_of: Callable[[int], int]) -> Any:
         """One batch, or a :class:`Joined`.
@@ -97,26 +165,53 @@ class ShareCollate:
         Args:
             seeds_of: a seed for the part that begins with a certain one of the examples.
         """
+        if not self._draws or not examples:
+            return self._collate(examples)
         cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
         with _own_randomness():
-            parts = []
-            for start, end in cuts:
-                seeds.seed_cpu(seeds_of(start))
-                parts.append(self._collate(examples[start:end]))
-            if len(parts) == 1:
+            parts = [self._seeded(examples[start:end], seeds_of(start)) for start, end in cuts]
+            if not self._cut.virtual:
                 return parts[0]
-            seeds.seed_cpu(seeds_of(0))
-            return Joined(self._collate(examples), tuple(parts))
+            whole = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
+            return Joined(whole, tuple(parts))
+
+    def without_examples(self, example: Any, seed: int) -> Any:
+        """The batch of a share that has none, or its stand-in.
+
+        Args:
+            example: of another tower.
+
+        Raises:
+            TypeError: an empty batch cannot be made.
+        """
+        with _own_randomness():
+            if self._stand_in:
+                return self._seeded([example], seed)
+            try:
+                return empty_batch(lambda examples: self._seeded(examples, seed), example)
+            except NoEmptyForm as error:
+                raise TypeError(
+                    f"tower {self._cut.tower}'s share of a batch has no examples, and what collate_fn returns cannot "
+                    f"be made empty: {error}. Give distribute_dataset stand_in=True: then a tower without examples "
+                    "gets a batch of one that counts nothing"
+                ) from None
+
+    def _seeded(self, examples: list[Any], seed: int) -> Any:
+        seeds.seed_cpu(seed)
+        return self._collate(examples)
 
 
 class SeededCollate:
     """A :class:`ShareCollate` for a map-style dataset's examples."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
-        self._collate = ShareCollate(collate, cut)
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
+        self._collate = ShareCollate(collate, cut, stand_in)
 
     def __call__(self, examples: Examples) -> Any:
-        return self._collate(list(examples), lambda start: _collate_seed(examples.keys[start]))
+        keys = examples.keys
+        if keys and keys[0].missing:
+            return self._collate.without_examples(examples[0], _collate_seed(keys[0]))
+        return self._collate(list(examples), lambda start: _collate_seed(keys[start]))
 
 
 def _collate_seed(key: Key) -> int:
@@ -130,8 +225,8 @@ class CollateShare:
     which must stay the same on all towers.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut) -> None:
-        self._collate = ShareCollate(collate, cut)
+    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
+        self._collate = ShareCollate(collate, cut, stand_in)
         self._cut = cut
 
     def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
@@ -139,6 +234,8 @@ class CollateShare:
         start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
-            # An empty share has the shapes and dtypes of a real one.
-            batch = self._collate(examples[start:end] or examples[:1], lambda first: seeds.mix(seed, start + first))
-            return (batch if start < end else cut(batch, 0, 0)), end - start, len(examples)
+            if start == end:
+                batch = self._collate.without_examples(examples[0], seeds.mix(seed, start))
+            else:
+                batch = self._collate(examples[start:end], lambda first: seeds.mix(seed, start + first))
+            return batch, end - start, len(examples)

@@ -2,14 +2,68 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sized
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import ConcatDataset, RandomSampler, Sampler, SequentialSampler, Subset
 
 from mirrored import seeds
+
+
+class Drawn:
+    """The order of an epoch, as far as it does not follow from settings alone.
+
+    Args:
+        order: what a sampler has drawn: indices, or batches of them; None for an order from (seed, epoch).
+        dataset: the indices of a ``Subset`` (in a ``Subset`` …) say which examples it has.
+
+    Attributes:
+        order: as given.
+    """
+
+    def __init__(self, order: list[Any] | None, dataset: object) -> None:
+        self.order = order
+        self._subsets = list(_subsets(dataset))
+
+    @functools.cached_property
+    def digest(self) -> str | None:
+        """Equal for equal orders; None where settings say all."""
+        if self.order is None and not self._subsets:
+            return None
+        digest = hashlib.blake2b(digest_size=16)
+        for indices in (self.order, *self._subsets):
+            digest.update(_bytes_of(indices))
+        return digest.hexdigest()
+
+
+def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
+    """The indices of all subsets that a dataset is made of."""
+    if isinstance(dataset, Subset):
+        yield dataset.indices
+        yield from _subsets(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            yield from _subsets(part)
+
+
+def _bytes_of(indices: Sequence[Any] | None) -> bytes:
+    """What tells one order from another; indices are mostly whole numbers, of which there may be millions."""
+    try:
+        numbers = np.asarray(indices)
+    except ValueError:  # batches of different sizes
+        numbers = np.empty(0, dtype=object)
+    if numbers.dtype.kind not in "iu":
+        return json.dumps(indices, default=_plain).encode()
+    return repr(numbers.shape).encode() + numbers.astype(np.int64).tobytes()
+
+
+def _plain(index: Any) -> Any:
+    return index.tolist() if hasattr(index, "tolist") else type(index).__name__
 
 
 class Order:
@@ -50,16 +104,23 @@ class Order:
         examples = _length(self._sampler) if self._sampler is not None else self._length
         return examples // self._batch_size if self._drop_last else -(-examples // self._batch_size)
 
-    def batches(self, epoch: int, first: int = 0) -> Iterator[list[Any]]:
-        """The epoch's global batches from number ``first`` on. Skipping loads nothing."""
+    def draw(self, epoch: int) -> list[Any] | None:
+        """What the sampler draws in an epoch, the same on every tower; None without one."""
         if self._batch_sampler is not None:
-            drawn = self._drawn(self._batch_sampler, epoch)
-            yield from itertools.islice((list(batch) for batch in drawn), first, None)
+            return [list(batch) for batch in self._drawn(self._batch_sampler, epoch)]
+        return self._drawn(self._sampler, epoch) if self._sampler is not None else None
+
+    def batches(self, epoch: int, first: int, drawn: list[Any] | None) -> Iterator[list[Any]]:
+        """The epoch's global batches from number ``first`` on. Skipping loads nothing.
+
+        Args:
+            drawn: what :meth:`draw` has returned for this epoch.
+        """
+        if self._batch_sampler is not None:
+            yield from (drawn or [])[first:]
             return
-        order: Any = range(self._length)
-        if self._sampler is not None:
-            order = self._drawn(self._sampler, epoch)
-        elif self._shuffle:
+        order: Any = range(self._length) if drawn is None else drawn
+        if drawn is None and self._shuffle:
             generator = torch.Generator().manual_seed(seeds.mix(self.seed, "order", epoch))
             order = torch.randperm(self._length, generator=generator, device="cpu")
         for start in range(first * self._batch_size, len(order), self._batch_size):
@@ -68,16 +129,21 @@ class Order:
                 yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
     def _drawn(self, source: Iterable[Any], epoch: int) -> list[Any]:
-        """All that a sampler draws in an epoch; it draws the same on every tower."""
+        """All that a sampler draws in an epoch; its own generator keeps its seed and its place."""
         seed = seeds.mix(self.seed, "sampler", epoch)
         tell_epoch(source, epoch)
-        for owner in (source, getattr(source, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
+        owners = (source, getattr(source, "sampler", None))
+        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        try:
+            for generator in generators:
                 generator.manual_seed(seed)
-        with seeds.undisturbed():
-            seeds.seed_cpu(seed)
-            return list(source)
+            with seeds.undisturbed():
+                seeds.seed_cpu(seed)
+                return list(source)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def tell_epoch(source: object, epoch: int) -> None:

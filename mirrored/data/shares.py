@@ -20,10 +20,19 @@ class Share:
     Attributes:
         local: number of examples of this tower.
         total: number of examples of all towers together.
+        stand_in: how many entries the batch of a tower without examples has nevertheless; they count nothing.
+        may_stand_in: whether that is so on towers without examples, of which this one need not be one.
     """
 
     local: int
     total: int
+    stand_in: int = 0
+    may_stand_in: bool = False
+
+    @property
+    def entries(self) -> int:
+        """How many entries the batch has that the tower was given."""
+        return self.local or self.stand_in
 
 
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
@@ -42,11 +51,25 @@ class Cut:
     """How global batches are cut: into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
 
     There are as many parts as towers, or as virtual towers.
+
+    Attributes:
+        virtual: whether each part is computed by itself.
     """
 
     parts: int
     first: int
     end: int
+    virtual: bool = False
+
+    @property
+    def tower(self) -> int:
+        """This tower's index."""
+        return self.first // (self.end - self.first)
+
+    def empty_shares(self, examples: int) -> int:
+        """How many towers get nothing of a batch of so many examples; the last ones."""
+        own = self.end - self.first
+        return self.parts // own - min(-(-examples // own), self.parts // own)
 
     def bounds(self, examples: int) -> tuple[int, int]:
         """Where this tower's share of a batch begins and ends."""
@@ -72,12 +95,26 @@ class KnownShares:
         self._shares = WeakIdKeyDictionary()
         self._held: dict[object, dict[int, tuple[Any, Sequence[Any]]]] = {}
         self.in_hand: Share | None = None
+        self._stand_ins = WeakIdKeyDictionary()
 
     def add(self, batch: Any, share: Share) -> None:
         """Remember the share for every tensor, array and other object in ``batch``."""
         for value in trees.leaves(batch):
             with contextlib.suppress(TypeError):  # texts and numbers take no weak reference
                 self._shares[value] = share
+                if share.stand_in:
+                    self._stand_ins[value] = None
+
+    @property
+    def has_stand_in(self) -> bool:
+        """Whether anything of a stand-in is in hand or still lives; nobody else need look for one."""
+        in_hand = self.in_hand is not None and self.in_hand.stand_in > 0
+        return in_hand or len(self._stand_ins) > 0
+
+    def of(self, values: Any) -> list[Share]:
+        """The different shares of the distributed batches among some values."""
+        shares = (self.get(value) for value in trees.leaves(values))
+        return list({share: None for share in shares if share is not None})
 
     def hold(self, iterator: object, whole: Any, parts: Sequence[Any]) -> None:
         """An iterator's newest batch was collated part by part: remember what stands for its tensors and structures."""
@@ -169,32 +206,6 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
 
 
-def cut(batch: Any, start: int, end: int) -> Any:
-    """Entries ``start`` to ``end`` of every tensor, array and list of a collated batch.
-
-    Args:
-        batch: nested dicts, tuples and lists whose leaves have the examples as their first dimension, as
-            ``default_collate`` makes them; a list of texts counts as a leaf. Single numbers stay.
-
-    Raises:
-        TypeError: something in it cannot be cut.
-    """
-    if isinstance(batch, Mapping):
-        return trees.like(batch, {key: cut(value, start, end) for key, value in batch.items()})
-    if isinstance(batch, (list, tuple)) and _is_structure(batch):
-        parts = [cut(value, start, end) for value in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    if isinstance(batch, (bool, int, float)) or (_is_array(batch) and len(batch.shape) == 0):
-        return batch  # one number for all examples
-    try:
-        return batch[start:end]
-    except (TypeError, IndexError, KeyError) as error:
-        raise TypeError(
-            f"a batch with a {type(batch).__name__} in it cannot be cut into shares ({error}); let collate_fn "
-            "return tensors, arrays or lists with the examples as their first dimension"
-        ) from None
-
-
 def _holds_examples(value: Sequence[Any], count: int) -> bool:
     """Whether a list holds ``count`` examples rather than the fields of a batch of so many."""
     arrays = [leaf for leaf in trees.leaves(value) if _is_array(leaf)]
@@ -215,16 +226,3 @@ def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
 def _first_array(batch: Any) -> Any:
     """The first tensor or array that has a first dimension, or None."""
     return next((leaf for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)), None)
-
-
-def count_examples(batch: Any) -> int:
-    """The size of the first dimension of the first tensor or array (else list) in a batch.
-
-    Raises:
-        TypeError: there is none.
-    """
-    if (array := _first_array(batch)) is not None:
-        return int(array.shape[0])
-    if isinstance(batch, (list, tuple)):
-        return len(batch)
-    raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from mirrored import seeds
+from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset
-from mirrored.data.examples import CollateShare
-from mirrored.data.order import tell_epoch
-from mirrored.data.shares import Cut, KnownShares, Share, count_examples, cut
+from mirrored.data.examples import CollateShare, Joined
+from mirrored.data.order import Drawn, Order, tell_epoch
+from mirrored.data.shares import Cut, KnownShares, Share
 from mirrored.data.transfer import Batch
 from towers import DisagreementError
 from towers.collectives.agreement import announce
@@ -23,7 +24,11 @@ class StreamDataset(DistributedDataset):
     """An iterable dataset: every tower reads the whole stream and keeps its share of each global batch.
 
     The stream must be the same on all towers; it runs on random streams seeded alike everywhere. Whether
-    there is a next batch is agreed at every step.
+    there is a next batch, and how many examples it has, is agreed at every step.
+
+    Args:
+        stand_in: whether a tower without examples gets one of another tower that counts nothing.
+        batch_dims: what of a batch that comes ready made is per example; None to see for oneself.
     """
 
     def __init__(
@@ -34,19 +39,29 @@ class StreamDataset(DistributedDataset):
         loader: DataLoader[Any],
         seed: int,
         settings: dict[str, object],
+        stand_in: bool,
+        batch_dims: Dims,
     ) -> None:
         super().__init__(comm, cut, known, seed, settings)
         self._dataset = loader.dataset
-        self._in_batches = loader.batch_size is None and loader.batch_sampler is None
-        collate = loader.collate_fn if loader.collate_fn is not None else default_collate
-        share = CollateShare(collate, cut)
+        self._ready_made = ReadyMade(cut, batch_dims, stand_in) if is_ready_made(loader) else None
+        self._stand_in = stand_in
+        collate: Any = loader.collate_fn if loader.collate_fn is not None else default_collate
+        if self._ready_made is None:
+            collate = CollateShare(collate, cut, stand_in)
+        self._order: Order | None = None
+        self._sampler: _Replay | None = None
+        sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+        if isinstance(sampler, Sized):  # another one may never end
+            self._order = Order(0, 1, shuffle=False, drop_last=False, seed=seed, sampler=sampler)
+            self._sampler = _Replay(sampler)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
-            sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
-            collate_fn=collate if self._in_batches else share,
+            sampler=self._sampler if self._sampler is not None else sampler,
+            collate_fn=collate,
             generator=self._generator,
             # Workers that live on would keep the dataset, and the random streams, of their first epoch.
             **(settings_of(loader) | {"persistent_workers": False}),
@@ -55,39 +70,127 @@ class StreamDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _load(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _reseed(self, seed: int) -> None:
+        super()._reseed(seed)
+        if self._order is not None:
+            self._order.seed = seed
+
+    def _draw(self, epoch: int) -> Drawn:
+        return Drawn(self._order.draw(epoch) if self._order is not None else None, self._dataset)
+
+    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         tell_epoch(self._dataset, epoch)
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
         stream = seeds.Stream(seeds.mix(self._seed, "stream", epoch))
+        if self._sampler is not None:
+            self._sampler.order = drawn.order
         with stream:
             batches = iter(self._loader)
         step = 0
         while True:
             with stream:
                 batch = next(batches, None)
-            self._agree(batch is not None, step)
+            total = self._agree(batch, step)
             if batch is None:
                 return
             step += 1
-            if step > first:
-                yield self._share_of_batch(batch) if self._in_batches else (batch[0], Share(*batch[1:]))
+            if step <= first:
+                continue
+            start, end = self._cut.bounds(total)
+            if self._ready_made is not None:
+                yield self._ready_made.share(batch, start, end, total)
+            else:
+                yield batch[0], Share(end - start, total, int(self._stand_in and start == end), self._stand_in)
 
-    def _share_of_batch(self, batch: Any) -> Batch:
-        total = count_examples(batch)
-        start, end = self._cut.bounds(total)
-        return cut(batch, start, end), Share(end - start, total)
+    def _agree(self, batch: Any, step: int) -> int:
+        """How many examples all towers find in the next batch; -1 where the stream has ended.
 
-    def _agree(self, has_batch: bool, step: int) -> None:
+        Raises:
+            DisagreementError: they find different ones.
+            TypeError, ValueError: it cannot be told how many.
+        """
+        total, error = -1, None
+        if batch is not None:
+            try:
+                total = self._ready_made.examples(batch) if self._ready_made is not None else batch[2]
+            except (TypeError, ValueError) as problem:
+                error = problem
         if self._comm.size == 1:
-            return
-        found = [said.details for said in announce(self._comm, f"batch {step} of a stream", has_batch)]
-        if any(found) and not all(found):
-            ended = ", ".join(str(tower) for tower, has in enumerate(found) if not has)
-            raise DisagreementError(
-                f"the stream has ended after {step} batches on tower {ended}, but not on the others; an "
-                "IterableDataset must give every tower the same examples (each takes its own share of them): use "
-                "distribute_datasets_from_function for streams that differ"
-            )
+            if error is not None:
+                raise error
+            return total
+        totals = [said.details for said in announce(self._comm, f"batch {step} of a stream", total, error=error)]
+        if min(totals) == max(totals):
+            return total
+        if min(totals) < 0:
+            ended = ", ".join(str(tower) for tower, found in enumerate(totals) if found < 0)
+            what = f"the stream has ended after {step} batches on tower {ended}, but not on the others"
+        else:
+            counts = ", ".join(f"{found} on tower {tower}" for tower, found in enumerate(totals))
+            what = f"batch {step} of the stream has different numbers of examples: {counts}"
+        raise DisagreementError(
+            f"{what}; an IterableDataset must give every tower the same examples (each takes its own share of them): "
+            "use distribute_datasets_from_function for streams that differ"
+        )
+
+
+class _Replay:
+    """A sampler that gives what another one has drawn."""
+
+    def __init__(self, sampler: Sized) -> None:
+        self._sampler = sampler
+        self.order: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order or [])
+
+
+def is_ready_made(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's batches are made by its dataset."""
+    return loader.batch_size is None and loader.batch_sampler is None
+
+
+class ReadyMade:
+    """Cuts batches that come ready made into shares.
+
+    Args:
+        dims: what of a batch is per example.
+        stand_in: whether a share without examples holds one that counts nothing.
+    """
+
+    def __init__(self, cut: Cut, dims: Dims, stand_in: bool) -> None:
+        self._cut = cut
+        self._dims = BatchDims(dims)
+        self._stand_in = stand_in
+        self.examples = self._dims.examples
+
+    def share(self, batch: Any, start: int, end: int, total: int) -> Batch:
+        """A share of a batch whose examples were counted.
+
+        Args:
+            start, end: which of them.
+            total: examples of all towers together.
+        """
+        if start == end:
+            return self.nothing(batch, total)
+        return self.whole(self._dims.cut(batch, start, end), end - start, total)
+
+    def nothing(self, batch: Any, total: int) -> Batch:
+        """A share without examples, in the form of a batch whose examples were counted."""
+        if self._stand_in and total and self.examples(batch):
+            return self._dims.cut(batch, 0, 1), Share(0, total, 1, True)
+        return self._dims.cut(batch, 0, 0), Share(0, total, 0, self._stand_in)
+
+    def whole(self, share: Any, local: int, total: int) -> Batch:
+        """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
+        batch = share
+        if self._cut.virtual and self._dims.are_given:
+            cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
+            batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
+        return batch, Share(local, total, 0, self._stand_in)
 
 
 class PipelineDataset(DistributedDataset):
@@ -95,16 +198,29 @@ class PipelineDataset(DistributedDataset):
 
     Towers whose pipeline has ended go on with empty shares until all have ended. Each runs on a random stream of its
     own, another one in every epoch.
+
+    Args:
+        stand_in, batch_dims: as of :class:`StreamDataset`.
     """
 
-    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, pipeline: Iterable[Any], seed: int) -> None:
-        super().__init__(comm, cut, known, seed, {})
+    def __init__(
+        self,
+        comm: Communicator,
+        cut: Cut,
+        known: KnownShares,
+        pipeline: Iterable[Any],
+        seed: int,
+        stand_in: bool,
+        batch_dims: Dims,
+    ) -> None:
+        super().__init__(comm, cut, known, seed, {"pipelines": comm.size})
         self._pipeline = pipeline
+        self._ready_made = ReadyMade(cut, batch_dims, stand_in)
 
     def __len__(self) -> int:
         raise TypeError("datasets from a function have no common length; it is agreed step by step")
 
-    def _load(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         tell_epoch(self._pipeline, epoch)
         # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
         stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
@@ -115,8 +231,13 @@ class PipelineDataset(DistributedDataset):
         while True:
             with stream:
                 batch = next(batches, None)
-            local = count_examples(batch) if batch is not None else -1
-            said = announce(self._comm, f"batch {step} of a dataset from a function", local)
+            local, error = -1, None
+            if batch is not None:
+                try:
+                    local = self._ready_made.examples(batch)
+                except (TypeError, ValueError) as problem:
+                    error = problem
+            said = announce(self._comm, f"batch {step} of a dataset from a function", local, error=error)
             counts = [other.details for other in said]
             if max(counts) < 0:
                 return
@@ -124,11 +245,15 @@ class PipelineDataset(DistributedDataset):
                 # No batch to take the shapes of an empty share from; all towers see it in the same step.
                 empty = ", ".join(str(tower) for tower, count in enumerate(counts) if count < 0)
                 raise ValueError(f"the pipeline of tower {empty} has no batch at all; each needs at least one")
-            template = batch if batch is not None else template
+            if local > 0 or template is None:
+                template = batch
             step += 1
-            share = Share(max(local, 0), sum(max(count, 0) for count in counts))
+            total = sum(max(count, 0) for count in counts)
             if step > first:
-                yield (batch if batch is not None else cut(template, 0, 0)), share
+                if local > 0:
+                    yield self._ready_made.whole(batch, local, total)
+                else:
+                    yield self._ready_made.nothing(template, total)
 
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:

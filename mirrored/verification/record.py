@@ -23,6 +23,7 @@ from mirrored.context import current_frame, strategy_with_towers
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.transfer import Batch
 from mirrored.observer import Observer
+from mirrored.stand_in import holds_stand_in, shares_at_hand
 from mirrored.strategy import Strategy
 from mirrored.verification.randomness import Shapes
 from mirrored.verification.repairs import Repairs
@@ -98,12 +99,13 @@ class Recorder(Observer):
             self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
             self.seen.virtual = strategy.virtual_towers is not None
             run = Run(len(self.seen.steps))
-            run.given = rows([leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             frame = current_frame()
-            if frame is not None and frame.replica is not None:
-                run.shares = [(share.local, share.total) for share in frame.replica.shares()]
-            if not run.shares and (share := strategy.known_shares.in_hand) is not None:
-                run.shares = [(share.local, share.total)]
+            shares = shares_at_hand(strategy, frame.replica if frame is not None else None)
+            run.shares = [(share.local, share.total) for share in shares]
+            if not shares or not all(share.stand_in for share in shares):
+                known = strategy.known_shares
+                tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                run.given = rows([t for t in tensors if (share := known.get(t)) is None or not share.stand_in])
             if not self.seen.runs or self.seen.runs[-1].steps != run.steps:
                 run.entered = self._digests()
             self.seen.runs.append(run)
@@ -188,7 +190,10 @@ class Recorder(Observer):
             number = sum(root.split("[")[0] == name for root, _ in self._roots)
             self._roots.append((f"{name}[{number}]" if number else name, weakref.ref(module)))
         tensor = next((leaf for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)), None)
-        examples = rows([tensor]) if tensor is not None else []
+        strategy = strategy_with_towers()
+        frame = current_frame()
+        stands_in = strategy is not None and holds_stand_in(strategy, frame.replica if frame is not None else None)
+        examples = rows([tensor]) if tensor is not None and not stands_in else []
         self.seen.autocast |= torch.is_autocast_enabled(self.device().type)
         if self.run is not None:
             self.run.fed += examples

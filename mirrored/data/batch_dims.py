@@ -1,0 +1,268 @@
+"""What of a batch that comes ready made belongs to its examples, and cutting it into shares.
+
+A batch that was collated elsewhere (a loader with ``batch_size=None``, a pipeline) does not say which of its dimensions
+counts examples. What can be meant in one way only is cut: arrays that all have one first dimension, and lists of as
+many other things; numbers, texts and None are given whole. For all else there is ``batch_dims``, as ``in_dims`` of
+``torch.vmap``, a structure like the batch's:
+
+* a dimension: a tensor or array is cut along it, a list (dimension 0) by its entries, a dict in all that is in it;
+* None: every tower gets it whole;
+* a function ``(value, start, end)`` that cuts something else.
+
+The number of examples is the size of what has a dimension: ``[0, None]`` for a batch and class weights, ``(1, 1)`` for
+two time-major tensors, ``0`` for a list of dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from towers import tree as trees
+
+Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]
+"""A structure like the batch's: the dimension that counts examples, None for what is given whole, or what cuts it."""
+
+_HOW = (
+    "say what is per example with batch_dims=, a structure like the batch's: a dimension such as 0 (of a list: its "
+    "entries), None for what every tower gets whole, or a function (value, start, end)"
+)
+
+
+class BatchDims:
+    """Cuts ready-made batches of one source.
+
+    Args:
+        given: what the user says is per example; None to see for oneself. What was seen in a batch holds for later
+            ones of that structure, so that a small last batch is read as the others were.
+    """
+
+    def __init__(self, given: Dims = None) -> None:
+        self._given = given
+        self._seen: Dims = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the user says what is per example."""
+        return self._given is not None
+
+    def examples(self, batch: Any) -> int:
+        """How many examples a batch has.
+
+        Raises:
+            TypeError, ValueError: that cannot be told for certain, or ``batch_dims`` do not fit.
+        """
+        if self._given is not None:
+            return _count(batch, self._given)
+        if self._seen is not None:
+            try:
+                return _count(batch, self._seen)
+            except (TypeError, ValueError):
+                pass  # of another structure than those before
+        self._seen = _Reading(batch).dims()
+        return _count(batch, self._seen)
+
+    def cut(self, batch: Any, start: int, end: int) -> Any:
+        """Examples ``start`` to ``end`` of a batch whose examples were counted."""
+        return _cut(batch, self._given if self._given is not None else self._seen, start, end)
+
+
+# -- with known dimensions -------------------------------------------------------------------------------
+
+
+def _pairs(value: Any, dims: Any, path: str) -> list[tuple[Any, Any, Any, str]] | None:
+    """The entries of a structure with their keys, dimensions and paths; None where ``dims`` are for all of it."""
+    if isinstance(value, Mapping) and (isinstance(dims, Mapping) or _is_dim(dims)):
+        if isinstance(dims, Mapping) and set(dims) != set(value):
+            raise TypeError(f"batch_dims for {path} have the keys {list(dims)}, but it has {list(value)}")
+        return [
+            (key, v, dims[key] if isinstance(dims, Mapping) else dims, f"{path}[{key!r}]") for key, v in value.items()
+        ]
+    if (
+        isinstance(value, tuple)
+        and hasattr(value, "_fields")
+        and _is_dim(dims)
+        and not isinstance(value, PackedSequence)
+    ):
+        return [(i, v, dims, f"{path}[{i}]") for i, v in enumerate(value)]
+    if isinstance(dims, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(dims):
+            kind = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
+            raise TypeError(f"batch_dims for {path} are {len(dims)} entries, but it is {kind}")
+        return [(i, v, d, f"{path}[{i}]") for i, (v, d) in enumerate(zip(value, dims, strict=True))]
+    if isinstance(dims, Mapping):
+        raise TypeError(f"batch_dims for {path} are a dict, but it is a {type(value).__name__}")
+    if not (dims is None or _is_dim(dims) or callable(dims)):
+        raise TypeError(f"batch_dims for {path} are {dims!r}, but must be a dimension, None or a function")
+    return None
+
+
+def _is_dim(dims: Any) -> bool:
+    return isinstance(dims, int) and not isinstance(dims, bool)
+
+
+def _sizes(value: Any, dims: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
+    """How many examples each part of a batch that is per example says there are."""
+    pairs = _pairs(value, dims, path)
+    if pairs is not None:
+        for _, entry, entry_dims, entry_path in pairs:
+            yield from _sizes(entry, entry_dims, entry_path)
+    elif _is_dim(dims):
+        yield path, _size(value, dims, path)
+
+
+def _size(value: Any, dim: int, path: str) -> int:
+    if isinstance(value, (Tensor, np.ndarray)):
+        if not -value.ndim <= dim < value.ndim:
+            raise ValueError(f"batch_dims for {path} are {dim}, but its shape is {tuple(value.shape)}")
+        return int(value.shape[dim])
+    if dim != 0 or not hasattr(value, "__len__") or isinstance(value, (str, bytes, PackedSequence)):
+        raise TypeError(f"batch_dims for {path} are {dim}, but a {type(value).__name__} has no such dimension")
+    return len(value)
+
+
+def _count(batch: Any, dims: Dims) -> int:
+    sizes = list(_sizes(batch, dims))
+    if not sizes:
+        raise TypeError("the number of examples in a batch cannot be told: batch_dims give no dimension")
+    for path, size in sizes:
+        if size != sizes[0][1]:
+            raise ValueError(f"{path} has {size} examples, but {sizes[0][0]} has {sizes[0][1]}: {_HOW}")
+    return sizes[0][1]
+
+
+def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> Any:
+    pairs = _pairs(value, dims, path)
+    if pairs is not None:
+        parts = {key: _cut(entry, entry_dims, start, end, entry_path) for key, entry, entry_dims, entry_path in pairs}
+        if isinstance(value, Mapping):
+            return trees.like(value, parts)
+        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+    if dims is None:
+        return value
+    if callable(dims):
+        return dims(value, start, end)
+    try:
+        if isinstance(value, np.ndarray):
+            return value[(slice(None),) * (dims % value.ndim) + (slice(start, end),)]
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                return value.narrow(dims, start, end - start)
+            return value.index_select(dims, torch.arange(start, end, device=value.device))
+        return value[start:end]
+    except (TypeError, IndexError, KeyError, RuntimeError) as error:
+        raise TypeError(f"{path} is a {type(value).__name__}, which cannot be cut ({error}): {_HOW}") from None
+
+
+# -- as can be seen --------------------------------------------------------------------------------------
+
+
+class _Reading:
+    """Finds out what of a batch is per example: arrays with one first dimension, and lists of so many other things.
+
+    Raises:
+        TypeError: there is something that may be meant in several ways, or does not fit.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+        self._first: tuple[str, str, int] | None = None  # path, description and number of examples
+        self._find_arrays(batch, "batch")
+        self._has_arrays = self._first is not None
+        if not self._has_arrays:
+            self._find_lists(batch, "batch")
+        if self._first is None:
+            raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
+
+    def dims(self) -> Any:
+        """What was found."""
+        return self._dims(self._batch, "batch")
+
+    def _note(self, path: str, description: str, size: int) -> None:
+        if self._first is None:
+            self._first = path, description, size
+        elif self._first[2] != size:
+            first, other, _ = self._first
+            raise TypeError(f"{first} {other}, but {path} {description}, so a batch cannot be cut: {_HOW}")
+
+    def _find_arrays(self, value: Any, path: str) -> None:
+        if isinstance(value, PackedSequence):
+            raise TypeError(f"{path} is a PackedSequence, so a batch cannot be cut: {_HOW}")
+        if _has_dimensions(value):
+            self._note(path, f"has shape {tuple(value.shape)}", int(value.shape[0]))
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():
+                self._find_arrays(entry, f"{path}[{key!r}]")
+        elif isinstance(value, (list, tuple)):
+            self._refuse_either_way(value, path)
+            for i, entry in enumerate(value):
+                self._find_arrays(entry, f"{path}[{i}]")
+
+    def _refuse_either_way(self, value: Sequence[Any], path: str) -> None:
+        """What may be a list of examples as well as of fields."""
+        if value and all(isinstance(entry, Mapping) and set(entry) == set(value[0]) for entry in value):
+            raise TypeError(
+                f"{path} is a {type(value).__name__} of {len(value)} dicts with equal keys: one for each example, or "
+                f"fields of a batch? {_HOW}"
+            )
+        arrays = [entry for entry in value if _has_dimensions(entry)]
+        alike = len({(tuple(a.shape), str(a.dtype)) for a in arrays}) == 1 and len(arrays) == len(value)
+        if alike and len(value) > 1 and len(value) >= arrays[0].shape[0]:
+            raise TypeError(
+                f"{path} is a {type(value).__name__} of {len(value)} arrays of shape {tuple(arrays[0].shape)}: one for "
+                f"each example, or fields of a batch of {arrays[0].shape[0]}? {_HOW}"
+            )
+
+    def _find_lists(self, value: Any, path: str) -> None:
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                self._find_lists(entry, f"{path}[{key!r}]")
+        elif isinstance(value, (list, tuple)):
+            if _is_flat(value):
+                self._note(path, f"has {len(value)} entries", len(value))
+            else:
+                for i, entry in enumerate(value):
+                    self._find_lists(entry, f"{path}[{i}]")
+
+    def _dims(self, value: Any, path: str) -> Any:
+        assert self._first is not None
+        examples = self._first[2]
+        if _has_dimensions(value):
+            return 0
+        if isinstance(value, Mapping):
+            return {key: self._dims(entry, f"{path}[{key!r}]") for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            if _is_flat(value):
+                self._note(path, f"has {len(value)} entries", len(value))
+                return 0
+            if _is_nested(value) and (not self._has_arrays or len(value) == examples):
+                raise TypeError(
+                    f"{path} is a {type(value).__name__} of {len(value)} lists: one for each example, or fields of a "
+                    f"batch of {examples}? {_HOW}"
+                )
+            return [self._dims(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic, Tensor, np.ndarray)):
+            return None
+        raise TypeError(f"{path} is a {type(value).__name__}, so a batch cannot be cut: {_HOW}")
+
+
+def _has_dimensions(value: Any) -> bool:
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+
+
+def _is_flat(value: Sequence[Any]) -> bool:
+    """Whether a list has nothing in it that could be cut itself, so that it is its entries that belong to examples."""
+    return not hasattr(value, "_fields") and not any(
+        isinstance(entry, (Mapping, list, tuple)) or _has_dimensions(entry) for entry in value
+    )
+
+
+def _is_nested(value: Sequence[Any]) -> bool:
+    """Whether a list holds lists of other things than arrays."""
+    lists = all(isinstance(entry, (list, tuple)) and not hasattr(entry, "_fields") for entry in value)
+    return lists and not any(_has_dimensions(leaf) for leaf in trees.leaves(value))

@@ -1,0 +1,174 @@
+"""Stand-ins: what a tower without examples is given where a model cannot take an empty batch.
+
+``distribute_dataset(…, stand_in=True)`` gives such a tower one example of another tower's. The model computes on it, so
+that all towers make the same calls, and nothing counts it: losses of ``compute_average_loss`` are an exact zero whose
+gradients are zeros, metrics are not updated, batch norms over the global batch leave its values out, and the running
+statistics of other normalisation layers are put back. What a script counts itself, another loss, a statistic of a layer
+of its own, goes through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, knows nothing of it. Elsewhere
+this is called a dummy batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from mirrored.context import current_frame, strategy_with_towers
+from towers import tree as trees
+
+if TYPE_CHECKING:
+    from mirrored.context import ReplicaContext
+    from mirrored.data.shares import Share
+    from mirrored.strategy import Strategy
+
+
+def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
+    """The values without the entries of a stand-in, for what a script counts itself.
+
+    On a tower whose batch is a stand-in (``distribute_dataset(…, stand_in=True)``) they have no entries, on all others
+    they are unchanged: ``logits, y = mirrored.drop_stand_in(logits, y)``, before they are added up or gathered.
+
+    Args:
+        values: tensors and arrays, which are cut along ``dim``; lists, which are emptied; tuples and dicts of these.
+        dim: the dimension of the examples.
+        batch: something of the distributed batch that the values were computed from; needed where a step has several.
+
+    Returns:
+        The value, or a tuple of the values if there are several.
+
+    Raises:
+        TypeError: a value has no entries, such as a sum.
+        ValueError: the step has several batches, and to which the values belong cannot be told.
+    """
+    if not values:
+        raise TypeError("drop_stand_in was given no value")
+    strategy = current_strategy()
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        dropped = tuple(_without_entries(value, dim) for value in values)
+        if is_stand_in(strategy, values, _entries(values, dim), "the first value", batch):
+            values = dropped
+    return values if len(values) > 1 else values[0]
+
+
+def current_strategy() -> Strategy | None:
+    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
+    frame = current_frame()
+    return frame.strategy if frame is not None else strategy_with_towers()
+
+
+def _without_entries(value: Any, dim: int) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return value.narrow(dim, 0, 0)
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value[(slice(None),) * (dim % value.ndim) + (slice(0),)]
+    if isinstance(value, Mapping):
+        return trees.like(value, {key: _without_entries(entry, dim) for key, entry in value.items()})
+    if isinstance(value, tuple):
+        entries = [_without_entries(entry, dim) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if isinstance(value, list):
+        return []
+    if value is None or isinstance(value, str):
+        return value
+    kind = "a single number" if isinstance(value, (Tensor, np.ndarray, int, float)) else f"a {type(value).__name__}"
+    raise TypeError(
+        f"drop_stand_in was given {kind}, which has no entries: give it tensors, arrays or lists with an entry for "
+        "each example, before they are added up"
+    )
+
+
+def _entries(values: Any, dim: int) -> int | None:
+    """How many entries the first tensor, array or list has."""
+    for leaf in values:
+        if isinstance(leaf, (Tensor, np.ndarray)):
+            return int(leaf.shape[dim]) if leaf.ndim else None
+        if isinstance(leaf, list):
+            return len(leaf)
+        if isinstance(leaf, (tuple, Mapping)):
+            inner = _entries(leaf.values() if isinstance(leaf, Mapping) else leaf, dim)
+            if inner is not None:
+                return inner
+    return None
+
+
+def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str, batch: Any = None) -> bool:
+    """Whether values that were computed in a step come from a stand-in.
+
+    Args:
+        values: if anything of a distributed batch is among them, that batch decides, else those given to ``run``, else
+            the one in hand.
+        entries: how many entries the values have, which decides among several batches.
+        what: how a message calls them.
+        batch: something of the distributed batch they belong to, if the script says so; ``()`` if to none.
+
+    Raises:
+        ValueError: that cannot be told.
+    """
+    known = strategy.known_shares
+    if not known.has_stand_in:
+        return False
+    named = known.of(values) if batch is None else named_shares(strategy, batch)
+    frame = current_frame()
+    shares = named or (frame.replica.shares() if frame is not None and frame.replica is not None else [])
+    at_hand = shares or ([known.in_hand] if known.in_hand is not None else [])
+    kinds = {share.stand_in > 0 for share in (at_hand if batch is None else named)}
+    if not kinds or kinds == {False}:
+        return False
+    if kinds == {True} and shares:
+        return True
+    kinds = {share.stand_in > 0 for share in at_hand if share.entries == entries}
+    if len(kinds) != 1:
+        raise ValueError(
+            f"tower {strategy.topology.index} has no examples of its own in a batch of this step but a stand-in, and "
+            f"whether {what}, of {entries} entries, was computed from it cannot be told: give the batch to "
+            "strategy.run in its args, or say batch=x, with a tensor x of the batch"
+        )
+    return kinds.pop()
+
+
+def named_shares(strategy: Strategy, batch: Any) -> list[Share]:
+    """The share of the batch that a script names by ``batch=``; none for ``()``.
+
+    Raises:
+        ValueError: it is no distributed batch.
+    """
+    shares = strategy.known_shares.of(batch)
+    if not shares and not (isinstance(batch, tuple) and not batch):
+        raise ValueError(
+            "batch= holds nothing of a batch of strategy.distribute_dataset: give it one of the batch's own tensors, "
+            "or () for what belongs to no distributed batch"
+        )
+    return shares
+
+
+def holds_stand_in(strategy: Strategy, replica: ReplicaContext | None) -> bool:
+    """Whether any of the batches at hand is a stand-in."""
+    return strategy.known_shares.has_stand_in and any(share.stand_in for share in shares_at_hand(strategy, replica))
+
+
+def shares_at_hand(strategy: Strategy, replica: ReplicaContext | None) -> list[Share]:
+    """The shares of the batches that a run was given, else that of the newest batch."""
+    known = strategy.known_shares
+    shares = replica.shares() if replica is not None else []
+    return shares or ([known.in_hand] if known.in_hand is not None else [])
+
+
+def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
+    """Where a share has no examples, say in an exception of Python's own that this may be why, and what helps.
+
+    Exceptions of other classes, whose messages may mean something to a program, stay as they are.
+    """
+    if type(error).__module__ != "builtins" or not any(share.total and not share.entries for share in shares):
+        return
+    hint = (
+        f"(tower {tower}'s share of this batch has no examples. If the model cannot take an empty batch, give "
+        "distribute_dataset or distribute_datasets_from_function stand_in=True: a tower without examples then gets one "
+        "that counts nothing)"
+    )
+    if not error.args:
+        error.args = (hint,)
+    elif len(error.args) == 1 and str(error) == error.args[0] and hint not in str(error):
+        error.args = (f"{error.args[0]}\n{hint}",)
