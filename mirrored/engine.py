@@ -14,6 +14,8 @@ from mirrored.batch_norm import BatchNorms
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.guard import EarlyBackwardGuard
 from mirrored.kept_statistics import KeptStatistics
+from mirrored.keras_guard import KerasGuard
+from mirrored.last_check import LastCheck
 from mirrored.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers
@@ -92,6 +94,7 @@ class Engine:
             )
         self._comm = comm
         self._several = comm.size > 1
+        self._checks = training.mirror_check_interval is not None
         self._runs = 0
         self.recorder = Recorder()
         self.averager: GradientAverager | None = None
@@ -122,6 +125,9 @@ class Engine:
             )
             self.batch_norms = BatchNorms(comm, self.recorder.name_of_module)
             self._early_backward = EarlyBackwardGuard(comm.index, self.recorder.describe)
+            self._keras = KerasGuard(comm.index, self.recorder.knows)
+            if self._checks:
+                self._last_check = LastCheck(self._mirror_check, comm.health)
         elif (watch := watch_for(comm, training.nonfinite_gradients)) is not None:
             self._lone_watch = LoneWatch(watch)
         if training.virtual_towers is not None:
@@ -242,13 +248,22 @@ class Engine:
             self._mirror_recorded()
 
     def check_mirrored(self, call: str) -> None:
-        """See now that all towers hold the same.
+        """See now that all towers hold the same; all of them call it.
 
         Args:
             call: what a person would say is being done, the same on all towers.
+
+        Raises:
+            MirrorError: on all towers with one text: they do not.
+            DisagreementError: on all towers: some call something else.
         """
         if self._mirror_check is not None:
             self._mirror_check.check_now(call, self._runs + 1)
+
+    def check_before(self, call: str) -> None:
+        """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""
+        if self._checks:
+            self.check_mirrored(call)
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are each tower's own."""

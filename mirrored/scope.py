@@ -101,6 +101,10 @@ class Recorder:
         found = self._parameters.get(id(parameter))
         return found is not None and found() is parameter
 
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was recorded, taken or not."""
+        return self.is_mirrored(parameter) or parameter in self
+
     def untaken(self) -> list[torch.Tensor]:
         """The parameters that were recorded, have values and were not yet taken."""
         parameters = (reference() for reference in self._parameters.values())

@@ -68,7 +68,7 @@ class Comparison:
             rows, self._prints = self._prints.get(), None
             for number in (rows != rows[0]).any(0).nonzero().flatten().tolist():
                 name, kind = self._labels[number]
-                self._found.append(Difference(name, [kind], _groups(rows[:, number].tolist())))
+                self._found.append(Difference(name, [kind], groups_of(rows[:, number].tolist())))
         return self._found
 
 
@@ -100,7 +100,17 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held], *, qui
     texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
     card = {one.name: [one.kind, texts[one.name]] for one in held}
     towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(card).encode())]
-    return Comparison([], None, _compare(towers, {one.name for one in held if not isinstance(one.value, Tensor)}))
+    return Comparison([], None, compare(towers, held))
+
+
+Description = dict[str, list[str]]
+"""By name of what a tower holds, its kind and a text that is equal for equal values."""
+
+
+def describe(held: Sequence[Held]) -> Description:
+    """What a tower holds, as :func:`compare` wants it. Waits for a GPU."""
+    texts = _texts(held)
+    return {one.name: [one.kind, texts[one.name]] for one in held}
 
 
 def _texts(held: Sequence[Held]) -> dict[str, str]:
@@ -116,18 +126,24 @@ def _texts(held: Sequence[Held]) -> dict[str, str]:
     return texts
 
 
-def _compare(towers: Sequence[dict[str, list[str]]], plain: set[str]) -> list[Difference]:
+def compare(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
+    """What is not the same on all towers, of what all of them hold.
+
+    Args:
+        held: by this tower.
+    """
+    plain = {one.name for one in held if not isinstance(one.value, Tensor)}
     found = []
     for name in towers[0]:
         if not all(name in card for card in towers):
             continue
         kinds, values = ([card[name][part] for card in towers] for part in (0, 1))
         if any(value != values[0] for value in values):
-            found.append(Difference(name, sorted(set(kinds)), _groups(values), values if name in plain else None))
+            found.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
     return found
 
 
-def _groups(values: Sequence[object]) -> list[list[int]]:
+def groups_of(values: Sequence[object]) -> list[list[int]]:
     """Towers that hold the same, the largest group first."""
     groups: dict[object, list[int]] = {}
     for tower, value in enumerate(values):

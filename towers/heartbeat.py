@@ -41,6 +41,7 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 _ANSWER = 1.6  # seconds in which a tower that lives answers, which it does when it gives its next sign
 _SILENT = 2.5  # seconds without a sign after which a tower that does not answer counts as gone
 _PATIENCE = 0.5  # seconds for the store beyond that
+_SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
 
 _T = TypeVar("_T")
@@ -96,7 +97,10 @@ class Heartbeat:
         self._health = weakref.ref(health)
         self._record = record
         self._topology = topology
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._wake = threading.Event()
+        self._call: Callable[[Store], object] | None = None  # what the thread is asked to do
+        self._called = threading.Event()
         self._store: Store | None = None
         self._beat = 0
         self._waited: Wait | None = None  # at the last heartbeat
@@ -109,7 +113,8 @@ class Heartbeat:
 
     def _stop(self) -> None:
         """A thread inside the store would be in the way of an interpreter that is taken down."""
-        self._stopping.set()
+        self._stopping = True
+        self._wake.set()
         self._thread.join(_PATIENCE)
 
     # -- giving ------------------------------------------------------------------------------------------
@@ -127,7 +132,13 @@ class Heartbeat:
                     answered = asked
                 hurries = self._look_for_deadlock(store, health)
                 del health
-                if self._stopping.wait(_FAST if hurries else INTERVAL):
+                self._wake.wait(_FAST if hurries else INTERVAL)
+                self._wake.clear()
+                if (call := self._call) is not None:
+                    self._call = None
+                    call(store)
+                    self._called.set()
+                if self._stopping:
                     return
         except (RuntimeError, OSError):  # the store has ended, with its host or in the normal way: nobody asks any more
             pass
@@ -193,6 +204,36 @@ class Heartbeat:
             with contextlib.suppress(NotACardError):
                 found[tower] = standing_of(cards.unseal(self._topology.token, places[tower], data))
         return found
+
+    # -- leaving -----------------------------------------------------------------------------------------
+
+    def leave(self, name: str, card: Card) -> list[Card] | None:
+        """Lay down a last card under ``name``.
+
+        Returns:
+            The cards of all towers, in order, if this tower is the last one to leave its own; else None, at once. (A
+            tower whose own process serves the store stays for a moment until all others have left theirs.)
+        """
+        found: list[Card] = []
+
+        def leave(store: Store) -> None:
+            self._lay_down(store, f"{name}{self._topology.index}", card)
+            left = store.add(f"left {name}", 1)
+            towers = range(self._topology.size)
+            if left == len(towers):
+                found.extend(c for tower in towers if (c := self._read(store, f"{name}{tower}")) is not None)
+            end = time.monotonic() + _SERVING
+            serves = self._topology.serves_store and self._topology.is_chief
+            while serves and time.monotonic() < end and store.add(f"left {name}", 0) < len(towers):
+                time.sleep(0.05)
+
+        # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
+        self._called.clear()
+        self._call = leave
+        self._wake.set()
+        if self._thread.is_alive():
+            self._called.wait(_PATIENCE + (_SERVING if self._topology.serves_store else 0.0))
+        return found if len(found) == self._topology.size else None
 
     # -- seeing ------------------------------------------------------------------------------------------
 

@@ -150,6 +150,7 @@ class CheckpointManager:
         Raises:
             ValueError: ``name`` is none for a checkpoint; or, on all towers, the towers are at different steps.
             TypeError: on all towers: something cannot be saved.
+            MirrorError: on all towers: they do not hold the same parameters or state of optimizers any more.
             CheckpointError: on all towers: this one, or the one that was still being written, could not be written.
                 Those that were there are there still.
             DisagreementError: on all towers: some call something else.

@@ -82,12 +82,14 @@ class Saver:
         """Save what is tracked under ``name``; first waits for what is still being written.
 
         Raises:
-            CheckpointError, DisagreementError, TypeError, ValueError: as of ``CheckpointManager.save``.
+            CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: as of ``CheckpointManager.save``.
         """
         self.wait()
         shared_out = self._strategy.engine.state_is_shared_out
         complete = self.writes or not shared_out or self._comm.windows is None
         captured = capture(self._comm, tracked, step, self.writes, complete)
+        # What is mirrored is written once, as tower 0 has it.
+        self._strategy.engine.check_before("saves a checkpoint of what all towers hold")
         if self._writer is not None and captured is not None:
             manifest = self._manifest(step, captured.objects, captured.own)
             self._writer.start(name, manifest, captured.tensors, beside=not wait)

@@ -1,0 +1,30 @@
+"""Started by the tests: towers that are equal in all checks, and not any more when they end."""
+
+import sys
+
+import torch
+from torch import nn
+
+import mirrored
+
+kind = sys.argv[1]
+strategy = mirrored.MirroredStrategy(mirror_check_interval=None if kind == "unchecked" else 1000, seed=0)
+with strategy.scope():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train_step() -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+for _ in range(3):
+    strategy.run(train_step)
+if kind in ("drifts", "unchecked") and strategy.topology.index == 1:
+    with torch.no_grad():
+        model.bias[0] += 1e-7
+if kind == "fails":
+    raise SystemExit(3)
+strategy.print("done")
