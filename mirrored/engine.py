@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,7 @@ from mirrored.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.scope import AfterFirstForward, Recorder
 from mirrored.virtual_towers import VirtualTowers
 from towers import mirror
-from towers.collectives.agreement import agree
+from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.gradients import GradientAverager
 from towers.nonfinite import LoneWatch, check_action, watch_for
@@ -110,7 +111,11 @@ class Engine:
             channel = comm.channel()
             watch = watch_for(channel, training.nonfinite_gradients)
             self.averager = GradientAverager(
-                channel, communication.bucket_bytes, scatter=training.shard_optimizer, watch=watch
+                channel,
+                communication.bucket_bytes,
+                announce=functools.partial(announce, comm),
+                scatter=training.shard_optimizer,
+                watch=watch,
             )
             meet = None
             if training.shard_optimizer:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mirrored.context import current_frame
 from towers import MirrorError
+from towers.buckets import DenseSlot
 from towers.health import AFTER_OPTIMIZER, OPTIMIZER
 from towers.hooks import GradientHook
 from towers.log import get_logger
@@ -138,6 +139,8 @@ class OptimizerGuard:
             self._check_averaged(strategy, optimizer)
         strategy.health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            self._check_sparse(strategy, parameters)
         if len(foreign) < len(parameters):
             self._say_if_not_virtual(strategy)
             strategy.engine.prepare_step(optimizer)
@@ -172,6 +175,17 @@ class OptimizerGuard:
                 "strategy.average_gradients(parameters) when gradients were put into .grad. (A backward() that is "
                 "compiled with torch._dynamo.config.trace_autograd_ops calls no hooks, ours neither)"
             )
+
+    def _check_sparse(self, strategy: Strategy, parameters: list[torch.Tensor]) -> None:
+        averager = strategy.engine.averager
+        slots = (averager.slot_of(p) for p in parameters if p.grad is not None) if averager is not None else ()
+        for slot in slots:
+            if isinstance(slot, DenseSlot):
+                raise MirrorError(
+                    f"SparseAdam wants sparse gradients, but those of {slot.name} are averaged as dense ones: sparse "
+                    "gradients are known of nn.Embedding and nn.EmbeddingBag with sparse=True, not of "
+                    "F.embedding(…, sparse=True). Hold the parameter in such a module, or take another optimizer"
+                )
 
     def _say_if_not_virtual(self, strategy: Strategy) -> None:
         virtual = strategy.engine.virtual

@@ -417,3 +417,52 @@ def test_options_are_compared_where_a_process_group_exists_already(after: str) -
     assert texts[0] == texts[1]
     assert "different communication options" in texts[0]
     assert "'bucket_bytes': 2000" in texts[0]
+
+
+def convert(when: str, options: dict[str, Any]) -> None:
+    """The model is converted: inside a step on all towers, or between two steps on the last tower alone."""
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **options)
+    model = strategy.mirror(nn.Linear(2, 2, dtype=torch.float64))
+
+    def step(number: int) -> None:
+        if number == 2 and when == "inside":
+            model.float()
+        model.zero_grad()
+        model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+
+    for number in range(4):
+        if number == 2 and when == "alone" and strategy.topology.index == 1:
+            model.float()
+        strategy.run(step, args=(number,))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"communication": mirrored.CommunicationOptions(implementation="gloo")}], ids=["auto", "gloo"]
+)
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [
+        ("inside", r"parameter Linear.\w+ was converted inside a step on tower \d: its gradients were of torch.float64"),
+        ("alone", r"tower 1 is .*at a run\(\) after the model was converted or moved \(parameter Linear.\w+, now torch"),
+    ],
+)
+def test_models_that_are_converted_on_the_way(when: str, words: str, options: dict[str, Any]) -> None:
+    with pytest.raises(mirrored.TowerFailedError, match=words):
+        mirrored.launch(convert, (when, options), towers=2, timeout=60)
+
+
+def sparse_by_hand(strategy: mirrored.Strategy) -> None:
+    tables = strategy.mirror(nn.ParameterList([torch.ones(4, 2)]))
+    optimizer = torch.optim.SparseAdam(tables.parameters(), lr=0.1)
+
+    def step() -> None:
+        F.embedding(torch.tensor([1, 2]), next(tables.parameters()), sparse=True).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_sparse_gradients_that_no_module_announces() -> None:
+    for error in failures(sparse_by_hand):
+        with pytest.raises(mirrored.MirrorError, match=r"those of ParameterList.0 are averaged as dense.*nn.Embedding"):
+            raise error

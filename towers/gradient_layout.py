@@ -56,10 +56,13 @@ class Layout:
         slot = self._by_id.get(id(parameter))
         return slot if slot is not None and slot.parameter is parameter else None
 
-    def is_outdated(self) -> bool:
-        """Whether a parameter was converted or moved since."""
-        kinds = zip(self._present_kinds(), self._kinds, strict=True)
-        return any(now != before for now, before in kinds if now is not None)
+    def converted(self) -> str | None:
+        """A parameter that was converted or moved since, and what it is now; None where none was."""
+        kinds = zip(self.slots, self._present_kinds(), self._kinds, strict=True)
+        for slot, now, before in kinds:
+            if now is not None and now != before:
+                return f"parameter {slot.name}, now {now[0]} on {now[1]}"
+        return None
 
     def _present_kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
         parameters = (slot.parameter for slot in self.slots)

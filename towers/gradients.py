@@ -47,6 +47,7 @@ from towers.flags import Tail
 from towers.gradient_layout import Layout
 from towers.health import AVERAGING, BACKWARD
 from towers.hooks import GradientHook, when_backward_is_done
+from towers.layout import gradient_dtype
 from towers.mirror import Named
 from towers.nonfinite import GradientWatch
 from towers.options import DEFAULT_BUCKET_BYTES
@@ -77,6 +78,8 @@ class GradientAverager:
         channel: a communicator that nothing else uses, so that a collective of the user's in mid-backward
             cannot come between.
         bucket_bytes: size of a bucket.
+        announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
+            all of them are; raises on all where they are not.
         scatter: leave every tower the average of its own part where that can be, until gradients are used.
         watch: looks at what this tower contributes.
 
@@ -90,10 +93,12 @@ class GradientAverager:
         channel: Communicator,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         *,
+        announce: Callable[[str], object] = lambda call: None,
         scatter: bool = False,
         watch: GradientWatch | None = None,
     ) -> None:
         self._channel = channel
+        self._announce = announce
         self._health = channel.health
         self._phase_outside = ""
         self._watch = watch
@@ -198,7 +203,8 @@ class GradientAverager:
         for hook in self._followed:
             hook.come_last()
         self._followed = []
-        if self._layout.is_outdated():
+        if (converted := self._layout.converted()) is not None:
+            self._announce(f"a run() after the model was converted or moved ({converted})")
             self.complete_if_held()
             self._lay_out(self._layout.kept(self._channel))
 
@@ -359,6 +365,9 @@ class GradientAverager:
         if parameter is None or self._hold_back(slot, parameter):
             return
         bucket = slot.bucket
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != slot.dtype != gradient_dtype(parameter):
+            self._refuse_converted(slot)
         if bucket.launched:
             self._refuse_late(slot)
         if self._on_gpu:
@@ -409,6 +418,13 @@ class GradientAverager:
             "further backward goes through; averaged over the towers it would be a constant there, and a penalty on it "
             "without effect. Take the gradients of the penalty by torch.autograd.grad(loss, parameters, "
             "create_graph=True), add the penalty to the loss, and call backward() once, without create_graph"
+        )
+
+    def _refuse_converted(self, slot: Slot) -> NoReturn:
+        raise TowersError(
+            f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its gradients were of "
+            f"{slot.dtype} when strategy.run(...) began. Convert a model (model.to, model.float, model.half) between "
+            "two runs, on all towers"
         )
 
     def _refuse_late(self, slot: DenseSlot) -> NoReturn:

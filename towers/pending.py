@@ -20,12 +20,17 @@ class PendingGradient(Tensor):
     """A gradient of which this tower holds the average of its own part only.
 
     It is an ordinary tensor in all else; whatever is done with it completes it first, by a collective. Then it becomes
-    a plain tensor itself, wherever it is held. Only what does not ask Python cannot be noticed:
-    ``torch.tensor(p.grad)``, ``torch.autograd.Variable(p.grad)``, ``torch.utils.dlpack.to_dlpack(p.grad)``, scripted
-    functions, one's own C++.
+    a plain tensor itself, wherever it is held. Only what does not ask Python cannot be noticed: constructors
+    (``torch.tensor``, ``torch.Tensor``, ``new_tensor``, ``torch.autograd.Variable``, ``torch.sparse_coo_tensor``,
+    ``torch.nested.nested_tensor``), ``set_``, ``torch.utils.swap_tensors``, ``torch.utils.dlpack.to_dlpack``,
+    transforms of ``torch.func``, scripted functions, one's own C++.
     """
 
     _complete: Callable[[], None]
+
+    def as_subclass(self, cls: Any) -> Any:
+        self._complete()  # torch does not ask here
+        return Tensor.as_subclass(self, cls)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
