@@ -80,8 +80,8 @@ class ReplicaContext:
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: there ``strategy.reduce`` works."""
-        with frame(self.strategy, None):
+        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: all towers draw the same random numbers."""
+        with frame(self.strategy, None), self.strategy.streams.outside():
             return fn(self.strategy, *args, **(kwargs or {}))
 
     def shares(self) -> list[Share]:

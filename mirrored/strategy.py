@@ -80,8 +80,8 @@ class Strategy:
         self._cut = cut_for(topology, training.virtual_towers)
         self._accumulates = False
         self._said: set[str] = set()
-        # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
-        self.streams = TowerStreams(communicator, seed, stay_equal=self.virtual_towers is not None)
+        compared = observer() is not None
+        self.streams = TowerStreams(communicator, seed, virtual=self.virtual_towers is not None, compared=compared)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
         if self._several or self.virtual_towers is not None:
             self._guard = OptimizerGuard(self)
@@ -151,12 +151,11 @@ class Strategy:
         replica = ReplicaContext(self, (args, kwargs))
         try:
             self.engine.begin_run()
-            self.streams.begin_run()
             if (watching := observer()) is not None:
                 fn = watching.running(self, fn)
             if self._several and holds_stand_in(self, replica):
                 fn = self.engine.keeping_statistics()(fn)
-            with frame(self, replica):
+            with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
         except BaseException as error:
             if self._several and isinstance(error, Exception):
