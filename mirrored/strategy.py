@@ -26,12 +26,14 @@ from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
+from mirrored.step_call import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.virtual_towers import cut_for
 from towers import ForkedError, Topology
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
 from towers.options import CommunicationOptions
+from towers.other_names import instead_of
 
 log = get_logger("mirrored")
 
@@ -133,6 +135,7 @@ class Strategy:
 
     # -- running -----------------------------------------------------------------------------------------
 
+    @instead_of(options="strategy.run(step, args=(x, y)) needs none")
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
@@ -141,12 +144,15 @@ class Strategy:
         the message of one of Python's own says so, and what helps models that cannot take an empty batch.
 
         Raises:
+            TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
+                coroutine, whose body would run outside of ``run``.
             MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
                 hold the same parameters, optimizer state or optimizer settings any more.
             RuntimeError: inside another strategy's scope or run.
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
+        check_arguments(fn, args, kwargs)
         self.health.begin_step()
         replica = ReplicaContext(self, (args, kwargs))
         try:
@@ -157,6 +163,8 @@ class Strategy:
                 fn = self.engine.keeping_statistics()(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
+            if isinstance(result, RUNS_LATER):
+                refuse_what_runs_later(fn, result)
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
@@ -265,6 +273,7 @@ class Strategy:
 
     # -- values ------------------------------------------------------------------------------------------
 
+    @instead_of(reduce_op='reduce("sum", value)', options="leave it out")
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Reduce a value over all towers; every tower gets the result.
 
@@ -308,9 +317,12 @@ class Strategy:
 
     experimental_local_results = local_results
 
+    @instead_of(value_fn="fn=")
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """This tower's ``fn(ValueContext)``."""
         return fn(ValueContext(self.topology.index, self.num_replicas_in_sync))
+
+    experimental_distribute_values_from_function = distribute_values_from_function
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the chief, nothing on the other towers."""
@@ -328,6 +340,7 @@ class Strategy:
 
     # -- data --------------------------------------------------------------------------------------------
 
+    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
     def distribute_dataset(
         self,
         dataset: Any,
@@ -387,6 +400,7 @@ class Strategy:
 
     experimental_distribute_dataset = distribute_dataset
 
+    @instead_of(dataset_fn="fn=", options="leave it out")
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
     ) -> DistributedDataset:
