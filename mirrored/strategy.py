@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from mirrored.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.batch_dims import Dims
@@ -24,11 +24,11 @@ from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
+from mirrored.own_gradients import OwnGradients
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
-from mirrored.step_call import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.virtual_towers import cut_for
-from towers import ForkedError, Topology
+from towers import Topology
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
@@ -38,7 +38,7 @@ from towers.other_names import instead_of
 log = get_logger("mirrored")
 
 
-class Strategy:
+class Strategy(OwnGradients):
     """What all strategies share; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -67,6 +67,7 @@ class Strategy:
         seed: int | None,
         training: TrainingOptions,
     ) -> None:
+        super().__init__()
         self.topology = topology
         self.communicator = communicator
         self.health = communicator.health
@@ -77,15 +78,14 @@ class Strategy:
         self.known_shares = KnownShares()
         self.virtual_towers = training.virtual_towers
         self._seed = seed
-        self._pid = os.getpid()
         self._several = topology.size > 1
         self._cut = cut_for(topology, training.virtual_towers)
         self._accumulates = False
         self._said: set[str] = set()
-        compared = observer() is not None
-        self.streams = TowerStreams(communicator, seed, virtual=self.virtual_towers is not None, compared=compared)
+        virtual, compared = self.virtual_towers is not None, observer() is not None
+        self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
-        if self._several or self.virtual_towers is not None:
+        if self._several or virtual:
             self._guard = OptimizerGuard(self)
         if self._several:
             announce(self)
@@ -139,9 +139,10 @@ class Strategy:
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
-        Inside, ``backward()`` averages gradients over the towers, and losses know the size of the global
-        batch that ``args`` came from. Exceptions pass through unchanged, but where this tower's share has no examples
-        the message of one of Python's own says so, and what helps models that cannot take an empty batch.
+        Inside, ``backward()`` averages gradients over the towers, losses know the size of the global batch that
+        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged, but where this
+        tower's share has no examples the message of one of Python's own says so, and what helps models that cannot
+        take an empty batch.
 
         Raises:
             TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
@@ -419,16 +420,3 @@ class Strategy:
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         seed = self._seed if self._seed is not None else 0
         return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)
-
-    def _check_here(self, call: str) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{call} was called in a process that was forked after the strategy was made; it is no tower. "
-                "Use the strategy in the process that made it"
-            )
-        current = current_frame()
-        if current is not None and current.strategy is not self:
-            raise RuntimeError(
-                f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
-                "cannot be mixed"
-            )

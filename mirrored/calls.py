@@ -1,13 +1,43 @@
-"""What can be wrong with a call of ``strategy.run``."""
+"""What can be wrong with a call of a strategy's methods, above all of ``run``."""
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from mirrored.context import current_frame
+from towers import ForkedError
+
 RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """What a function returns whose body has not run yet."""
+
+
+class CheckedCalls:
+    """Methods that belong to the process and to the strategy's own scope and run."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def _check_here(self, call: str) -> None:
+        """See that this process and this context may make a call.
+
+        Raises:
+            ForkedError: in a process that was forked from a tower.
+            RuntimeError: inside another strategy's scope or run.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{call} was called in a process that was forked after the strategy was made; it is no tower. "
+                "Use the strategy in the process that made it"
+            )
+        current = current_frame()
+        if current is not None and current.strategy is not self:
+            raise RuntimeError(
+                f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
+                "cannot be mixed"
+            )
 
 
 def check_arguments(fn: object, args: object, kwargs: object) -> None:
