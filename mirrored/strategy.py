@@ -103,7 +103,8 @@ class Strategy(OwnGradients):
         Args:
             sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
                 and variance of the global batch when they train, and so need every tower's forward and backward;
-                see :mod:`mirrored.batch_norm`. Default: of each tower's share.
+                see :mod:`mirrored.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
+                way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -123,7 +124,8 @@ class Strategy(OwnGradients):
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.metrics`).
 
         Args:
-            sync_batch_norm: as of :meth:`scope`; takes effect at once.
+            sync_batch_norm: as of :meth:`scope`; takes effect at once. A forward that was put on a BatchNorm object
+                is a TypeError.
         """
         self._check_here("mirror()")
         self.engine.add(module, sync_batch_norm)
