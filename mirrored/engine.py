@@ -29,8 +29,6 @@ from towers.untraced import Untraced
 _untraced = Untraced(
     [
         "towers",
-        "mirrored.batch_norm",
-        "mirrored.batch_norm_calls",
         "mirrored.calls",
         "mirrored.data",
         "mirrored.engine",
