@@ -3,7 +3,8 @@
 Such a layer stays the object that the script made, with its parameters, buffers, hooks and ``state_dict``; its class
 becomes a subclass of the class that it had, with another ``forward``, as torch does to its lazy modules.
 ``isinstance(layer, nn.BatchNorm2d)`` stays true. A function put on the object instead would belong to the original in
-shallow copies, and be out of sight when the model is printed.
+shallow copies, and be out of sight when the model is printed. A subclass with a forward of its own keeps it; only its
+call of ``F.batch_norm`` is answered here (:mod:`mirrored.batch_norm_calls`).
 
 In training mode ``forward`` and ``backward`` are collectives: all towers make the same ones in the same order, also
 with an empty share, inside ``run`` and outside, and in ``no_sync``. In eval mode, and where there is one tower, a layer
@@ -23,15 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mirrored.batch_norm_calls import OwnCalls
 from mirrored.context import current_frame, strategy_with_towers
 from mirrored.stand_in import is_stand_in
 from towers import ForkedError, batch_norm
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.labelled import LabelledGather
-from towers.log import get_logger
 
-log = get_logger("mirrored")
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 class BatchNorms:
@@ -49,28 +50,30 @@ class BatchNorms:
         self._widest = 0
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._nameless = 0
-        self._left_alone: set[type] = set()
         self._pid = os.getpid()
 
     def adopt(self, module: nn.Module) -> None:
-        """Make ``module`` normalise over the global batch if it is a BatchNorm layer; may be called again."""
+        """Make ``module`` normalise over the global batch if it is a BatchNorm layer; may be called again.
+
+        Raises:
+            TypeError: its forward belongs to the object and not to its class.
+        """
         if not isinstance(module, _BatchNorm) or isinstance(module, (_OverAllTowers, nn.SyncBatchNorm)):
             return
         kind: Any = type(module)
-        if kind.forward is not _BatchNorm.forward or "forward" in vars(module):
-            if kind not in self._left_alone and self._communicator.index == 0:
-                log.warning(
-                    "%s has a forward of its own, which sync_batch_norm leaves alone: it normalises over each "
-                    "tower's own share",
-                    kind.__qualname__,
-                )
-            self._left_alone.add(kind)
-            return
+        if any(base.__module__.startswith(_QUANTISED) for base in kind.__mro__):
+            return  # these take running statistics always
+        if "forward" in vars(module):
+            raise TypeError(
+                f"sync_batch_norm=True was asked for a {kind.__qualname__} of {module.num_features} features with a "
+                "forward that was put on the object, which would go on to normalise over each tower's own share. Put "
+                "it there after the layer was made in scope(sync_batch_norm=True), or into a subclass"
+            )
         self._widest = max(self._widest, module.num_features)
         module.__class__ = _over_all_towers(kind)
 
-    def normalise(self, layer: _BatchNorm, x: Tensor, counts: bool = True) -> Tensor:
-        """What ``layer`` makes of this tower's share ``x`` in training mode; all towers call it.
+    def train(self, layer: _BatchNorm, x: Tensor, counts: bool) -> Tensor:
+        """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
 
         Args:
             counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
@@ -84,18 +87,47 @@ class BatchNorms:
         running = None
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
             running = layer.running_mean, layer.running_var
-        for tensor in (layer.weight, layer.bias, *(running or ())):
-            if tensor is not None and tensor.numel() != x.shape[1]:
-                raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
         momentum: float | Tensor = layer.momentum or 0.0
         if layer.track_running_stats and layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
             if layer.momentum is None:  # the mean of all batches
                 momentum = 1.0 / layer.num_batches_tracked.double()
-        gather = self._connect()
-        return batch_norm.normalise(
-            gather, self._name(layer), x, layer.weight, layer.bias, running, momentum, layer.eps, counts
-        )
+        return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
+
+    def train_its_own_way(self, layer: _BatchNorm, forward: Callable[[], Any], counts: bool) -> Any:
+        """What ``layer`` makes of this tower's share by a forward of its own; all towers call it.
+
+        Raises:
+            RuntimeError: the forward does not normalise by ``F.batch_norm``; and as of :meth:`train`.
+        """
+        with OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
+            result = forward()
+        if not calls.found:
+            raise RuntimeError(
+                f"{self._name(layer)}: the forward of {_plain(layer).__qualname__} takes the statistics of a batch in "
+                "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
+                "sync_batch_norm=True cannot make them those of the global batch. Make the layer outside of "
+                "scope(sync_batch_norm=True) if the statistics of each tower's own share are meant"
+            )
+        return result
+
+    def _normalise(
+        self,
+        layer: _BatchNorm,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float | Tensor,
+        eps: float,
+        *,
+        counts: bool,
+    ) -> Tensor:
+        for tensor in (weight, bias, *(running or ())):
+            if tensor is not None and tensor.numel() != x.shape[1]:
+                raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
+        gather, name = self._connect(), self._name(layer)
+        return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
 
     def _connect(self) -> LabelledGather:
         """The layers' own channel, so that their collectives never meet those of buckets or of the script."""
@@ -131,8 +163,10 @@ class _OverAllTowers(_BatchNorm):
 
     plain: ClassVar[type[_BatchNorm]]
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _train(self, input) if self.training else super().forward(input)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        return _train(self, super().forward, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Copies and pickles: the class was made here and cannot be imported by name.
@@ -153,11 +187,22 @@ def _new(plain: Any) -> Any:
     return kind.__new__(kind)
 
 
+def _plain(layer: Any) -> type:
+    kind: type = layer.plain
+    return kind
+
+
 @torch._disable_dynamo
-def _train(layer: _BatchNorm, x: Tensor) -> Tensor:
+def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
     if strategy is None or strategy.engine.batch_norms is None:
-        return _BatchNorm.forward(layer, x)
+        return forward(*args, **kwargs)
+    x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if x is None:
+        return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
-    return strategy.engine.batch_norms.normalise(layer, x, counts)
+    if layer.plain.forward is _BatchNorm.forward:
+        return strategy.engine.batch_norms.train(layer, x, counts)
+    return strategy.engine.batch_norms.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)

@@ -11,6 +11,7 @@ import torch
 
 from mirrored.operations import ReduceOp, operation_name
 from towers.collectives import differentiable
+from towers.other_names import instead_of
 
 if TYPE_CHECKING:
     from mirrored.data.shares import Share
@@ -48,6 +49,7 @@ class ReplicaContext:
     def device(self) -> torch.device:
         return self.strategy.device
 
+    @instead_of(reduce_op='all_reduce("sum", value)', options="leave it out")
     def all_reduce(self, op: str | ReduceOp, value: Any) -> Any:
         """Reduce a nested value over all towers; differentiable for "sum" and "mean".
 
@@ -65,6 +67,7 @@ class ReplicaContext:
         """
         return differentiable.all_reduce(self.strategy.communicator, operation_name(op), value)
 
+    @instead_of(options="leave it out")
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Concatenate every tower's value along ``axis``, in tower order; differentiable.
 
@@ -77,11 +80,12 @@ class ReplicaContext:
         """
         return differentiable.all_gather(self.strategy.communicator, value, axis)
 
+    @instead_of(merge_fn="fn=")
     def merge_call(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: there ``strategy.reduce`` works."""
-        with frame(self.strategy, None):
+        """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: all towers draw the same random numbers."""
+        with frame(self.strategy, None), self.strategy.streams.outside():
             return fn(self.strategy, *args, **(kwargs or {}))
 
     def shares(self) -> list[Share]:

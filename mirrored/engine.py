@@ -32,12 +32,14 @@ from towers.untraced import Untraced
 _untraced = Untraced(
     [
         "towers",
-        "mirrored.batch_norm",
+        "mirrored.calls",
         "mirrored.data",
         "mirrored.engine",
+        "mirrored.generators",
         "mirrored.guard",
         "mirrored.metrics",
         "mirrored.mirror_check",
+        "mirrored.own_gradients",
         "mirrored.packed_buffers",
         "mirrored.scope",
         "mirrored.seeds",

@@ -11,6 +11,7 @@ with G the number of examples of the step over all towers. An empty share contri
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -63,29 +64,35 @@ def compute_average_loss(
         )
     if denominator not in ("examples", "weights"):
         raise ValueError(f"denominator is {denominator!r}, but must be 'examples' or 'weights'")
+    by_weights = denominator == "weights"
+    if by_weights and (sample_weight is None or global_batch_size is not None):
+        raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
     losses, weights = per_example_loss, None
     if sample_weight is not None:
         weights = expand_weights(sample_weight, losses)
-    if batch is None and (global_batch_size is not None or denominator == "weights"):
-        _see_that_it_fits_stand_ins(losses.shape[0], replica)
-    if is_stand_in(replica.strategy, (losses, sample_weight), losses.shape[0], "the loss", batch):
-        if weights is not None and weights.dim():
-            weights = weights[:0]
-        losses = losses[:0]
+    counts = global_batch_size is None and not by_weights
+    count: Tensor | float
+    if torch.compiler.is_compiling():
+        count, losses, weights = _measured_in_a_graph(losses, weights, sample_weight, counts, batch)
+    else:
+        count, stand_in = _measure(losses.shape[0], (losses, sample_weight), counts, replica, batch)
+        if stand_in:
+            losses = losses[:0]
+            weights = weights[:0] if weights is not None and weights.dim() else weights
     if weights is not None:
         losses = losses * weights
-    if denominator == "weights":
-        if weights is None or global_batch_size is not None:
-            raise ValueError("denominator='weights' needs sample_weight and no global_batch_size")
-        total = replica.all_reduce("sum", weights.detach().expand_as(losses).sum(dtype=torch.float64))
-        # Weights that are all zero make an exact zero, not 0/0.
-        return _share(sum_over(losses, torch.where(total == 0, torch.ones_like(total), total)), replica)
-    count = global_batch_size if global_batch_size is not None else global_count(losses.shape[0], replica, batch=batch)
-    if not count > 0:
-        if losses.numel() == 0:
+        if by_weights:
+            total = weights.detach().expand_as(losses).sum(dtype=torch.float64)
+            if replica.num_replicas_in_sync > 1:
+                total = _sum_over_towers(total)
+            # Weights that are all zero make an exact zero, not 0/0.
+            count = torch.where(total == 0, torch.ones_like(total), total)
+    if global_batch_size is not None:
+        count = global_batch_size
+        if not count > 0:
+            if losses.numel():
+                raise ValueError(f"global_batch_size is {count}, but must be positive")
             count = 1  # nobody has examples in this step: the sum is an exact zero
-        else:
-            raise ValueError(f"global_batch_size is {count}, but must be positive")
     return _share(sum_over(losses, count), replica)
 
 
@@ -119,19 +126,100 @@ def _share(value: Tensor, replica: ReplicaContext) -> Tensor:
     towers = replica.num_replicas_in_sync
     if towers == 1:
         return value
+    if torch.compiler.is_compiling():
+        # A tracer takes no function with a forward derivative; these operations are one kernel once they are compiled.
+        constant = value.detach()
+        return torch.where(constant.isfinite(), constant + towers * (value - constant), towers * value)
     scaled: Tensor = _ScaleGradient.apply(value, towers)
     return scaled
 
 
 class _ScaleGradient(torch.autograd.Function):
+    """The identity, with its derivative multiplied by a factor; works under all transforms of ``torch.func``."""
+
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, value: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
+    def forward(value: Tensor, factor: int) -> Tensor:
         return value.clone()  # not a view of it: autograd would refuse ``loss += …``
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        ctx.factor = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.factor, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0] * ctx.factor
+
+
+def _measure(entries: int, values: Any, counts: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
+    """How many examples all towers have together (at least 1), if that ``counts``, and whether losses are a stand-in's.
+
+    Args:
+        entries: how many losses there are.
+        values: they, and what they are weighted by.
+    """
+    if batch is None and not counts:
+        _see_that_it_fits_stand_ins(entries, replica)
+    stand_in = is_stand_in(replica.strategy, values, entries, "the loss", batch)
+    count = global_count(0 if stand_in else entries, replica, batch=batch) if counts else 0
+    return max(count, 1), stand_in  # where nobody has examples in this step the sum is an exact zero
+
+
+def _measured_in_a_graph(
+    losses: Tensor, weights: Tensor | None, sample_weight: Tensor | float | None, counts: bool, batch: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What :func:`_measure` says, as a tensor, and the losses and weights that count, the others being zero.
+
+    It is asked when the graph runs, by an operator: torch.compile cannot follow how all this comes with the batch, and
+    it may change where this tower's number of examples does not.
+    """
+    if batch is not None and batch != () and not isinstance(batch, Tensor):
+        raise TypeError("compute_average_loss in a compiled function takes a tensor of the batch as batch=, or ()")
+    named = batch if isinstance(batch, Tensor) else None
+    weight = sample_weight if isinstance(sample_weight, Tensor) else None
+    count, kept = _traced_measure(losses.detach(), weight, named, batch is not None, counts)
+    nothing = losses.new_zeros(())
+    return count, torch.where(kept, losses, nothing), None if weights is None else torch.where(kept, weights, nothing)
+
+
+# CUDA graphs would keep what the operators have returned: the tag keeps inductor from capturing them in one.
+_operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@_operator(  # type: ignore[untyped-decorator]
+    "mirrored::measure_losses",
+    schema="(Tensor losses, Tensor? weight, Tensor? batch, bool named, bool counts) -> (Tensor, Tensor)",
+)
+def _traced_measure(
+    losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counts: bool
+) -> tuple[Tensor, Tensor]:
+    replica = require_replica_context("compute_average_loss")
+    meant = None if not named else () if batch is None else batch
+    count, stand_in = _measure(losses.shape[0], (losses, weight), counts, replica, meant)
+    kept = torch.full((), not stand_in, dtype=torch.bool, device=losses.device)
+    return torch.tensor(float(count), dtype=torch.float64, device="cpu"), kept
+
+
+@_traced_measure.register_fake  # type: ignore[untyped-decorator]
+def _(losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counts: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty((), dtype=torch.float64, device="cpu"), losses.new_empty((), dtype=torch.bool)
+
+
+@_operator("mirrored::sum_over_all_towers")  # type: ignore[untyped-decorator]
+def _sum_over_towers(weight: Tensor) -> Tensor:
+    """An operator also where nothing is compiled: collectives cannot run within a transform of ``torch.func``."""
+    total: Tensor = require_replica_context("compute_average_loss").all_reduce("sum", weight)
+    return total
+
+
+@_sum_over_towers.register_fake  # type: ignore[untyped-decorator]
+def _(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)
 
 
 def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
@@ -139,7 +227,9 @@ def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
         weights = torch.full((), sample_weight, dtype=losses.dtype, device=losses.device)
     else:
         given = sample_weight if isinstance(sample_weight, Tensor) else torch.as_tensor(sample_weight, device="cpu")
-        weights = on_device(given.to(losses.dtype), losses.device)
+        given = given.to(losses.dtype)
+        compiling = torch.compiler.is_compiling()
+        weights = given.to(losses.device) if compiling else on_device(given, losses.device)
     while weights.dim() > losses.dim() and weights.shape[-1] == 1:
         weights = weights.squeeze(-1)
     if tuple(weights.shape) != tuple(losses.shape)[: weights.dim()]:
@@ -207,5 +297,12 @@ def _count_together(local: int, replica: ReplicaContext) -> int:
         "many examples they have, in a small collective: global_batch_size= or strategy.distribute_dataset saves it. "
         "A DataLoader that is not distributed gives every tower all of its examples"
     )
-    said = announce(strategy.communicator, "compute_average_loss without a distributed batch", local)
-    return sum(other.details for other in said)
+    return int(_add_up(torch.tensor(local, device="cpu")))
+
+
+@_operator("mirrored::add_up_examples")  # type: ignore[untyped-decorator]
+def _add_up(local: Tensor) -> Tensor:
+    """An operator for the same reason as :func:`_sum_over_towers`."""
+    comm = require_replica_context("compute_average_loss").strategy.communicator
+    said = announce(comm, "compute_average_loss without a distributed batch", int(local))
+    return torch.tensor(sum(other.details for other in said), device="cpu")

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from mirrored import generators
 from towers.collectives.communicator import Communicator
+
+_CPU = torch.device("cpu")
 
 
 def mix(*parts: object) -> int:
@@ -46,55 +49,41 @@ def seed_on(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def state(device: torch.device) -> dict[str, Any]:
-    """Where the generators of Python, NumPy, torch and a GPU ``device`` stand: numbers, texts and tensors."""
-    version, internal, gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=True)
-    return {
-        "python": [version, torch.tensor(internal, device="cpu"), gauss],
-        "numpy": [str(numpy[0]), torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def set_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let the generators go on where :func:`state` was taken; lists do for tensors. A GPU's is left out on a CPU.
-
-    Raises:
-        ValueError, TypeError, KeyError, RuntimeError: it is no such state.
-    """
-    version, internal, gauss = state["python"]
-    kind, key, *rest = state["numpy"]
-    random.setstate((version, tuple(torch.as_tensor(internal, device="cpu").tolist()), gauss))
-    np.random.set_state((kind, np.asarray(torch.as_tensor(key, device="cpu"), dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8, device="cpu"))
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8, device="cpu"), device)
-
-
 def share(comm: Communicator) -> None:
     """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
-    mine = json.dumps(state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
+    mine = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
     chief = comm.all_gather_bytes(mine.encode())[0]
     if comm.index > 0:
-        set_state(json.loads(chief), comm.device)
+        generators.set_state(json.loads(chief), comm.device)
 
 
 class TowerStreams:
-    """The random numbers of one tower of a strategy: equal on all while data and model are made, then its own.
+    """The random numbers of one tower of a strategy: one stream outside of ``run`` and another one inside.
+
+    The stream outside is equal on all towers at every time, because nothing that ``run`` draws disturbs it: towers
+    split data, make models and choose examples alike. The stream inside is each tower's own: their dropout differs.
+    With virtual towers, which have streams of their own, it begins equal on all towers.
+
+    One tower without a seed has one stream, and nothing to do.
 
     Args:
         comm: the towers.
         seed: seeds everything; None leaves tower 0's generators as they are, and gives the others their state.
-        stay_equal: whether they stay equal for good, as with virtual towers, which have streams of their own.
+        virtual: whether there are virtual towers.
+        compared: whether this run is compared with one of another number of towers.
     """
 
-    def __init__(self, comm: Communicator, seed: int | None, *, stay_equal: bool) -> None:
-        self._device, self._index = comm.device, comm.index
+    def __init__(self, comm: Communicator, seed: int | None, *, virtual: bool, compared: bool = False) -> None:
+        self._device = comm.device
+        self._virtual = virtual
+        self._name: tuple[object, ...] = ("towers",) if virtual else ("tower", comm.index)
         self._seed = seed
         self._restored: int | None = None
-        self._parted = stay_equal or (comm.size == 1 and seed is None)
+        self._two = comm.size > 1 or seed is not None or virtual or compared
+        self._inside = False
+        self._other: generators.Place | None = None  # where the stream stands that is not in use; None: not begun
+        self._key: tuple[object, ...] = ()
+        self._seed_outside = 0  # of the stream outside, while the one inside is in use
         if seed is not None:
             seed_all(seed)
         elif comm.size > 1:
@@ -105,28 +94,56 @@ class TowerStreams:
         """What streams depend on that are named by a key: the seed that a run began with, also where none was given."""
         if self._restored is not None:
             return self._restored
-        return self._seed if self._seed is not None else torch.initial_seed()
+        if self._seed is not None:
+            return self._seed
+        return self._seed_outside if self._inside else torch.initial_seed()
 
     @seed.setter
     def seed(self, value: int) -> None:
         self._restored = value
 
-    def begin_run(self) -> None:
-        """From the first run on every tower has its own: dropout must differ. Without a seed tower 0 goes on."""
-        if not self._parted:
-            if self._seed is not None or self._index > 0:
-                begun = self._seed if self._seed is not None else torch.initial_seed()
-                seed_all(mix(begun, "tower", self._index))
-            self._parted = True
+    def inside(self) -> contextlib.AbstractContextManager[None]:
+        """The context of ``run``: numbers come from the stream inside."""
+        return _In(self, True) if self._two else _UNCHANGED
+
+    def outside(self) -> contextlib.AbstractContextManager[None]:
+        """The context of code within ``run`` that is to draw alike on all towers."""
+        return _In(self, False) if self._two else _UNCHANGED
+
+    def switch(self, inside: bool) -> bool:
+        """Let numbers come from one of the two streams; returns whether they came from the stream inside before."""
+        before = self._inside
+        if before is not inside:
+            here, other = generators.take(self._device), self._other
+            if inside:
+                self._seed_outside = torch.initial_seed()
+            if other is None:  # it is the one inside, which begins
+                begun = self._seed if self._seed is not None else self._seed_outside
+                seed_on(self._device, mix(begun, *self._key, *self._name))
+            else:
+                generators.put(other, self._device)
+                if here.gpu is None:  # while a graph is captured, both stay where they are
+                    here = here._replace(gpu=other.gpu)
+            self._other, self._inside = here, inside
+        return before
 
     def part(self, key: object) -> None:
-        """Give every tower streams of its own that depend on the seed, ``key`` and its index."""
-        seed_all(mix(self.seed, key, "tower", self._index))
-        self._parted = True
+        """Begin this tower's stream anew, from the seed, ``key`` and its index; with virtual towers it goes on."""
+        if not self._virtual:
+            before = self.switch(False)
+            self._other, self._key = None, (key,)
+            self.switch(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this tower's random numbers stand: its generators, and whether they are its own yet."""
-        return {"parted": self._parted, "generators": state(self._device)}
+        """Where this tower's streams stand; None for the one inside if there was no run."""
+        found: dict[str, Any] = {"outside": None, "inside": None}
+        before = self.switch(False)
+        found["outside"] = generators.state(self._device)
+        if self._other is not None:
+            self.switch(True)
+            found["inside"] = generators.state(self._device)
+        self.switch(before)
+        return found
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken, on this tower.
@@ -134,35 +151,49 @@ class TowerStreams:
         Raises:
             ValueError, TypeError, KeyError, RuntimeError: it is no such state.
         """
-        set_state(saved["generators"], self._device)
-        self._parted = bool(saved["parted"])
+        outside, inside = saved["outside"], saved["inside"]
+        before = self.switch(False)
+        try:
+            generators.set_state(outside, self._device)
+            self._other = None
+            if inside is not None and self._two:
+                with undisturbed(self._device):
+                    generators.set_state(inside, self._device)
+                    self._other = generators.take(self._device)
+        finally:
+            self.switch(before)
 
 
-def _cpu_state() -> tuple[Any, ...]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+class _In:
+    """The context in which numbers come from one of a tower's two streams."""
+
+    __slots__ = ("_before", "_inside", "_streams")
+
+    def __init__(self, streams: TowerStreams, inside: bool) -> None:
+        self._streams, self._inside = streams, inside
+
+    def __enter__(self) -> None:
+        self._before = self._streams.switch(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._streams.switch(self._before)
 
 
-def _set_cpu_state(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    np.random.set_state(state[1])
-    torch.set_rng_state(state[2])
+_UNCHANGED = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def undisturbed(device: torch.device | None = None) -> Iterator[None]:
+def undisturbed(device: torch.device = _CPU) -> Iterator[None]:
     """Inside, generators may be seeded and used; afterwards they go on as if nothing had happened.
 
     Args:
         device: this one's generator, too, beside those of the CPU.
     """
-    state = _cpu_state()
-    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
+    before = generators.take(device)
     try:
         yield
     finally:
-        _set_cpu_state(state)
-        if device is not None and on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, device)
+        generators.put(before, device)
 
 
 class Stream:
@@ -175,12 +206,12 @@ class Stream:
     def __init__(self, seed: int) -> None:
         with undisturbed():
             seed_cpu(seed)
-            self._state = _cpu_state()
+            self._place = generators.take(_CPU)
 
     def __enter__(self) -> None:
-        self._outside = _cpu_state()
-        _set_cpu_state(self._state)
+        self._outside = generators.take(_CPU)
+        generators.put(self._place, _CPU)
 
     def __exit__(self, *_: object) -> None:
-        self._state = _cpu_state()
-        _set_cpu_state(self._outside)
+        self._place = generators.take(_CPU)
+        generators.put(self._outside, _CPU)

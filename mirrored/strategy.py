@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from mirrored.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.batch_dims import Dims
@@ -24,19 +24,21 @@ from mirrored.guard import OptimizerGuard
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
+from mirrored.own_gradients import OwnGradients
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.virtual_towers import cut_for
-from towers import ForkedError, Topology
+from towers import Topology
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.log import get_logger
 from towers.options import CommunicationOptions
+from towers.other_names import instead_of
 
 log = get_logger("mirrored")
 
 
-class Strategy:
+class Strategy(OwnGradients):
     """What all strategies share; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -65,6 +67,7 @@ class Strategy:
         seed: int | None,
         training: TrainingOptions,
     ) -> None:
+        super().__init__()
         self.topology = topology
         self.communicator = communicator
         self.health = communicator.health
@@ -75,15 +78,14 @@ class Strategy:
         self.known_shares = KnownShares()
         self.virtual_towers = training.virtual_towers
         self._seed = seed
-        self._pid = os.getpid()
         self._several = topology.size > 1
         self._cut = cut_for(topology, training.virtual_towers)
         self._accumulates = False
         self._said: set[str] = set()
-        # Outside of virtual towers every tower draws alike, so that nothing depends on how many there are.
-        self.streams = TowerStreams(communicator, seed, stay_equal=self.virtual_towers is not None)
+        virtual, compared = self.virtual_towers is not None, observer() is not None
+        self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
-        if self._several or self.virtual_towers is not None:
+        if self._several or virtual:
             self._guard = OptimizerGuard(self)
         if self._several:
             announce(self)
@@ -101,7 +103,8 @@ class Strategy:
         Args:
             sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
                 and variance of the global batch when they train, and so need every tower's forward and backward;
-                see :mod:`mirrored.batch_norm`. Default: of each tower's share.
+                see :mod:`mirrored.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
+                way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -121,7 +124,8 @@ class Strategy:
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.metrics`).
 
         Args:
-            sync_batch_norm: as of :meth:`scope`; takes effect at once.
+            sync_batch_norm: as of :meth:`scope`; takes effect at once. A forward that was put on a BatchNorm object
+                is a TypeError.
         """
         self._check_here("mirror()")
         self.engine.add(module, sync_batch_norm)
@@ -133,31 +137,37 @@ class Strategy:
 
     # -- running -----------------------------------------------------------------------------------------
 
+    @instead_of(options="strategy.run(step, args=(x, y)) needs none")
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
-        Inside, ``backward()`` averages gradients over the towers, and losses know the size of the global
-        batch that ``args`` came from. Exceptions pass through unchanged, but where this tower's share has no examples
-        the message of one of Python's own says so, and what helps models that cannot take an empty batch.
+        Inside, ``backward()`` averages gradients over the towers, losses know the size of the global batch that
+        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged, but where this
+        tower's share has no examples the message of one of Python's own says so, and what helps models that cannot
+        take an empty batch.
 
         Raises:
+            TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
+                coroutine, whose body would run outside of ``run``.
             MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
                 hold the same parameters, optimizer state or optimizer settings any more.
             RuntimeError: inside another strategy's scope or run.
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
+        check_arguments(fn, args, kwargs)
         self.health.begin_step()
         replica = ReplicaContext(self, (args, kwargs))
         try:
             self.engine.begin_run()
-            self.streams.begin_run()
             if (watching := observer()) is not None:
                 fn = watching.running(self, fn)
             if self._several and holds_stand_in(self, replica):
                 fn = self.engine.keeping_statistics()(fn)
-            with frame(self, replica):
+            with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
+            if isinstance(result, RUNS_LATER):
+                refuse_what_runs_later(fn, result)
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
@@ -266,6 +276,7 @@ class Strategy:
 
     # -- values ------------------------------------------------------------------------------------------
 
+    @instead_of(reduce_op='reduce("sum", value)', options="leave it out")
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
         """Reduce a value over all towers; every tower gets the result.
 
@@ -309,9 +320,12 @@ class Strategy:
 
     experimental_local_results = local_results
 
+    @instead_of(value_fn="fn=")
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """This tower's ``fn(ValueContext)``."""
         return fn(ValueContext(self.topology.index, self.num_replicas_in_sync))
+
+    experimental_distribute_values_from_function = distribute_values_from_function
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the chief, nothing on the other towers."""
@@ -329,6 +343,7 @@ class Strategy:
 
     # -- data --------------------------------------------------------------------------------------------
 
+    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
     def distribute_dataset(
         self,
         dataset: Any,
@@ -388,6 +403,7 @@ class Strategy:
 
     experimental_distribute_dataset = distribute_dataset
 
+    @instead_of(dataset_fn="fn=", options="leave it out")
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
     ) -> DistributedDataset:
@@ -406,16 +422,3 @@ class Strategy:
         pipeline = fn(InputContext(towers, self.topology.index, towers))
         seed = self._seed if self._seed is not None else 0
         return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)
-
-    def _check_here(self, call: str) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                f"{call} was called in a process that was forked after the strategy was made; it is no tower. "
-                "Use the strategy in the process that made it"
-            )
-        current = current_frame()
-        if current is not None and current.strategy is not self:
-            raise RuntimeError(
-                f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
-                "cannot be mixed"
-            )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.ao.nn.quantized as quantised
 import torch.nn.functional as F
 from jobs import assert_close, parameters_of, towers
 from torch import Tensor, nn
@@ -114,6 +114,15 @@ class Checkpointed(nn.Module):
         return checkpoint(self.norm, x, use_reentrant=self.reentrant)
 
 
+class CheckpointedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = WithActivation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+
 class Twice(nn.Module):
     """Several forwards before the backward, one of them without gradients."""
 
@@ -148,6 +157,72 @@ class Plainer(nn.BatchNorm2d):
         self.extra = 1
 
 
+class WithActivation(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d: a forward like torch's, then drop and activation."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(3, dtype=torch.float64, **settings)
+        self.drop, self.act = nn.Identity(), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        use_buffers = not self.training or self.track_running_stats
+        y = F.batch_norm(
+            x,
+            self.running_mean if use_buffers else None,
+            self.running_var if use_buffers else None,
+            self.weight,
+            self.bias,
+            self.training or (self.running_mean is None and self.running_var is None),
+            factor,
+            self.eps,
+        )
+        standardised = F.batch_norm(torch.arange(12.0, dtype=x.dtype).view(1, 3, 4), None, None, training=True)
+        return self.act(self.drop(y)) + standardised.sum()
+
+
+class BySuper(nn.BatchNorm2d):
+    """Takes another argument, and part of the values of each example only."""
+
+    def __init__(self) -> None:
+        super().__init__(3, affine=False, dtype=torch.float64)
+        self.condition = WithActivation()
+
+    def forward(self, x: Tensor, *, factor: float = 2.0) -> Tensor:
+        return factor * super().forward(x.flatten(2)[:, :, 1:, None]).sum((2, 3), keepdim=True) + self.condition(x)
+
+
+class ByTheClass(nn.BatchNorm1d):
+    """Rows of tokens as examples."""
+
+    def __init__(self) -> None:
+        super().__init__(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(2).transpose(1, 2)
+        return nn.BatchNorm1d.forward(self, rows.flatten(0, 1)).view_as(rows).transpose(1, 2).reshape(x.shape).tanh()
+
+
+class AlwaysFrozen(nn.BatchNorm2d):
+    """Normalises by its running statistics in training, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class Cut(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class LazyCut(nn.LazyBatchNorm2d):
+    cls_to_become = Cut
+    forward = Cut.forward  # torch looks it up before the layer becomes a Cut
+
+
 def frozen(*names: str) -> nn.Module:
     layer = nn.BatchNorm2d(3).double()
     for name in names:
@@ -174,6 +249,14 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "several forwards": Twice,
     "gradient penalty": GradientPenalty,
     "subclass": Plainer,
+    "with activation": WithActivation,
+    "with activation, cumulative": lambda: WithActivation(momentum=None),
+    "with activation, without statistics": lambda: WithActivation(track_running_stats=False, affine=False),
+    "by super": BySuper,
+    "by the class": ByTheClass,
+    "always frozen": lambda: AlwaysFrozen(3, dtype=torch.float64),
+    "lazy with a forward": lambda: LazyCut(dtype=torch.float64),
+    "checkpoint with activation": CheckpointedActivation,
     "deepcopy": lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in [fresh()] * 2)),
     "compiled": lambda: torch.compile(nn.Sequential(fresh(), nn.Tanh()), backend="eager"),
 }
@@ -397,18 +480,63 @@ class OwnForward(nn.BatchNorm1d):
         return super().forward(x).relu()
 
 
-def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")
-    logging.getLogger("mirrored").addHandler(handler)
+class Ghost(nn.BatchNorm2d):
+    """Normalises halves of the batch by themselves."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        statistics = (torch.cat([t, t]) for t in (self.running_mean, self.running_var, self.weight, self.bias))
+        return F.batch_norm(x.reshape(n // 2, 2 * c, h, w), *statistics, True, 0.1, self.eps).view(n, c, h, w)
+
+
+class ByHand(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+
+class ByTheOperator(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        statistics = self.weight, self.bias, self.running_mean, self.running_var
+        return torch.batch_norm(x, *statistics, True, 0.1, self.eps, False)
+
+
+def local_forwards(strategy: mirrored.Strategy) -> list[str]:
+    """What is said of forwards whose statistics cannot be made global."""
+    original, texts = F.batch_norm, []
+    layers = in_scope(strategy, *(lambda kind=kind: kind(3).double() for kind in (Ghost, ByHand, ByTheOperator)))
+    for layer in layers:
+        with pytest.raises(RuntimeError) as error:
+            strategy.run(lambda layer=layer: layer(random(2, 3, 2, 2)))
+        texts.append(str(error.value))
+        layer.eval()
+        strategy.run(lambda layer=layer: layer(random(2, 3, 2, 2)))
+    patched = nn.BatchNorm2d(3)
+    patched.forward = patched.forward
+    with pytest.raises(TypeError, match="a BatchNorm2d of 3 features with a forward that was put on the object"):
+        strategy.mirror(patched, sync_batch_norm=True)
+    assert F.batch_norm is original
+    return texts
+
+
+def test_forwards_that_normalise_in_a_way_of_their_own_are_refused() -> None:
+    for texts in towers(local_forwards):
+        for text, kind in zip(texts, ("Ghost", "ByHand", "ByTheOperator"), strict=True):
+            assert text.startswith(f"Sync{kind}: the forward of {kind} takes the statistics of a batch in a way of its")
+
+
+def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
     def kinds(model: nn.Module) -> list[str]:
         return [type(layer).__name__ for layer in model.modules()]
 
     with strategy.scope(sync_batch_norm=True):
         layers = [nn.BatchNorm1d(1), nn.BatchNorm2d(1), nn.BatchNorm3d(1, affine=False, track_running_stats=False)]
-        untouched = [nn.InstanceNorm2d(1, affine=True), nn.GroupNorm(1, 1), nn.LayerNorm(1), nn.SyncBatchNorm(1)]
+        untouched = [
+            quantised.BatchNorm2d(1),
+            nn.InstanceNorm2d(1, affine=True),
+            nn.GroupNorm(1, 1),
+            nn.LayerNorm(1),
+            nn.SyncBatchNorm(1),
+        ]
         own = [OwnForward(1), OwnForward(1)]
         with strategy.scope():
             within = nn.BatchNorm1d(1)
@@ -423,7 +551,8 @@ def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
     return {
         "layers": [kinds(layer)[0] for layer in [*layers, within, copied, loaded]],
         "given": kinds(given),
-        "untouched": [type(layer) for layer in [*untouched, *own, outside]],
+        "untouched": [type(layer) for layer in [*untouched, outside]],
+        "own": [kinds(layer)[0] for layer in own],
         "still": isinstance(layers[1], nn.BatchNorm2d) and isinstance(loaded, nn.BatchNorm2d),
         "keys": list(layers[1].state_dict()),
         "copies": [
@@ -434,7 +563,6 @@ def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
             and one.weight is not layers[1].weight
             for one in (copied, loaded)
         ],
-        "said": said,
     }
 
 
@@ -443,22 +571,12 @@ def test_what_the_scope_changes_and_what_not() -> None:
     for found in (first, second):
         assert found["layers"] == [f"SyncBatchNorm{n}d" for n in (1, 2, 3, 1, 2, 2)]
         assert found["given"] == ["Sequential", "SyncBatchNorm1d", "ReLU"]
-        plain = [
-            nn.InstanceNorm2d,
-            nn.GroupNorm,
-            nn.LayerNorm,
-            nn.SyncBatchNorm,
-            OwnForward,
-            OwnForward,
-            nn.BatchNorm1d,
-        ]
-        assert found["untouched"] == plain
+        plain = [nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm, nn.SyncBatchNorm, nn.BatchNorm1d]
+        assert found["untouched"] == [quantised.BatchNorm2d, *plain]
+        assert found["own"] == ["SyncOwnForward"] * 2
         assert found["still"]
         assert found["keys"] == list(nn.BatchNorm2d(1).state_dict())
         assert found["copies"] == [True, True]
-    [text] = first["said"]
-    assert text.startswith("WARNING OwnForward has a forward of its own, which sync_batch_norm leaves alone")
-    assert second["said"] == []
 
 
 def one_tower(strategy: mirrored.Strategy) -> list[type]:

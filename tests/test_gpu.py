@@ -456,3 +456,29 @@ def test_what_cannot_be_pinned_arrives_too() -> None:
         assert torch.equal(pad_packed_sequence(packed, batch_first=True)[0], rows)
         assert torch.equal(sparse.to_dense(), rows)
         assert torch.equal(expanded, rows[:1].expand(2, 2))
+
+
+def test_random_numbers_outside_run_do_not_depend_on_what_run_draws() -> None:
+    """Also where a graph draws that was captured in a run, and replayed in others."""
+    strategy = mirrored.OneDeviceStrategy("cuda:0", seed=0)
+    drawn = torch.empty(3, device=strategy.device)
+
+    def draw() -> list[float]:
+        return torch.rand(3, device=strategy.device).tolist()
+
+    torch.cuda.manual_seed(1)
+    expected = [draw() for _ in range(4)]
+    strategy.run(draw)
+    torch.cuda.manual_seed(1)
+    graph = torch.cuda.CUDAGraph()
+    inside, outside = [strategy.run(draw)], [draw()]
+    with torch.cuda.graph(graph):
+        strategy.run(lambda: drawn.uniform_())
+    for _ in range(3):
+        strategy.run(graph.replay)
+        inside.append(drawn.tolist())
+        outside.append(draw())
+    assert outside == expected
+    numbers = [number for numbers in inside for number in numbers]
+    assert len(set(numbers)) == len(numbers)
+    assert set(numbers).isdisjoint(number for numbers in outside for number in numbers)

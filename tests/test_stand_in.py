@@ -95,6 +95,13 @@ def test_models_that_take_no_empty_batch_train_as_on_one_tower(how: str) -> None
         assert_close(losses, alone[1], 1e-12)
 
 
+class Cut(nn.BatchNorm1d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 class Logits(nn.Module):
     """A model whose buffers follow the steps, the examples, or all towers' examples."""
 
@@ -102,10 +109,11 @@ class Logits(nn.Module):
         super().__init__()
         self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8))
         self.norm = nn.BatchNorm1d(4)
+        self.cut = Cut(4)
         self.out = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(self.first(x).view(-1, 4, 2)).reshape(len(x), -1))
+        return self.out(self.cut(self.norm(self.first(x).view(-1, 4, 2))).reshape(len(x), -1))
 
 
 def train_norms(strategy: mirrored.Strategy, synchronised: bool) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def plain(report: Report) -> str:
         ("sum_and_penalty", Cause.SUM_LOSS, "by the number of towers: all 5 steps are equal", "loss.backward()"),
         ("sum_over_global", Cause.SUM_OVER_GLOBAL_BATCH, "the sum of 4 values, divided by 8, and", "loss.backward()"),
         ("divided_twice", Cause.DIVIDED_TWICE, "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
-        ("shared_stream", Cause.SHARED_RANDOM_STREAM, "at step 2 dropout", "model(x)"),
+        ("shared_stream", Cause.SHARED_RANDOM_STREAM, "at step 1 dropout", "model(x)"),
         ("outside_scope", Cause.OUTSIDE_SCOPE, "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
         ("changed_on_one_tower", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.2.weight", "clamp_"),
         ("sharded_twice", Cause.SHARDED_TWICE, "has 24 examples on each of 2 towers, but 48 on one", None),

@@ -354,6 +354,12 @@ class GradientAverager:
             return {}
         return {id(slot.parameter): slot.name for slot in self._layout.slots if slot.holds_unsynced}
 
+    def note_synced(self, parameters: Iterable[Tensor]) -> None:
+        """What these parameters hold has been averaged by other means: nothing of it is this tower's own any more."""
+        for parameter in parameters:
+            if (slot := self._layout.slot_of(parameter)) is not None:
+                slot.unsynced = False
+
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""

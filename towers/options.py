@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from towers.other_names import instead_of
+
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
@@ -79,3 +81,7 @@ class CommunicationOptions:
         if self.implementation == "shared_memory" and device.type != "cpu":
             raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
         return "gloo" if self.implementation == "shared_memory" else self.implementation
+
+
+_initialise = CommunicationOptions.__init__
+CommunicationOptions.__init__ = instead_of(bytes_per_pack="bucket_bytes=")(_initialise)  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ class SparseSlot(Slot):
         """
         gradient, all_sparse = self._gradient(channel)
         if all_sparse:
-            mean = self._average_rows(channel, gradient.coalesce())
+            mean = average_rows(channel, gradient)
         else:
             mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             channel.all_reduce(mean)
@@ -48,7 +48,7 @@ class SparseSlot(Slot):
         parameter = self.parameter
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
-            gradient = self._nothing(channel.device)
+            gradient = without_rows(self.shape, self.dtype, channel.device)
         dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1], device="cpu"))
         return gradient, not dense_somewhere.any()
 
@@ -57,16 +57,6 @@ class SparseSlot(Slot):
             parameter.grad = gradient
         self.arrived = self.unsynced = False
 
-    def _nothing(self, device: torch.device) -> Tensor:
-        indices = torch.empty((1, 0), dtype=torch.int64, device=device)
-        rows = torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=device)
-        return torch.sparse_coo_tensor(indices, rows, self.shape, device=device, check_invariants=False)
-
-    def _average_rows(self, channel: Communicator, gradient: Tensor) -> Tensor:
-        indices, rows, _ = _gather_rows(channel, gradient)
-        mean = rows / channel.size
-        return _from_rows(indices, mean, gradient.shape).coalesce()
-
     def _everybodys(self, channel: Communicator, gradient: Tensor) -> list[Tensor]:
         """The coalesced gradient of every tower."""
         indices, rows, counts = _gather_rows(channel, gradient)
@@ -74,6 +64,19 @@ class SparseSlot(Slot):
             _from_rows(i, r, gradient.shape, is_coalesced=True)
             for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
         ]
+
+
+def without_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A sparse gradient of a tower that has used no row."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=device)
+    rows = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+    return torch.sparse_coo_tensor(indices, rows, shape, device=device, check_invariants=False)
+
+
+def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
+    """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
+    indices, rows, _ = _gather_rows(channel, gradient.coalesce())
+    return _from_rows(indices, rows / channel.size, gradient.shape).coalesce()
 
 
 def _from_rows(indices: Tensor, rows: Tensor, shape: torch.Size, is_coalesced: bool = False) -> Tensor:

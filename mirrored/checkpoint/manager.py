@@ -293,7 +293,7 @@ class CheckpointManager:
         with self._strategy.health.during(f"restoring checkpoint {name}"):
             found = self._take_on(name)
         self._strategy.health.step = self.steps = found.step
-        if _STREAMS in found.of_first_tower:
+        if found.towers != self._comm.size:
             self._strategy.streams.part(f"resumed at step {found.step}")
         self._saved_step = found.step if name == name_of(found.step) else None
         if self._comm.index == 0:

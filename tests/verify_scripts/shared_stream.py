@@ -14,7 +14,8 @@ data = torch.utils.data.TensorDataset(torch.randn(24, 5), torch.randint(0, 3, (2
 train = strategy.distribute_dataset(data, 8, shuffle=True)
 
 
-def train_step(x, y):
+def train_step(x, y, seed):
+    torch.manual_seed(seed)
     optimizer.zero_grad()
     loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
     loss.backward()
@@ -23,5 +24,4 @@ def train_step(x, y):
 
 for epoch in range(3):
     for step, batch in enumerate(train):
-        torch.manual_seed(1000 * epoch + step)
-        strategy.run(train_step, args=batch)
+        strategy.run(train_step, args=(*batch, 1000 * epoch + step))
