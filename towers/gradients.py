@@ -55,6 +55,7 @@ from towers.pairing import BackwardCounter
 from towers.prediction import Prediction
 from towers.scatter import Scatter
 from towers.slots import Slot
+from towers.untraced import refuse_compiled_autograd
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -443,6 +444,7 @@ class GradientAverager:
 
     def _begin(self) -> None:
         self._channel.check_whole()  # before anything is written where others may read it
+        refuse_compiled_autograd(self._channel.index)
         self.check_paired()
         self._backward.begin()
         self.averaged += 1
