@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -19,6 +20,23 @@ class CheckedCalls:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        self._runs_in: int | None = None  # the thread that is inside run
+
+    def _begin_run(self) -> int | None:
+        """This thread begins a ``run``; returns what :attr:`_runs_in` has to be after it.
+
+        Raises:
+            RuntimeError: another thread is inside one.
+        """
+        outer, me = self._runs_in, threading.get_ident()
+        if outer is not None and outer != me:
+            raise RuntimeError(
+                "strategy.run was called in a thread while another thread is inside it: the gradients of two steps "
+                "would be averaged as one. A tower trains in one thread; others may load data. Train two models in "
+                "turn, or start a program for each"
+            )
+        self._runs_in = me
+        return outer
 
     def _check_here(self, call: str) -> None:
         """See that this process and this context may make a call.

@@ -151,11 +151,12 @@ class Strategy(OwnGradients):
                 coroutine, whose body would run outside of ``run``.
             MirrorError: on the first use, when the towers' models differ; later, when a check finds that they do not
                 hold the same parameters, optimizer state or optimizer settings any more.
-            RuntimeError: inside another strategy's scope or run.
+            RuntimeError: inside another strategy's scope or run, or while another thread is inside ``run``.
             ForkedError: in a process that was forked from a tower.
         """
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
+        outer = self._begin_run()
         self.health.begin_step()
         replica = ReplicaContext(self, (args, kwargs))
         try:
@@ -173,6 +174,8 @@ class Strategy(OwnGradients):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
             self.engine.give_up(error)
             raise
+        finally:
+            self._runs_in = outer
         self.health.end_step()
         return result
 

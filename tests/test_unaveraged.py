@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 from collections.abc import Callable
 
@@ -167,3 +169,40 @@ def test_a_backward_before_the_first_run_is_refused(mirror: bool) -> None:
     for tower, error in enumerate(failures(_backward_before_run, mirror)):
         assert isinstance(error, mirrored.MirrorError)
         assert re.search(rf"backward\(\) on tower {tower} reached .*Linear.* before the first strategy.run", str(error))
+
+
+def _keras(built: bool, inside: bool) -> list[float]:
+    """A Keras model that is made in the scope, built there or when it is trained, and trained in ``run`` or not."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    keras = importlib.import_module("keras")
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3)])
+        if built:
+            model.build((None, 5))
+        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = make_data(8, torch.float32)
+    own = slice(4 * strategy.topology.index, 4 * strategy.topology.index + 4)
+
+    def fit() -> None:
+        model.fit(x[own], y[own], batch_size=4, verbose=0)
+
+    if inside:
+        strategy.run(fit)
+    else:
+        fit()
+    return [float(variable.value.sum()) for variable in model.trainable_variables]
+
+
+@pytest.mark.parametrize(
+    ("built", "inside", "words"),
+    [(True, False, "before the first strategy.run"), (False, True, r"of a Keras \w+, which no scope mirrored")],
+)
+def test_keras_layers_that_nobody_averages_are_refused(built: bool, inside: bool, words: str) -> None:
+    with pytest.raises(mirrored.TowerFailedError, match=rf"MirrorError: backward\(\) on tower \d reached .*{words}"):
+        mirrored.launch(_keras, (built, inside), devices=["cpu:0", "cpu:1"], timeout=100)
+
+
+def test_a_keras_layer_that_was_built_in_the_scope_stays_equal() -> None:
+    first, second = mirrored.launch(_keras, (True, True), devices=["cpu:0", "cpu:1"], timeout=100)
+    assert first == second

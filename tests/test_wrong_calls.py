@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +131,37 @@ def test_signatures_stay_what_they_are() -> None:
     assert (mirrored.Strategy.run.__doc__ or "").startswith("Call ``fn(*args, **kwargs)``")
     with pytest.raises(TypeError, match=r"run\(\) got an unexpected keyword argument 'step'"):
         mirrored.OneDeviceStrategy().run(two_arguments, (1,), step=3)  # type: ignore[call-arg]
+
+
+def train_in_two_threads(strategy: mirrored.Strategy) -> list[str]:
+    """What a second thread's call of run gives while the first is inside it, and when it is not."""
+    inside, done = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def step() -> None:
+        inside.set()
+        done.wait()
+
+    def second() -> None:
+        inside.wait()
+        try:
+            strategy.run(int)
+        except RuntimeError as error:
+            said.append(str(error))
+        done.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    strategy.run(step)
+    thread.join()
+    other = threading.Thread(target=lambda: said.append(str(strategy.run(int))))
+    other.start()
+    other.join()
+    return said
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_threads_do_not_train_at_once(count: int) -> None:
+    for said in towers(train_in_two_threads, count=count):
+        assert re.match(r"strategy.run was called in a thread while another thread is inside it", said[0])
+        assert said[1] == "0"
