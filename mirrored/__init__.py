@@ -28,6 +28,7 @@ from mirrored.strategy import Strategy
 from towers import (
     CannotStartError,
     CollectiveTimeoutError,
+    DeadlockError,
     DisagreementError,
     ForkedError,
     HandshakeError,
@@ -63,6 +64,7 @@ __all__ = [
     "ClusterResolver",
     "CollectiveTimeoutError",
     "CommunicationOptions",
+    "DeadlockError",
     "DisagreementError",
     "DistributedDataset",
     "ForkedError",

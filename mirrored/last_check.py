@@ -1,4 +1,4 @@
-"""The last look whether towers are mirror images: when they end (rule R1 of the design).
+"""The last look whether towers are mirror images: when they end (rule R1, docs/rules.md).
 
 Nobody waits for another there: a tower that ends leaves fingerprints of what it holds in the towers' store, and the
 tower that ends last compares them.

@@ -1,4 +1,4 @@
-"""Are the towers still mirror images? Looked at now and then while they train (rule R1 of the design).
+"""Are the towers still mirror images? Looked at now and then while they train (rule R1, docs/rules.md).
 
 Runs are counted, not optimizer steps: all towers come to a check together, also when one of them has stepped alone.
 """

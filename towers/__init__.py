@@ -6,6 +6,7 @@ The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses 
 from towers.errors import (
     CannotStartError,
     CollectiveTimeoutError,
+    DeadlockError,
     DisagreementError,
     ForkedError,
     HandshakeError,
@@ -23,6 +24,7 @@ from towers.topology import Topology
 __all__ = [
     "CannotStartError",
     "CollectiveTimeoutError",
+    "DeadlockError",
     "DisagreementError",
     "Failure",
     "ForkedError",

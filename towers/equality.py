@@ -1,4 +1,4 @@
-"""Comparing what all towers hold, and saying which towers hold something else (rule R1 of the design)."""
+"""Comparing what all towers hold, and saying which towers hold something else (rule R1, docs/rules.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averaging gradients over towers while backward is still running (rule R2 of the design).
+"""Averaging gradients over towers while backward is still running (rule R2, docs/rules.md).
 
 When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of what each tower
 contributed. One backward goes like this:

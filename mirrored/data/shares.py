@@ -1,4 +1,4 @@
-"""How a global batch is cut into the towers' shares (rule R4 of the design)."""
+"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md)."""
 
 from __future__ import annotations
 
