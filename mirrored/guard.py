@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -41,8 +40,7 @@ class EarlyBackwardGuard:
         self.stop()
         for parameter in parameters:
             if parameter.is_floating_point() or parameter.is_complex():
-                refuse = functools.partial(self._refuse, weakref.ref(parameter))
-                self._hooks.append(GradientHook(parameter, refuse))
+                self._hooks.append(GradientHook(parameter, self._refuse))
 
     def stop(self) -> None:
         """Refuse nothing any more."""
@@ -50,14 +48,13 @@ class EarlyBackwardGuard:
             hook.remove()
         self._hooks = []
 
-    def _refuse(self, parameter: Callable[[], torch.Tensor | None]) -> None:
-        living = parameter()
-        if living is None or not living.requires_grad:
+    def _refuse(self, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad:
             return
         raise MirrorError(
-            f"backward() on tower {self._tower} reached {self._describe(living)}, which is to be mirrored, before the "
-            "first strategy.run(...): towers do not hold the same yet, and the gradient would not be averaged. Put the "
-            "training step into a function and call strategy.run(train_step, args=...)"
+            f"backward() on tower {self._tower} reached {self._describe(parameter)}, which is to be mirrored, before "
+            "the first strategy.run(...): towers do not hold the same yet, and the gradient would not be averaged. "
+            "Put the training step into a function and call strategy.run(train_step, args=...)"
         )
 
 

@@ -44,15 +44,11 @@ class KerasGuard:
     def _watch(self, layer: nn.Module, parameters: nn.Module) -> None:
         for name, parameter in parameters.named_parameters():
             if parameter.is_floating_point() and not self._is_known(parameter):
-                self._refuse_gradient(weakref.ref(parameter), f"{name} of a Keras {type(layer).__name__}")
+                self._refuse_gradient(parameter, f"{name} of a Keras {type(layer).__name__}")
 
-    def _refuse_gradient(self, reference: Callable[[], torch.Tensor | None], name: str) -> None:
-        parameter = reference()
-        assert parameter is not None
-
-        def refuse() -> None:
-            living = reference()
-            if living is not None and living.requires_grad and not self._is_known(living):
+    def _refuse_gradient(self, parameter: torch.Tensor, name: str) -> None:
+        def refuse(parameter: torch.Tensor) -> None:
+            if parameter.requires_grad and not self._is_known(parameter):
                 raise MirrorError(
                     f"backward() on tower {self._tower} reached {name}, which no scope mirrored, so the towers would "
                     "drift apart. A Keras layer makes its parameters when it is built: build the model inside "

@@ -183,9 +183,9 @@ class GradientAverager:
         if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
             return
         if isinstance(slot, DenseSlot):
-            hook = GradientHook(parameter, lambda: self._arrive(slot, hook))
+            hook = GradientHook(parameter, lambda parameter: self._arrive(parameter, slot, hook))
         else:
-            hook = GradientHook(parameter, lambda: self._arrive_sparse(slot))
+            hook = GradientHook(parameter, lambda parameter: self._arrive_sparse(parameter, slot))
         self._unhook.append(hook.remove)
         if self._scattering is not None:
             trainable = parameter.requires_grad
@@ -366,10 +366,8 @@ class GradientAverager:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
         return self._in_cycle or torch._C._current_graph_task_id() != -1
 
-    @torch._disable_dynamo
-    def _arrive(self, slot: DenseSlot, hook: GradientHook) -> None:
-        parameter = slot.parameter
-        if parameter is None or self._hold_back(slot, parameter):
+    def _arrive(self, parameter: Tensor, slot: DenseSlot, hook: GradientHook) -> None:
+        if self._hold_back(slot, parameter):
             return
         bucket = slot.bucket
         gradient = parameter.grad
@@ -394,10 +392,8 @@ class GradientAverager:
         if bucket.missing == 0 and self._starts_early:
             self._launch_full()
 
-    @torch._disable_dynamo
-    def _arrive_sparse(self, slot: Slot) -> None:
-        parameter = slot.parameter
-        if parameter is not None and not self._hold_back(slot, parameter):
+    def _arrive_sparse(self, parameter: Tensor, slot: Slot) -> None:
+        if not self._hold_back(slot, parameter):
             slot.arrived = True
 
     def _hold_back(self, slot: Slot, parameter: Tensor) -> bool:

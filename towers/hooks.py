@@ -19,9 +19,10 @@ class GradientHook:
 
     Args:
         parameter: a leaf, trainable or not: it may be thawed at any time. It is not kept alive.
+        call: is given the parameter.
     """
 
-    def __init__(self, parameter: Tensor, call: Callable[[], None]) -> None:
+    def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
         self._parameter = weakref.ref(parameter)
         self._call = call
         self._handle = self._register(parameter)
@@ -29,7 +30,7 @@ class GradientHook:
     def _register(self, parameter: Tensor) -> Any:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # torch hooks no others
-        handle = parameter.register_post_accumulate_grad_hook(lambda _: self._call())
+        handle = parameter.register_post_accumulate_grad_hook(self._call)
         parameter.requires_grad_(trainable)
         return handle
 

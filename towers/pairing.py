@@ -18,6 +18,8 @@ from towers.health import Health
 
 _BITS = 16  # of the step's number, and as many of the backward's in its step; the first difference is a small one
 
+_OF_BYTE = [[flag for bit in range(8) for flag in (bool(byte >> bit & 1), not byte >> bit & 1)] for byte in range(256)]
+
 FLAGS = 4 * _BITS
 """How many flags tell one backward from the others."""
 
@@ -42,8 +44,9 @@ class BackwardCounter:
 
     def flags(self) -> list[bool]:
         """The present backward, as :data:`FLAGS` flags."""
-        bits = [bool(number >> bit & 1) for number in (self._step, self._number) for bit in range(_BITS)]
-        return [flag for bit in bits for flag in (bit, not bit)]
+        return [
+            flag for number in (self._step, self._number) for half in (0, 8) for flag in _OF_BYTE[number >> half & 255]
+        ]
 
     def __str__(self) -> str:
         return f"backward() {self._number} of step {self._step}"
