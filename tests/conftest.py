@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -20,11 +21,14 @@ def pytest_configure() -> None:
     Programs that the tests start take Ctrl-C also where the tests themselves run in the background. They find this
     project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
     most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
+    They look for garbage rarely while they load torch (``startup``).
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    paths = [str(pathlib.Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 @pytest.fixture(scope="session", autouse=True)
