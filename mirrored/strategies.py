@@ -187,7 +187,7 @@ def _find_towers(
     topology = resolver.topology
     if topology is not None:
         failure.leave_report_on_failure(quiet=_by_own_agent())
-        if _by_own_agent():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
             lifeline.end_with_parent()
         device = devices.for_tower(
             topology.local_index,

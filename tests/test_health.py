@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import at_most
+from conftest import at_most, wait_until
 from jobs import ROOT, run_program, towers
 
 import mirrored
-from towers import whereabouts
+from towers import failure, whereabouts
 from towers.collectives import nccl_watch, process_group
 from towers.failure import EXIT_PREEMPTED
 from towers.health import Health
@@ -392,3 +392,89 @@ def test_the_step_deadline_may_be_infinite(seconds: float, good: bool) -> None:
         return
     with pytest.raises(ValueError, match="step_timeout_seconds is .* \\(math.inf: no limit\\)"):
         mirrored.CommunicationOptions(step_timeout_seconds=seconds)
+
+
+# -- deaths of other kinds ----------------------------------------------------------------------------------
+
+HERE = "in step 3, in the step's function"
+
+
+@pytest.mark.parametrize("how", ["thread", "pool", "atexit", "disk", "text"])
+def test_an_exception_ends_all_whatever_the_tower_still_does(how: str) -> None:
+    result = within(5, "2", how, "1", "3", "forward")
+    assert result.returncode == 1
+    what = "NoText: (its text cannot be had: RuntimeError)" if how == "text" else "ValueError: boom"
+    if how == "disk":  # the report could not be written: the tower has printed it itself
+        assert re.search(rf"^\[tower 1\] .*{what}$", result.stderr, re.MULTILINE)
+        assert result.stderr.splitlines()[-1] == f"towers: tower 1 ended with exit code 1 {HERE}"
+    else:
+        assert result.stderr.splitlines()[-1] == f"towers: tower 1 failed {HERE}: {what}"
+
+
+def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", UNWELL]
+    started = time.monotonic()
+    result = run_program([*words, "0", "thread", "1", "3", "forward"])
+    assert time.monotonic() - started < 30
+    assert result.returncode == 1
+    assert "ValueError: boom" in result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_tower_that_ends_early_is_named(code: int) -> None:
+    result = within(8, "2", f"exit{code}", "1", "3", "forward")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    if code == 0:
+        assert last == f"towers: first of all, tower 1 ended with exit code 0 {HERE}, while others went on"
+    else:
+        nothing = "and others did not, so nothing was saved together"
+        assert last == f"towers: tower 1 ended with exit code 75 {HERE}, {nothing}"
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
+    workers = two_workers(UNWELL, "1", f"exit{code}", "1", "3", "forward")
+    errors = [worker.communicate(timeout=60)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [1, 1], errors
+    name = f"tower 1 on {socket.gethostname()} (worker 1) ended with exit code {code} {HERE}"
+    for error in errors:
+        assert name in error.splitlines()[-1]
+
+
+def test_what_a_tower_has_started_ends_with_the_job() -> None:
+    result = within(5, "2", "child", "1", "3", "forward")
+    child = re.search(r"child (\d+)", result.stderr)
+    assert child
+    status = pathlib.Path(f"/proc/{child[1]}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_towers_of_a_killed_torchrun_end() -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    towers = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers), 5)
+
+
+def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "error0.json"
+    good = failure.report(ValueError("boom"))
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"message": 3}',
+        '{"message": {"extraInfo": {"time": "soon"}}}',
+        "[" * 100_000,
+        "\ud800",
+    ):
+        path.write_text(text, errors="surrogatepass")
+        assert failure.read_report(path) is None
+    path.write_text(json.dumps(good))
+    told = failure.read_report(path)
+    assert told is not None
+    assert (told.short, told.consequence) == ("ValueError: boom", False)

@@ -14,6 +14,7 @@ missing (:mod:`towers.rendezvous`).
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import secrets
@@ -33,7 +34,7 @@ from towers.errors import TowersError
 from towers.failure import leave
 from towers.job import Job
 from towers.news import News
-from towers.outcome import Outcome, judge
+from towers.outcome import Outcome, ended_well, judge
 from towers.supervision import Supervisor
 
 
@@ -119,7 +120,9 @@ def _run(job: Job, program: Sequence[str]) -> Outcome:
             max_restarts=0,
             monitor_interval=0.1,
         )
-        supervisor = Supervisor(spec, TowerLogs(relay, job.log_dir), _ignored_signals(), news)
+        logs = TowerLogs(relay, job.log_dir)
+        well = functools.partial(ended_well, job, records=relay.directory)
+        supervisor = Supervisor(spec, logs, _ignored_signals(), news, well, relay.directory)
         result = supervisor.run()
         outcome = judge(job, supervisor, result, relay.directory, news)
     news.wait_until_heard()

@@ -8,7 +8,7 @@ import pathlib
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from towers import console, topology, whereabouts
-from towers.failure import ERROR_FILE
+from towers.failure import ERROR_FILE, report_in
 
 
 class TowerLogs(LogsSpecs):
@@ -35,7 +35,8 @@ class TowerLogs(LogsSpecs):
         stdouts, stderrs, error_files = {}, {}, {}
         for local, variables in envs.items():
             tower = variables["RANK"]
-            error_files[local] = variables[ERROR_FILE] = str(self._relay.directory / f"error{tower}.json")
+            variables[ERROR_FILE] = str(report_in(self._relay.directory, int(tower)))
+            error_files[local] = ""  # torch would end with an error where a report is none
             variables[topology.WHEREABOUTS] = str(whereabouts.path_in(self._relay.directory, int(tower)))
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import fcntl
 import os
 import pathlib
 import selectors
 import shutil
+import stat
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from typing import BinaryIO, TextIO
 
 Sink = Callable[[str], None]
+
+_PREFIX = "towers-"
+_NEW = 60.0  # seconds in which a directory that was just made is not taken for a killed relay's
 
 
 def standard(stream: str) -> Sink:
@@ -32,12 +38,25 @@ def standard(stream: str) -> Sink:
     return write
 
 
+def leave_terminal() -> None:
+    """When the terminal is gone: let what is printed there go nowhere, instead of ending who prints."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty() says no of a terminal that is gone
+                os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
 def _nowhere(text: str) -> None:
     """A sink for what cannot be written."""
 
 
+_LONGEST = 65536  # characters of a line that is kept until its end comes
+
+
 class PrefixedLines:
-    """A sink that prints whole lines behind a prefix.
+    """A sink that prints whole lines behind a prefix; very long ones in pieces.
 
     What was drawn over, and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``), is left out: N
     towers' bars on one terminal are unreadable, and the chief's own shows.
@@ -50,7 +69,10 @@ class PrefixedLines:
 
     def __call__(self, text: str) -> None:
         *lines, rest = (self._rest + text).split("\n")
-        self._rest = rest[max(0, rest.rfind("\r")) :]  # a bar grows for hours
+        rest = rest[max(0, rest.rfind("\r")) :]  # a bar grows for hours
+        if len(rest) > _LONGEST:
+            lines, rest = [*lines, rest], ""
+        self._rest = rest
         self._print(lines)
 
     def finish(self) -> None:
@@ -122,7 +144,10 @@ class Relay:
     """
 
     def __init__(self) -> None:
-        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="towers-"))
+        _clear_away()
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._held = os.open(self.directory, os.O_RDONLY)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
         self._pipes: list[_Pipe] = []
         self._lock = threading.Lock()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -162,3 +187,18 @@ class Relay:
         os.close(self._wake_reader)
         os.close(self._wake_writer)
         shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._held)
+
+
+def _clear_away() -> None:
+    """Remove the directories of relays that were killed: nobody holds them."""
+    for directory in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                old = time.time() - os.fstat(held).st_mtime > _NEW and os.fstat(held).st_uid == os.getuid()
+                if old:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(held)

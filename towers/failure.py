@@ -8,13 +8,19 @@ reports; under the user's own torchrun the report gives torchrun's summary its t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import faulthandler
 import functools
 import json
+import math
 import os
+import pathlib
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -28,6 +34,10 @@ _SHORT = 200  # characters
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
+_LAST_SECONDS = 2.5  # what threads and exit handlers of a process that has failed may take
+
+SAVING_SECONDS = 30.0
+"""How long a checkpoint that is being written may still take when the job has failed."""
 
 EXIT_PREEMPTED = 75
 """Exit code of a tower that was told to end and has saved, so that it can be continued, and of a job of such towers.
@@ -40,7 +50,7 @@ def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
     if isinstance(error, PeerLostError):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _PEER_LOST)
+    return isinstance(error, (RuntimeError, OSError)) and any(text in _said_by(error) for text in _PEER_LOST)
 
 
 def signal_name(number: int) -> str:
@@ -57,19 +67,44 @@ def report(error: BaseException, trace: str = "") -> dict[str, object]:
     Args:
         trace: comes before an exception that was raised nowhere.
     """
-    lines = [trace, *traceback.format_exception(type(error), error, error.__traceback__)]
+    text = f"{type(error).__name__}: {_said_by(error)}"
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except Exception:  # whatever a stranger's exception does
+        lines = [*traceback.format_tb(error.__traceback__), f"{text}\n"]
     return {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": text,
             "extraInfo": {
-                "py_callstack": "".join(lines),
+                "py_callstack": "".join([trace, *lines]),
                 "timestamp": str(int(time.time())),
                 "time": time.time(),
                 "consequence": is_peer_lost(error),
-                "short": in_short(f"{type(error).__name__}: {error}"),
+                "short": in_short(text),
             },
         }
     }
+
+
+def _said_by(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # a stranger's
+        return f"(its text cannot be had: {type(broken).__name__})"
+
+
+def _write_report(path: str, found: dict[str, object]) -> bool:
+    """Write a report whole, or not at all; whether it was written."""
+    unfinished = f"{path}.{os.getpid()}"
+    try:
+        with open(unfinished, "w") as file:
+            json.dump(found, file)
+        os.replace(unfinished, path)
+    except OSError:  # a full disk, a directory that is gone
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        return False
+    return True
 
 
 def leave_report(error: Exception, trace: str) -> None:
@@ -79,10 +114,9 @@ def leave_report(error: Exception, trace: str) -> None:
         trace: where the process was.
     """
     _give_way(error)
-    if path := os.environ.get(ERROR_FILE):
-        with open(path, "w") as file:
-            json.dump(report(error, trace), file)
-    if topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
+    path = os.environ.get(ERROR_FILE)
+    written = path is not None and _write_report(path, report(error, trace))
+    if not written or topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -90,6 +124,55 @@ def _give_way(error: BaseException) -> None:
     """Let the launcher, which is about to end this process, first see whose failure was the cause."""
     if is_peer_lost(error):
         time.sleep(_LAUNCHER_SECONDS)
+
+
+class _Saves:
+    """Checkpoints that this process is writing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self, number: int, tell: Callable[[bool], None]) -> None:
+        with self._lock:
+            self.count += number
+            tell(self.count > 0)
+
+
+_saves = _Saves()
+
+
+@contextlib.contextmanager
+def saving(tell: Callable[[bool], None]) -> Iterator[None]:
+    """While a checkpoint is being written: a process that fails meanwhile takes :data:`SAVING_SECONDS` for it.
+
+    Args:
+        tell: tells others whether this process is writing any.
+    """
+    _saves.add(1, tell)
+    try:
+        yield
+    finally:
+        _saves.add(-1, tell)
+
+
+def end_soon() -> None:
+    """See that this process, which has failed, ends with exit code 1, whatever its threads and exit handlers wait for.
+
+    The end is left to faulthandler's own thread, which needs no interpreter.
+    """
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
+    if not _saves.count:
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        return
+    faulthandler.dump_traceback_later(SAVING_SECONDS + _LAST_SECONDS, exit=True, file=nowhere)
+
+    def watch() -> None:
+        while _saves.count:
+            time.sleep(0.05)
+        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+
+    threading.Thread(target=watch, name="towers-end", daemon=True).start()
 
 
 def leave(code: int) -> NoReturn:
@@ -100,11 +183,50 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def details(data: object) -> dict[str, Any]:
-    """What :func:`report` says, from what was read; empty when there is nothing of the kind."""
-    message = data.get("message") if isinstance(data, dict) else None
-    found = message.get("extraInfo") if isinstance(message, dict) else None
-    return found if isinstance(found, dict) else {}
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a tower's report says, which is foreign data: whoever finds the file may have written it.
+
+    Attributes:
+        short: the exception, as part of a sentence.
+        trace: its traceback.
+        time: when it came, in seconds since 1970 by the tower's clock.
+        consequence: whether the tower failed only because another one was gone.
+    """
+
+    short: str
+    trace: str
+    time: float
+    consequence: bool
+
+
+def report_in(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
+    """Where the report of ``tower`` lies in its starter's directory."""
+    return pathlib.Path(directory) / f"error{tower}.json"
+
+
+def read_report(path: str | os.PathLike[str]) -> Told | None:
+    """The report in this file; None where there is none, or something else."""
+    try:
+        with open(path) as file:
+            return told_by(json.load(file))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def told_by(report: Any) -> Told:
+    """What a report says.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError, OverflowError: it is none.
+    """
+    message = report["message"]
+    found = message["extraInfo"]
+    when = float(found.get("time") or found["timestamp"])
+    if not math.isfinite(when):
+        raise ValueError(f"{when} is no time")
+    short = str(found.get("short") or in_short(str(message["message"])))
+    return Told(short, str(found["py_callstack"]), when, found.get("consequence") is True)
 
 
 def in_short(error: str) -> str:
@@ -117,23 +239,21 @@ def in_short(error: str) -> str:
 
 @functools.cache
 def leave_report_on_failure(*, quiet: bool) -> None:
-    """From now on, an uncaught exception of this process leaves its report for the agent.
+    """From now on, an uncaught exception leaves its report for the agent, if there is one, and ends this process.
 
     Args:
         quiet: do not print the traceback as well (our own agent prints it, whole and last), and let only the
             machine's first tower tell of an interruption (Ctrl-C reaches all of them).
     """
     path = os.environ.get(ERROR_FILE)
-    if not path:
-        return
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
             _give_way(error)
-            with open(path, "w") as file:
-                json.dump(report(error), file)
-            if quiet:
+            written = path is not None and _write_report(path, report(error))
+            end_soon()
+            if written and quiet:
                 return
         if quiet and issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0":
             return

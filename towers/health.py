@@ -6,11 +6,13 @@ towers (:mod:`towers.whereabouts`) and by the towers that wait for this one (:mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from towers import failure
 from towers.deadlock import Wait
 from towers.errors import DeadlockError
 from towers.whereabouts import Place, Record
@@ -114,6 +116,12 @@ class Health:
     def at(self, call: str) -> _At:
         """``with health.at("reduce('sum')"):`` names the collective that the block makes."""
         return _At(self, call)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """While a checkpoint is being written, by whatever thread: a job that fails gives it some time to be done."""
+        with failure.saving(self.record.save if self.record is not None else lambda saving: None):
+            yield
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
         """``items``, as they are; while one is waited for the tower is in ``phase``."""

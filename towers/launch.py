@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import math
 import multiprocessing
 import os
@@ -22,7 +21,18 @@ from typing import Any
 
 import torch
 
-from towers import console, devices, failure, handshake, lifeline, machine, network, topology, whereabouts
+from towers import (
+    console,
+    devices,
+    failure,
+    handshake,
+    job_control,
+    lifeline,
+    machine,
+    network,
+    topology,
+    whereabouts,
+)
 from towers.cards import JOB_TOKEN
 from towers.errors import CannotStartError, TowerFailedError
 
@@ -78,6 +88,8 @@ def launch(
     Raises:
         TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
             traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No process is left.
+        SystemExit: this process was sent SIGTERM or SIGHUP, which went on to the towers, and they have saved and ended
+            with exit code 75, which is this one's. (Towers that have not end it by the signal.)
         ValueError: ``towers`` is not positive or does not match ``devices``.
         TypeError: ``fn`` or its arguments do not pickle.
         CannotStartError: called inside a tower.
@@ -94,15 +106,15 @@ def launch(
     context.set_forkserver_preload(["towers.launch", "torch._dynamo"])
     token = secrets.token_hex()
     store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
-    with console.Relay() as relay, contextlib.ExitStack() as opened:
-        processes: list[ForkServerProcess] = []
+    processes: list[ForkServerProcess] = []
+    with job_control.PassedOn(processes) as told, console.Relay() as relay, contextlib.ExitStack() as opened:
         reports: list[Connection] = []
         try:
             for tower in range(count):
                 receiver, sender = context.Pipe(duplex=False)
                 opened.callback(receiver.close)
                 variables = _environment(tower, count, store.port, token, names)
-                variables[failure.ERROR_FILE] = str(relay.directory / f"error{tower}.json")
+                variables[failure.ERROR_FILE] = str(failure.report_in(relay.directory, tower))
                 variables[topology.WHEREABOUTS] = str(whereabouts.path_in(relay.directory, tower))
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
@@ -120,7 +132,8 @@ def launch(
         finally:
             if start_method is None:  # starting a process has decided on one
                 multiprocessing.set_start_method(None, force=True)
-            _end(processes)
+            _end(processes, relay.directory)
+    told.end(preempted=any(_is_preempted(failed) for failed in failures))
     if failures:
         first = min(failures, key=lambda f: f.consequence)
         record = places[first.tower]
@@ -267,13 +280,13 @@ def _check_gpus(names: str) -> None:
 
 
 def _describe(tower: int, error: BaseException) -> Failure:
-    details = failure.report(error)["message"]["extraInfo"]  # type: ignore[index]
+    told = failure.told_by(failure.report(error))
     carried: BaseException | None = error
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever a stranger's exception class does when it is copied
         carried = None
-    return Failure(tower, carried, details["py_callstack"], details["consequence"])
+    return Failure(tower, carried, told.trace, told.consequence)
 
 
 def _await(
@@ -324,15 +337,20 @@ def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tupl
 
 def _with_report(failed: Failure, directory: pathlib.Path) -> Failure:
     """Of a tower that ended without a word, what it has left in its report."""
-    with contextlib.suppress(OSError, ValueError):
-        report = failure.details(json.loads((directory / f"error{failed.tower}.json").read_text()))
-        return dataclasses.replace(failed, traceback=report["py_callstack"], consequence=report["consequence"])
-    return failed
+    told = failure.read_report(failure.report_in(directory, failed.tower))
+    return failed if told is None else dataclasses.replace(failed, traceback=told.trace, consequence=told.consequence)
 
 
-def _end(processes: Sequence[ForkServerProcess]) -> None:
-    """Leave no process behind: wait for those that are done, end the others."""
+def _is_preempted(failed: Failure) -> bool:
+    return isinstance(failed.exception, SystemExit) and failed.exception.code == failure.EXIT_PREEMPTED
+
+
+def _end(processes: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
+    """Leave no process behind: wait for those that are done, and for checkpoints under way, and end the others."""
     _join(processes, 0.5)
+    end = time.monotonic() + failure.SAVING_SECONDS
+    while any(_saves(process, directory, tower) for tower, process in enumerate(processes)) and time.monotonic() < end:
+        time.sleep(0.05)
     for ask in (ForkServerProcess.terminate, ForkServerProcess.kill):
         alive = [process for process in processes if process.is_alive()]
         for process in alive:
@@ -341,6 +359,11 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
     for process in processes:
         if not process.is_alive():
             process.close()
+
+
+def _saves(process: ForkServerProcess, directory: pathlib.Path, tower: int) -> bool:
+    record = whereabouts.find(directory, tower) if process.is_alive() else None
+    return record is not None and record.saves
 
 
 def _join(processes: Sequence[ForkServerProcess], seconds: float) -> None:

@@ -1,17 +1,17 @@
-"""What the agents of several workers tell each other: which tower of the job failed first."""
+"""What the agents of several workers tell each other: which tower of the job failed first, and whose have ended."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.distributed import PrefixStore, Store
 
 from towers import cards
 from towers.cards import NotACardError
 
-_FIRST = "first"
+_FIRST, _HEARD, _ENDED = "first", "heard", "ended"
 _INTERVAL = 0.5  # seconds between two looks
 _PATIENCE = 1.5  # seconds for the store to answer, and for the others to read what is said
 
@@ -50,8 +50,8 @@ class News:
         assert self._store is not None
         while not self._store.check([_FIRST]):
             time.sleep(_INTERVAL)
-        self.heard = self._read(self._store.get(_FIRST))
-        self._store.add("heard", 1)
+        self.heard = self._read(_FIRST, self._store.get(_FIRST))
+        self._store.add(_HEARD, 1)
 
     def say(self, sentence: str) -> str:
         """Tell the others what has failed here; returns what failed first anywhere.
@@ -65,15 +65,15 @@ class News:
         def say() -> None:
             assert self._store is not None
             card = cards.seal(self._token, _FIRST, {"sentence": sentence})
-            found.append(self._read(self._store.compare_set(_FIRST, "", card)))
+            found.append(self._read(_FIRST, self._store.compare_set(_FIRST, "", card)))
 
         self._in_thread(say).join(_PATIENCE)
         self.heard = found[0] if found else sentence
         return self.heard
 
-    def _read(self, card: bytes) -> str:
+    def _read(self, place: str, card: bytes) -> str:
         try:
-            return cards.plain(cards.unseal(self._token, _FIRST, card).get("sentence"))
+            return cards.plain(cards.unseal(self._token, place, card).get("sentence"))
         except NotACardError:
             return "towers: another process, which is none of this job, says that something has failed"
 
@@ -84,6 +84,54 @@ class News:
             time.sleep(0.05)
         return self.heard
 
+    def say_ended(self, sentence: str) -> None:
+        """Tell the others that the towers of this worker have ended well, and where the first of them was."""
+
+        def say() -> None:
+            assert self._store is not None
+            place = f"{_ENDED}{self._worker}"
+            self._store.set(place, cards.seal(self._token, place, {"sentence": sentence}))
+
+        if self._store is not None:
+            self._in_thread(say).join(_PATIENCE)
+
+    def ended(self) -> Sequence[str]:
+        """What the others have told of towers that have ended well."""
+        found: list[str] = []
+
+        def look() -> None:
+            assert self._store is not None
+            for place in (f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker):
+                if self._store.check([place]):
+                    found.append(self._read(place, self._store.get(place)))
+
+        if self._store is not None:
+            self._in_thread(look).join(_PATIENCE)
+        return list(found)
+
+    def await_ends(self, seconds: float) -> None:
+        """Wait until all workers have told that their towers have ended well, or one that something has failed."""
+        end = time.monotonic() + seconds
+
+        def all_ended() -> bool:
+            return len(self.ended()) == self._workers - 1
+
+        while self._store is not None and self.heard is None and time.monotonic() < end and not all_ended():
+            time.sleep(_INTERVAL / 2)
+        if self._store is not None and self.heard is None:
+            self._leave_together()
+
+    def _leave_together(self) -> None:
+        """The store stays until all have seen that all have ended, for a moment at most."""
+
+        def leave() -> None:
+            assert self._store is not None
+            self._store.add("left", 1)
+            while self._worker == 0 and self._store.add("left", 0) < self._workers:
+                time.sleep(0.05)
+
+        self._in_thread(leave).join(_PATIENCE)
+
     def wait_until_heard(self) -> None:
         """Where this worker serves the store: until all have heard what was said, for a moment at most."""
         if self._store is None or self._worker != 0 or self.heard is None:
@@ -91,7 +139,7 @@ class News:
 
         def wait() -> None:
             assert self._store is not None
-            while self._store.add("heard", 0) < self._workers:
+            while self._store.add(_HEARD, 0) < self._workers:
                 time.sleep(0.05)
 
         self._in_thread(wait).join(_PATIENCE)

@@ -6,11 +6,12 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Mapping
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
 from towers import whereabouts
-from towers.failure import EXIT_PREEMPTED, details, signal_name
+from towers.failure import EXIT_PREEMPTED, read_report, report_in, signal_name
 from towers.job import Job
 from towers.news import News
 from towers.supervision import Supervisor, died_of
@@ -46,7 +47,7 @@ def judge(job: Job, supervisor: Supervisor, result: RunResult, records: os.PathL
             return Outcome(128 + told, died_of=told)
         if codes <= {0}:
             return Outcome()
-        if codes <= {0, EXIT_PREEMPTED}:
+        if codes <= {0, EXIT_PREEMPTED} and len(endings) == job.towers:
             return Outcome(EXIT_PREEMPTED, _preempted(supervisor, records))
     return _failure(job, supervisor, result, records, news)
 
@@ -58,33 +59,56 @@ def _preempted(supervisor: Supervisor, records: os.PathLike[str]) -> str:
 
 
 def _failure(job: Job, supervisor: Supervisor, result: RunResult, records: os.PathLike[str], news: News) -> Outcome:
-    reports = {tower: details(failure.error_file_data) for tower, failure in result.failures.items()}
     codes = {tower: code for tower, code in supervisor.endings.items() if code}
     if not codes:
         return Outcome(1, f"towers: {supervisor.elsewhere}")
+    reports = {tower: read_report(report_in(records, tower)) for tower in codes}
 
     def order(tower: int) -> tuple[bool, float]:
-        report = reports.get(tower, {})
-        return bool(report.get("consequence")), float(report.get("time") or result.failures[tower].timestamp)
+        report = reports[tower]
+        return (False, result.failures[tower].timestamp) if report is None else (report.consequence, report.time)
 
     first = min(codes, key=order)
-    report, code = reports.get(first, {}), codes[first]
-    host = f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
-    where = f"tower {first}{host}", _place(records, first)
-    if report:
-        sentence = f"{where[0]} failed {where[1]}: {report.get('short', '')}"
-    elif code < 0:
-        sentence = f"{where[0]} was ended by {signal_name(-code)} {where[1]}"
-    else:
-        sentence = f"{where[0]} ended with exit code {code} {where[1]}"
+    report, code = reports[first], codes[first]
+    name, place = f"tower {first}{_host(job)}", _place(records, first)
     lines = []
-    if trace := str(report.get("py_callstack", "")).rstrip():
-        lines.append(f"towers: tower {first} failed:\n{trace}")
+    if report is not None:
+        lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
+        sentence = f"{name} failed {place}: {report.short}"
+    elif code < 0:
+        sentence = f"{name} was ended by {signal_name(-code)} {place}"
+    elif code == EXIT_PREEMPTED:
+        sentence = f"{name} ended with exit code {code} {place}, and others did not, so nothing was saved together"
+    else:
+        sentence = f"{name} ended with exit code {code} {place}"
     lines.append(f"towers: {sentence}")
-    cause = news.await_what_was_said() if report.get("consequence") else news.say(sentence)
+    is_consequence = report is not None and report.consequence
+    cause = _cause(job, supervisor, records, news) if is_consequence else news.say(sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
-    return Outcome(code if code > 0 else 128 - code, "\n".join(lines))
+    return Outcome(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
+
+
+def _cause(job: Job, supervisor: Supervisor, records: os.PathLike[str], news: News) -> str | None:
+    """Why the towers of this worker have failed, which only say that another tower is gone."""
+    if (sentence := ended_well(job, supervisor.endings, records)) is not None:
+        return news.say(sentence)
+    if (said := news.await_what_was_said()) is not None:
+        return said
+    return news.say(ended[0]) if (ended := news.ended()) else None
+
+
+def ended_well(job: Job, endings: Mapping[int, int], records: os.PathLike[str]) -> str | None:
+    """Which tower of this worker was the first to end without failing, and where; for those that went on."""
+    for tower, code in endings.items():
+        if code in (0, EXIT_PREEMPTED):
+            place = _place(records, tower)
+            return f"tower {tower}{_host(job)} ended with exit code {code} {place}, while others went on"
+    return None
+
+
+def _host(job: Job) -> str:
+    return f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
 
 
 def _place(records: os.PathLike[str], tower: int) -> str:

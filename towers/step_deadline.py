@@ -49,13 +49,13 @@ class StepDeadline:
             # Who waits for others leaves it to those to say what they do.
             waits = place.phase == AVERAGING or bool(place.call)
             if spent >= self._seconds + (_HEAD_START if waits else 0.0):
-                self._end()
+                self._end(waits)
 
-    def _end(self) -> None:
+    def _end(self, waits: bool) -> None:
         health = self._health()
         assert health is not None
         trace = f"Stack (most recent call last):\n{main_stack()}\n"
-        others = elsewhere(health, health.heartbeat) if health.heartbeat else []
+        others = elsewhere(health, health.heartbeat, ask=waits) if health.heartbeat else []
         seen = f"; {listed(others)}" if others else ""
         failure.leave_report(
             StepTimeoutError(

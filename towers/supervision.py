@@ -6,9 +6,11 @@ leaves to subclasses:
 
 - After a failure the others are asked to end, and killed :data:`LAST_WORDS` seconds later.
 - A tower that ends with :data:`towers.failure.EXIT_PREEMPTED` has agreed on it with the others, which get the time to.
-- The first SIGTERM or SIGINT is passed on to the towers. Those that handle it go on until they have saved; one that
-  dies of it takes the others along. A second one ends all at once.
+- The first SIGTERM, SIGINT or SIGHUP is passed on to the towers. Those that handle it go on until they have saved; one
+  that dies of it takes the others along. A second one ends all at once.
 - A failure on another worker ends the towers of this one.
+- A tower that is writing a checkpoint when the job fails gets :data:`towers.failure.SAVING_SECONDS` for it.
+- A worker whose towers have ended well waits for the others', so that all workers say how the job has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,16 +28,20 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from towers import console, whereabouts
 from towers.agent_logs import TowerLogs
-from towers.failure import EXIT_PREEMPTED
+from towers.equality import name_towers
+from towers.failure import EXIT_PREEMPTED, SAVING_SECONDS
 from towers.news import News
 
 LAST_WORDS = 1.5
 """Seconds between asking a tower to end and killing it."""
 
 _TOGETHER = 5.0  # seconds in which towers that were preempted end, after the first of them
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
-_FATAL = (signal.SIGHUP, signal.SIGQUIT)
+_OTHER_WORKERS = 300.0  # seconds in which the other workers end, after this one
+_OTHERS_TOGETHER = 15.0  # the same where the towers of this one were preempted
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FATAL = (signal.SIGQUIT,)
 
 
 class Supervisor(LocalElasticAgent):
@@ -49,10 +56,22 @@ class Supervisor(LocalElasticAgent):
         spec, logs: as of torchrun's agent.
         ignored: signals that whoever started this process had it ignore.
         news: what workers tell each other.
+        ended_well: says for the other workers which tower was the first to end without failing, of exit codes.
+        records: the directory of the towers' whereabouts.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: TowerLogs, ignored: frozenset[signal.Signals], news: News) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: TowerLogs,
+        ignored: frozenset[signal.Signals],
+        news: News,
+        ended_well: Callable[[Mapping[int, int]], str | None],
+        records: os.PathLike[str],
+    ) -> None:
         super().__init__(spec, logs)
+        self._ended_well = ended_well
+        self._records = records
         self.told: signal.Signals | None = None
         self.endings: dict[int, int] = {}
         self.elsewhere: str | None = None
@@ -74,6 +93,8 @@ class Supervisor(LocalElasticAgent):
 
     def _told(self, number: int, _frame: object) -> None:
         told = signal.Signals(number)
+        if told == signal.SIGHUP:
+            console.leave_terminal()
         if self.told is None and self._living():
             self.told = told
             # Not what they have started, such as loaders, which they still need.
@@ -91,29 +112,63 @@ class Supervisor(LocalElasticAgent):
             if self.told is not None and codes & died_of(self.told):
                 self._await(LAST_WORDS)  # all were told, and need not be told again
                 self._send(self.told, self._processes)  # but for what those that have ended had started
+            self._let_save()
             self._end_all(signal.SIGTERM)
         elif EXIT_PREEMPTED in codes:
             self._await(_TOGETHER, lambda codes: bool(codes - {0, EXIT_PREEMPTED}))
+            self._let_save(note=True)
             self._end_all(signal.SIGTERM)
+            self._leave_with_others(_OTHERS_TOGETHER)
         elif self._living() and (said := self._news.heard) is not None:
             self.elsewhere = said
+            self._let_save()
             self._end_all(signal.SIGTERM)
         elif len(self.endings) < len(self._processes):
             return RunResult(state=WorkerState.HEALTHY)
         found: RunResult = super()._monitor_workers(worker_group)  # all of them have ended
         return found
 
+    def _exit_barrier(self) -> None:
+        self._leave_with_others(_OTHER_WORKERS)
+
+    def _leave_with_others(self, seconds: float) -> None:
+        """When the towers of this worker have ended well: wait for those of the others, or hear of their failure."""
+        if (sentence := self._ended_well(self.endings)) is not None:
+            self._news.say_ended(sentence)
+            self._news.await_ends(seconds)
+            self.elsewhere = self._news.heard
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        self._end_all(death_sig)
+        if self._living():
+            self._end_all(death_sig)
         super()._shutdown(death_sig)
 
+    def _let_save(self, *, note: bool = False) -> None:
+        """Give towers that are writing a checkpoint the time to.
+
+        Args:
+            note: as of :meth:`_await`.
+        """
+
+        def saving() -> list[int]:
+            records = {tower: whereabouts.find(self._records, tower) for tower in self._living()}
+            return [tower for tower, record in records.items() if record is not None and record.saves]
+
+        if towers := saving():
+            print(
+                f"towers: {name_towers(towers)} may take {SAVING_SECONDS:.0f} s for the checkpoint under way",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._await(SAVING_SECONDS, lambda codes: not saving(), note=note)
+
     def _end_all(self, number: signal.Signals) -> None:
-        if self._living():
-            for each in (number, signal.SIGCONT):  # one that is stopped hears it when it goes on
-                self._send(each, self._living())
-            self._await(LAST_WORDS, note=False)
-            self._send(signal.SIGKILL, self._living())
-            self._await(LAST_WORDS, note=False)
+        """End the towers and what they have started."""
+        for each in (number, signal.SIGCONT):  # one that is stopped hears it when it goes on
+            self._send(each, self._processes)
+        self._await(LAST_WORDS, note=False)
+        self._send(signal.SIGKILL, self._processes)
+        self._await(LAST_WORDS, note=False)
 
     def _await(
         self, seconds: float, enough: Callable[[set[int]], bool] = lambda codes: False, *, note: bool = True

@@ -24,14 +24,18 @@ def timeout_error(health: Health, tower: int, seconds: float, whom: int | None =
     return waited_in_vain(tower, seconds, _name(whom), str(health.place), listed(seen), stacks(seen))
 
 
-def elsewhere(health: Health, heartbeat: Heartbeat) -> list[Sight]:
-    """The towers that are not where this one is."""
+def elsewhere(health: Health, heartbeat: Heartbeat, *, ask: bool = True) -> list[Sight]:
+    """The towers that are not where this one is.
+
+    Args:
+        ask: ask them for their stacks, which takes seconds.
+    """
     place = health.place
 
     def is_here(other: Place) -> bool:
         return (other.step, other.phase, other.call) == (place.step, place.phase, place.call)
 
-    seen = heartbeat.look(heartbeat.others(), ask=True)
+    seen = heartbeat.look(heartbeat.others(), ask=ask)
     return [sight for sight in seen if not sight.lives or sight.place is None or not is_here(sight.place)]
 
 

@@ -20,6 +20,7 @@ _PLACE = struct.Struct("=q?d64s")  # step, whether it runs, since when, phase
 _CALL = struct.Struct("=96s")
 _PLACE_AT = 16
 _CALL_AT = 128
+_SAVING_AT = 224
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Record:
             if create:
                 self.enter(0, False, b"")
                 self.call(b"")
+                self.save(False)
         if create or path is None:
             self.give_sign()
 
@@ -81,6 +83,15 @@ class Record:
     def call(self, name: bytes) -> None:
         """The tower is in a collective of this name; empty: in none."""
         _CALL.pack_into(self._memory, _CALL_AT, name)
+
+    def save(self, saving: bool) -> None:
+        """The tower is writing a checkpoint, or no longer."""
+        self._memory[_SAVING_AT] = saving
+
+    @property
+    def saves(self) -> bool:
+        """Whether the tower is writing a checkpoint."""
+        return self._memory[_SAVING_AT] != 0
 
     def give_sign(self) -> None:
         """The tower lives."""

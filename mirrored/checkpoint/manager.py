@@ -61,7 +61,7 @@ class CheckpointManager:
         every_seconds: :meth:`step` saves when so much time has passed since the last.
         asynchronous: whether :meth:`step` and :meth:`save` return while a copy of the state is written; at most one is,
             the next one waits for it. Costs the writing tower the state's size in memory.
-        grace_seconds: how long after SIGTERM or SIGINT the step may take to end and to be saved; see :meth:`resume`.
+        grace_seconds: how long after one of the signals the step may take to end and to be saved; see :meth:`resume`.
         signals: which signals ask the run to stop.
         disk: what writes; for tests.
 
@@ -87,7 +87,7 @@ class CheckpointManager:
         every_seconds: float | None = None,
         asynchronous: bool = True,
         grace_seconds: float = 30.0,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
         disk: Disk | None = None,
     ) -> None:
         _check_number("keep", keep, 2)
@@ -123,7 +123,8 @@ class CheckpointManager:
         """A step of training is done: count it, save when it is time, and stop when that was asked for.
 
         Raises:
-            Preempted: SIGTERM or SIGINT has come to some tower; the step is saved, and the program ends with code 75.
+            Preempted: SIGTERM, SIGINT or SIGHUP has come to some tower; the step is saved, and the program ends with
+                code 75.
             CheckpointError: as of :meth:`save`.
         """
         self.steps += 1
@@ -204,8 +205,8 @@ class CheckpointManager:
     def resume(self) -> Iterator[Restored | None]:
         """Go on from the newest checkpoint that all towers have, or start anew; save at the end.
 
-        Inside, the first SIGTERM or SIGINT on any tower lets all of them finish the same step, save, and end with exit
-        code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
+        Inside, the first SIGTERM, SIGINT or SIGHUP on any tower lets all of them finish the same step, save, and end with
+        exit code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
         :meth:`step` nothing is interrupted.
 
         Yields what was restored; None where there was nothing.

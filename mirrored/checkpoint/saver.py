@@ -46,7 +46,7 @@ class Saver:
         self._in_flight = ""
         problem = ""
         if writer_of(self._comm, folder.path, folder.disk) == self._comm.index:
-            self._writer = Writer(folder, keep)
+            self._writer = Writer(folder, keep, strategy.health.saving)
             problem = self._take_folder()
         raise_first(self._comm, "opens a folder of checkpoints", problem)
 

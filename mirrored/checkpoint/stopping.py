@@ -1,4 +1,4 @@
-"""Being asked to stop: by SIGTERM or SIGINT on any tower, at the same step on all of them."""
+"""Being asked to stop: by SIGTERM, SIGINT or SIGHUP on any tower, at the same step on all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
+from towers.console import leave_terminal
 
 
 class StopSignals:
@@ -47,6 +48,8 @@ class StopSignals:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
+        if self.received == signal.SIGHUP:
+            leave_terminal()
         for handled in self._before:  # the system's own way: it also ends what does not come back to Python
             signal.signal(handled, signal.SIG_DFL)
         self._timer = threading.Timer(self._grace, self._end)

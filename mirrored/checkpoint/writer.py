@@ -6,7 +6,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ class Writer:
     Args:
         folder: where.
         keep: how many steps are kept.
+        saving: is entered while a checkpoint is written.
 
     Attributes:
         seconds: how long the newest took, from the copy to the last rename.
     """
 
-    def __init__(self, folder: Folder, keep: int) -> None:
+    def __init__(self, folder: Folder, keep: int, saving: Callable[[], AbstractContextManager[None]]) -> None:
         self._folder = folder
         self._keep = keep
+        self._saving = saving
         self._thread: threading.Thread | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._error: Exception | None = None
@@ -69,7 +72,8 @@ class Writer:
     def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
         started = time.monotonic()
         try:
-            self._folder.write(name, manifest, pieces, self._keep)
+            with self._saving():
+                self._folder.write(name, manifest, pieces, self._keep)
         except Exception as error:
             self._error = error
         self.seconds = time.monotonic() - started

@@ -2,12 +2,19 @@
 
     python unwell.py TOWERS HOW TOWER STEP PHASE [key=value …]
 
-The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep.
+The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep; exit0, exit75 (at once); thread, pool,
+atexit (raise, where something else never ends); text (raise what has no text); disk (raise where no file can be
+written); child (die, with a child of its own).
 """
 
+import atexit
+import concurrent.futures
 import os
+import resource
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -24,12 +31,33 @@ strategy = mirrored.MultiWorkerMirroredStrategy(
 tower = strategy.topology.index
 
 
+class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 def something_happens(now: str) -> None:
     if (tower, strategy.health.step, now) != (int(chosen), int(step), phase):
         return
     print(f"{time.time()}", file=sys.stderr, flush=True)
-    if how == "raise":
+    if how in ("exit0", "exit75"):
+        os._exit(int(how[4:]))
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if how == "pool":
+        concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 60)
+    if how == "atexit":
+        atexit.register(time.sleep, 60)
+    if how == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if how == "text":
+        raise NoText
+    if how in ("raise", "thread", "pool", "atexit", "disk"):
         raise ValueError("boom")
+    if how == "child":
+        child = subprocess.Popen(["sleep", "60"])
+        print(f"child {child.pid}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "stop":
