@@ -28,7 +28,7 @@ from mirrored.cluster import (
     resolve,
     slurm,
 )
-from towers import HandshakeError, PortInUseError, StartupError, devices, handshake
+from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, rendezvous
 from towers.collectives import default_group
 from towers.job import Job, agent_command
 
@@ -413,3 +413,28 @@ def test_the_store_listens_on_its_address_only() -> None:
     table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
     listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]
+
+
+def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pathlib.Path) -> None:
+    """192.0.2.0/24 is for documentation: nobody has such an address."""
+    config = {"cluster": {"worker": ["192.0.2.7:2222", "127.0.0.1:2223"]}, "task": {"type": "worker", "index": 0}}
+    script = tmp_path / "script.py"
+    options = "mirrored.CommunicationOptions(startup_timeout_seconds=8)"
+    script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    assert result.returncode == 1
+    doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
+    said = result.stderr.splitlines()
+    assert f"towers: {doubt}: no other worker will find it there" in said
+    assert said[-1].endswith(doubt)
+
+
+def test_two_spellings_of_one_address_are_one() -> None:
+    for one, other in (("[::1]:5", "[0:0:0::1]:5"), ("Host:5", "host:5"), ("localhost:5", "127.0.0.1:5")):
+        config = {"cluster": {"worker": [one, other]}, "task": {"type": "worker", "index": 0}}
+        refused(config, r"cluster.worker\[0\] and cluster.worker\[1\] are the same address")
+        assert rendezvous.compare_clusters(0, card_of(one), 1, card_of(other)) is None
+
+
+def card_of(address: str) -> dict[str, object]:
+    return {"origin": "TF_CONFIG", "addresses": [address, "b:2"]}

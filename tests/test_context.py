@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -286,3 +288,27 @@ def test_another_default_device(settings: dict[str, Any], tmp_path: pathlib.Path
     }
     for actual, expected in zip(results["meta"], results["cpu"], strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def make_strategies(how_many: int) -> list[tuple[int, int]]:
+    """Open files and threads after the first few strategies that were made and dropped, and after all."""
+    found = []
+    for number in range(1, how_many + 1):
+        strategy = mirrored.MirroredStrategy()
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+        strategy.run(lambda model=model: model(torch.ones(2, 2)).mean().backward())
+        del strategy, model
+        gc.collect()
+        if number in (3, how_many):
+            time.sleep(1.5)  # threads look once a second whether they are still wanted
+            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_strategies_that_are_dropped_leave_nothing(count: int) -> None:
+    names = [f"cpu:{tower}" for tower in range(count)]
+    for few, many in mirrored.launch(make_strategies, (13,), devices=names, timeout=60):
+        assert many[0] - few[0] < 10
+        assert many[1] - few[1] < 10

@@ -40,6 +40,7 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
 _ANSWER = 1.6  # seconds in which a tower that lives answers, which it does when it gives its next sign
 _SILENT = 2.5  # seconds without a sign after which a tower that does not answer counts as gone
+_WATCHED = 1.3  # the same where heartbeats come through the store, which are watched while an answer is awaited
 _PATIENCE = 0.5  # seconds for the store beyond that
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
@@ -56,8 +57,10 @@ class Sight:
         host: where it runs, if that is another host.
         place: where it is, or was last seen; None when it was never seen.
         seconds: for how long it has been there.
-        silent: seconds since its last sign of life.
+        silent: seconds since its last heartbeat; where that came through the store, as far as this tower has watched,
+            for the clocks of hosts differ.
         stack: what its main thread does, if it could say.
+        patience: so many silent seconds mean that it is gone.
     """
 
     tower: int
@@ -66,11 +69,12 @@ class Sight:
     seconds: float = 0.0
     silent: float = 0.0
     stack: str = ""
+    patience: float = _WATCHED
 
     @property
     def lives(self) -> bool:
         """Whether it has answered, or gave a sign of life a moment ago."""
-        return bool(self.stack) or (self.place is not None and self.silent < _SILENT)
+        return bool(self.stack) or (self.place is not None and self.silent < self.patience)
 
     def __str__(self) -> str:
         name = f"tower {self.tower}{self.host and f' on {self.host}'}"
@@ -106,6 +110,7 @@ class Heartbeat:
         self._waited: Wait | None = None  # at the last heartbeat
         self._blocked = 0  # how often towers have said that they wait and wait
         self._standings: dict[int, Standing] = {}
+        self._observed: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
@@ -171,7 +176,7 @@ class Heartbeat:
         now = dataclasses.replace(place, since=time.monotonic() - place.since if place.since else 0.0)
         self._beat += 1
         standing = Standing(self._beat, now, health.begun(), health.waits)
-        return {**standing.as_json(), "time": time.time(), "host": self._host}
+        return {**standing.as_json(), "host": self._host}
 
     def _look_for_deadlock(self, store: Store, health: Health) -> bool:
         """Say so if this tower waits and waits, and hear whether that has an end; whether heartbeats are to be fast."""
@@ -262,7 +267,8 @@ class Heartbeat:
             if (record := self._record.beside(tower)) is not None:  # fresher than what came through the store
                 place = record.read()
                 since = now - place.since if place.since else 0.0
-                sight = dataclasses.replace(sight, place=place, seconds=since, silent=now - record.sign)
+                silent = now - record.sign
+                sight = dataclasses.replace(sight, place=place, seconds=since, silent=silent, patience=_SILENT)
             found.append(sight)
         return found
 
@@ -281,15 +287,24 @@ class Heartbeat:
                     answers[tower] = answer["stack"]
         return answers
 
+    def _silence(self, tower: int, beat: int) -> float:
+        """For how many seconds this heartbeat has been the newest of a tower, as far as this one has looked."""
+        now = time.monotonic()
+        newest, since = self._observed.get(tower, (beat, now))
+        if newest != beat:
+            since = now
+        self._observed[tower] = (beat, since)
+        return now - since
+
     def _signs(self, towers: Sequence[int]) -> dict[int, Sight]:
         store = self._store
         found: dict[int, Sight] = {}
         for tower in towers if store is not None else ():
             if (sign := self._read(store, f"sign{tower}")) is not None:  # type: ignore[arg-type]
-                silent = max(0.0, time.time() - sign["time"])
-                place = standing_of(sign).place
+                standing = standing_of(sign)
+                silent = self._silence(tower, standing.beat)
                 host = "" if sign["host"] == self._host else sign["host"]
-                found[tower] = Sight(tower, host, place, place.since + silent, silent)
+                found[tower] = Sight(tower, host, standing.place, standing.place.since + silent, silent)
         return found
 
 

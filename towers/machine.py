@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+_LEADS_SECONDS = 3.0
+
 
 def host_identity() -> str:
     """A text that is equal for two processes exactly when they run on one machine (and one boot of it).
@@ -95,6 +97,18 @@ def address_towards(host: str, port: int) -> str | None:
             return str(probe.getsockname()[0])
     except (OSError, ValueError):  # the latter for what cannot be a name
         return None
+
+
+def is_led_to(host: str, port: int) -> bool:
+    """Whether an address at which this machine listens is its own, or one in front of it that leads here."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address[0], 0))
+        return True
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), timeout=_LEADS_SECONDS).close()
+        return True
+    return False
 
 
 def interfaces() -> dict[str, str | None]:

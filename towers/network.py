@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -44,6 +46,17 @@ def split_address(address: str) -> tuple[str, int]:
     """``"host:port"`` or ``"[IPv6]:port"`` → (host, port)."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def canonical(address: str) -> str:
+    """One spelling for all spellings of an address: upper case, a final dot, zeros of IPv6, ``localhost``."""
+    host, port = split_address(address)
+    host = host.lower().removesuffix(".")
+    if host == "localhost":
+        host = "127.0.0.1"
+    with contextlib.suppress(ValueError):
+        host = ipaddress.ip_address(host).compressed
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _nccl_is_configured(environ: Mapping[str, str]) -> bool:

@@ -6,6 +6,7 @@ cluster is, and all compare. The same store then serves the agents and the tower
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import timedelta
 
@@ -16,8 +17,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from towers import handshake, network
+from towers import handshake, machine, network
 from towers.cards import Card
+from towers.errors import StartupError
 from towers.job import Job
 
 _STORE_TIMEOUT = timedelta(minutes=10)
@@ -37,6 +39,7 @@ class Rendezvous(RendezvousHandler):
         self._token = token
         self._round = 0
         self._store: TCPStore | None = None
+        self._doubt = ""
 
     def get_backend(self) -> str:
         return "towers"
@@ -61,6 +64,12 @@ class Rendezvous(RendezvousHandler):
                 self._store = handshake.serve_store(
                     self._host, self._port, _STORE_TIMEOUT, job.origin, self._token, others
                 )
+                if job.addresses and not machine.is_led_to(self._host, self._port):
+                    self._doubt = (
+                        f"the address of worker 0, {job.addresses[0]} (from {job.origin}), does not lead to this "
+                        "machine, which is worker 0"
+                    )
+                    print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
             else:
                 self._store = handshake.join_store(
                     self._host,
@@ -75,18 +84,21 @@ class Rendezvous(RendezvousHandler):
         store = PrefixStore(f"round{self._round}", self._store)
         self._round += 1
         if job.workers > 1:
-            handshake.meet(
-                store,
-                {"addresses": list(job.addresses), "origin": job.origin},
-                kind="worker",
-                index=job.worker,
-                names=job.addresses,
-                deadline=deadline,
-                origin=job.origin,
-                token=self._token,
-                compare=compare_clusters,
-                serves=chief,
-            )
+            try:
+                handshake.meet(
+                    store,
+                    {"addresses": list(job.addresses), "origin": job.origin},
+                    kind="worker",
+                    index=job.worker,
+                    names=job.addresses,
+                    deadline=deadline,
+                    origin=job.origin,
+                    token=self._token,
+                    compare=compare_clusters,
+                    serves=chief,
+                )
+            except StartupError as error:
+                raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
         where = RendezvousStoreInfo(self._store.host, self._store.port)
         return RendezvousInfo(store, job.worker, job.workers, where)
 
@@ -115,6 +127,6 @@ def compare_clusters(index: int, card: Card, other: int, reference: Card) -> str
     if len(here) != len(there):
         return f"{text}worker {index} knows {len(here)} workers {here}, worker {other} knows {len(there)} {there}"
     for i, (a, b) in enumerate(zip(here, there, strict=True)):
-        if a != b:
+        if network.canonical(a) != network.canonical(b):
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
     return None

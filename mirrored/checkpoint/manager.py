@@ -205,8 +205,8 @@ class CheckpointManager:
     def resume(self) -> Iterator[Restored | None]:
         """Go on from the newest checkpoint that all towers have, or start anew; save at the end.
 
-        Inside, the first SIGTERM, SIGINT or SIGHUP on any tower lets all of them finish the same step, save, and end with
-        exit code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
+        Inside, the first SIGTERM, SIGINT or SIGHUP on any tower lets all of them finish the same step, save, and end
+        with exit code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
         :meth:`step` nothing is interrupted.
 
         Yields what was restored; None where there was nothing.

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from towers import network
 from towers.log import get_logger
 
 _JOBS = ("chief", "worker", "evaluator")
@@ -123,12 +124,11 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
         raise ClusterError(f"TF_CONFIG: cluster.chief names {len(jobs['chief'])} addresses; there is one chief")
     if set(jobs) == {"evaluator"}:
         raise ClusterError("TF_CONFIG: cluster has evaluators only; it needs a 'chief' or a 'worker'")
-    seen: dict[tuple[str, int], str] = {}
+    seen: dict[str, str] = {}
     for job, addresses in jobs.items():
         for i, address in enumerate(addresses):
             place = f"cluster.{job}[{i}]"
-            host, _, port = address.rpartition(":")
-            key = host.lower(), int(port)
+            key = network.canonical(address)
             if key in seen:
                 raise ClusterError(f"TF_CONFIG: {seen[key]} and {place} are the same address, {address}")
             seen[key] = place

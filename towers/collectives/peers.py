@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import weakref
 from collections.abc import Mapping
 
 
@@ -24,6 +25,7 @@ class Peers:
                 descriptor = os.pidfd_open(process)
                 self._watched[descriptor] = tower
                 self._poll.register(descriptor, select.POLLIN)
+        self._close = weakref.finalize(self, _close, list(self._watched))
 
     def gone(self) -> list[int]:
         """The towers whose processes have ended."""
@@ -33,10 +35,14 @@ class Peers:
 
     def close(self) -> None:
         """Stop watching."""
-        for descriptor in self._watched:
-            os.close(descriptor)
+        self._close()
         self._watched = {}
         self._poll = select.poll()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _exists(process: int) -> bool:

@@ -55,6 +55,8 @@ class ProcessGroupCommunicator(Communicator):
         self._wire_dtype = wire_dtype
         self.count = 0
         open_communicators.add(self)
+        if backend != "nccl" and group is not dist.group.WORLD:
+            weakref.finalize(self, _unused.append, group).atexit = False
         keep_from_forks(self)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -207,6 +209,10 @@ open_communicators: weakref.WeakSet[ProcessGroupCommunicator] = weakref.WeakSet(
 """Communicators that hold a group, which is only really destroyed when nobody holds it."""
 
 
+_unused: list[Any] = []
+"""Groups whose communicators are gone. c10d keeps them, with connections and threads, until they are destroyed."""
+
+
 def failures() -> Iterator[Exception | None]:
     """What NCCL has found out in each group (:mod:`towers.collectives.nccl_watch`)."""
     try:
@@ -223,7 +229,13 @@ def backends(backend: str) -> str:
 
 
 def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) -> Any:
-    """One more c10d group, of ``ranks`` or of all; all of the default group call this."""
+    """One more c10d group, of ``ranks`` or of all; all of the default group call this.
+
+    Groups that nobody uses any more are destroyed here, not where their communicators are collected: garbage is
+    collected at any time, c10d's own calls included.
+    """
+    while _unused:
+        dist.destroy_process_group(_unused.pop())
     with without_greeting():
         return dist.new_group(ranks, timeout=timeout, backend=backends(backend))
 
