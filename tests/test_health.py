@@ -6,11 +6,13 @@ import json
 import math
 import os
 import pathlib
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -20,7 +22,7 @@ from conftest import at_most, wait_until
 from jobs import ROOT, run_program, towers
 
 import mirrored
-from towers import failure, whereabouts
+from towers import console, failure, whereabouts
 from towers.collectives import nccl_watch, process_group
 from towers.failure import EXIT_PREEMPTED
 from towers.health import Health
@@ -478,3 +480,63 @@ def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
     told = failure.read_report(path)
     assert told is not None
     assert (told.short, told.consequence) == ("ValueError: boom", False)
+
+
+# -- told by other ways ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_program_that_launches_passes_signals_on(saves: bool, tmp_path: pathlib.Path) -> None:
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    words = [str(ROOT / "tests" / "programs" / "told_launch.py"), str(folder) if saves else "none"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    towers = [int(word) for word in process.stdout.readline().split()]
+    process.terminate()
+    with at_most(10):
+        assert process.wait(30) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
+    assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
+    assert not list(temporary.glob("towers-*"))
+    assert saves == any(folder.glob("step-*"))
+
+
+def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
+    """The program has a terminal of its own, which is closed while it trains."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = ["run", "--towers", "2", str(ROOT / "tests" / "programs" / "until_told.py"), str(tmp_path)]
+        os.execv(sys.executable, [sys.executable, "-m", "mirrored", *words])
+    said = b""
+    while b"step 3" not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_PREEMPTED
+    assert list(tmp_path.glob("step-*"))
+
+
+def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, foreign = tmp_path / "towers-killed", tmp_path / "something-else"
+    for directory in (killed, foreign):
+        directory.mkdir()
+        (directory / "whereabouts0").write_bytes(b"")
+        os.utime(directory, (1, 1))
+    with console.Relay() as living:
+        os.utime(living.directory, (1, 1))
+        assert not killed.exists()
+        with console.Relay():
+            assert living.directory.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["something-else"]
+
+
+def test_a_line_without_end_is_passed_on_in_pieces() -> None:
+    pieces: list[str] = []
+    lines = console.PrefixedLines("[tower 1] ", pieces.append)
+    started = time.process_time()
+    for _ in range(2000):
+        lines("x" * 65536)
+    assert time.process_time() - started < 5
+    assert sum(piece.count("x") for piece in pieces) == 2000 * 65536
