@@ -7,6 +7,7 @@ import itertools
 import sys
 import time
 
+from deaths import play_deaths
 from faults import ACTIONS, PHASES, Fault
 from kills import random_kills
 from play import play, undisturbed
@@ -19,7 +20,10 @@ def main() -> int:
     parser.add_argument("--only", help="part of the faults' names, such as SIGKILL or :forward:")
     parser.add_argument("--kills", type=int, default=0, help="instead: so many kills at random times in one long run")
     parser.add_argument("--seed", type=int, default=0, help="of the random kills")
+    parser.add_argument("--deaths", action="store_true", help="instead: other kinds of death, by each way to start")
     arguments = parser.parse_args()
+    if arguments.deaths:
+        return play_deaths(STEP)
     if arguments.kills:
         return random_kills(arguments.kills, arguments.seed)
     cases = [Fault(*case, STEP) for case in itertools.product(ACTIONS, PHASES, (0, 1))]

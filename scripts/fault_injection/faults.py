@@ -7,6 +7,7 @@ import errno
 import os
 import pathlib
 import signal
+import threading
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ from towers.collectives.meeting import Meeting
 from towers.collectives.windows import Windows
 
 ACTIONS = ("raise", "SIGKILL", "SIGTERM", "SIGSTOP")
+DEATHS = ("stuck thread", "early exit", "deadlock")
 PHASES = (
     "data",
     "forward",
@@ -40,7 +42,7 @@ class Fault:
     """What is to happen, once.
 
     Attributes:
-        action: one of :data:`ACTIONS`, "slow" (a second of sleep), "hang" (a minute) or "disk full".
+        action: one of :data:`ACTIONS`, :data:`DEATHS`, "slow" (a second of sleep), "hang" (a minute) or "disk full".
         phase: one of :data:`PHASES`.
         tower: on which.
         step: in which step of training, from 0; for the phases of saving, in the checkpoint after that step.
@@ -88,7 +90,14 @@ class Injector:
             self._trace.touch()
         if fault.action == "raise":
             raise Injected(f"injected in {phase}")
-        if fault.action in ("slow", "hang"):
+        if fault.action == "stuck thread":
+            threading.Thread(target=time.sleep, args=(60,)).start()
+            raise Injected("injected beside a thread that does not end")
+        if fault.action == "early exit":
+            os._exit(0)
+        if fault.action == "deadlock":  # a collective that no other tower makes
+            mirrored.get_strategy().reduce("sum", 1)
+        elif fault.action in ("slow", "hang"):
             time.sleep(1.0 if fault.action == "slow" else 60.0)
         elif fault.action == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

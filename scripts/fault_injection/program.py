@@ -12,15 +12,27 @@ import mirrored
 
 
 def main() -> None:
+    arguments = _parse()
+    if arguments.launch:
+        mirrored.launch(_run, (arguments,), towers=arguments.launch)
+    else:
+        _run(arguments)
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--towers", type=int, default=3, help="of this worker; 0: as the launcher says")
+    parser.add_argument("--launch", type=int, default=0, help="start so many towers by mirrored.launch")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
     parser.add_argument("--deadline", type=float, default=3.0, help="seconds that a collective may take")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds between being told to end and ending")
     parser.add_argument("--fault", type=Fault.parse)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def _run(arguments: argparse.Namespace) -> None:
     strategy = mirrored.MultiWorkerMirroredStrategy(
         devices=[f"cpu:{i}" for i in range(arguments.towers)] if arguments.towers else None,
         communication=mirrored.CommunicationOptions(timeout_seconds=arguments.deadline),
