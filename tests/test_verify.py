@@ -387,7 +387,8 @@ def test_shares_are_padded_as_the_batch_is() -> None:
     assert torch.equal(pad(arguments, 2, forms, [(2, 4)])[0][0], whole[2:, :2])  # another batch
     assert torch.equal(pad(arguments, 3, forms, [(2, 5)])[0][0], whole[2:, :2])  # which dimension is the examples'?
     left = whole.flip(1)
-    assert torch.equal(pad((left[2:, 2:],), 0, {(0, 0): form_of(left)}, [(2, 4)])[0], left[2:])
+    for batch in (left, left != 0):
+        assert torch.equal(pad((batch[2:, 2:],), 0, {(0, 0): form_of(batch)}, [(2, 4)])[0], batch[2:])
 
 
 class Named(torch.autograd.Function):

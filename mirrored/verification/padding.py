@@ -25,7 +25,7 @@ def form_of(tensor: Tensor) -> Form:
 
 def _ends(tensor: Tensor, dim: int) -> Ends:
     first, last = tensor.select(dim, 0).flatten(), tensor.select(dim, -1).flatten()
-    return Ends(*_most_frequent(first), *_most_frequent(last))
+    return Ends(*_most_frequent(first), *_most_frequent(last), len(first))
 
 
 def _most_frequent(flat: Tensor) -> tuple[float, int]:
@@ -71,7 +71,7 @@ def _padded(tensor: Tensor, form: Form, shares: Sequence[tuple[int, int]]) -> Te
     for d in padded_dims(tensor.shape, form, shares):
         ends = form.ends[d]
         assert ends is not None
-        at_start = ends.firsts > ends.lasts
+        at_start = ends.padding_is_first
         shape = list(tensor.shape)
         shape[d] = form.shape[d] - shape[d]
         filling = tensor.new_full(shape, ends.first if at_start else ends.last)

@@ -122,12 +122,19 @@ def comparable(*batches: Iterable[str]) -> bool:
 
 
 class Ends(NamedTuple):
-    """The most frequent number at each end of a dimension, and how many entries there have it."""
+    """The most frequent number at each end of a dimension, how many entries there have it, and how many there are."""
 
     first: float
     firsts: int
     last: float
     lasts: int
+    entries: int
+
+    @property
+    def padding_is_first(self) -> bool:
+        """Whether padding is at the first end: at the other, all entries of a mask are alike, for none is padding."""
+        firsts, lasts = (count if count < self.entries else 0 for count in (self.firsts, self.lasts))
+        return firsts > lasts
 
 
 class Form(NamedTuple):

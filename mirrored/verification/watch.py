@@ -51,6 +51,11 @@ def in_a_graph() -> bool:
     return torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
+def _in_a_transform() -> bool:
+    """Whether a transform of ``torch.func`` is at work, within which no tensor's memory can be read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def generator_state(device: torch.device) -> str:
     """A digest of where torch's generators stand."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
@@ -96,7 +101,7 @@ class Watcher(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(func, args, given)
         recorder = self._recorder
-        if name in DRAWING and recorder.run is not None:
+        if name in DRAWING and recorder.run is not None and not _in_a_transform():
             return self._random(name, func, args, given)
         if args and _writes(name, func) and not recorder.stepping:
             if isinstance(args[0], Tensor) and recorder.pointers:
@@ -191,7 +196,7 @@ class Watcher(TorchFunctionMode):
     def note_dropout(self, by: str, value: Tensor) -> None:
         """A dropout on ``value`` is left out."""
         self._recorder.seen.dropouts += 1
-        if self._recorder.run is not None:
+        if self._recorder.run is not None and not _in_a_transform():
             state = generator_state(value.device)
             examples = len(value) if value.dim() else 0
             self._recorder.run.draws.append(Draw(by, script_line(), state, examples, dropout=True))
