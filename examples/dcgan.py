@@ -3,8 +3,8 @@
     python examples/dcgan.py --devices cpu:0,cpu:1
 
 Every few epochs a sheet of samples is written to --output. The losses follow Goodfellow et al. (2014) in their
-non-saturating form, the networks Radford et al. (2015). BatchNorm in the generator takes each tower's own
-statistics.
+non-saturating form, the networks Radford et al. (2015). BatchNorm in the generator takes the statistics of the global
+batch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     )
     if len(images) == 0:
         raise SystemExit(f"--batch-size is {arguments.batch_size}, but there are only {len(load_images())} digits")
-    with strategy.scope():
+    with strategy.scope(sync_batch_norm=True):
         generator, discriminator = make_generator(), make_discriminator()
         optimize_generator = torch.optim.Adam(generator.parameters(), arguments.learning_rate, betas=(0.5, 0.999))
         optimize_discriminator = torch.optim.Adam(

@@ -65,9 +65,9 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "verify",
         help="does a script compute the same on several towers as on one, and if not, why",
         usage="mirrored verify [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
-        description="Runs a script on one tower and on several, compares losses, gradients, parameters, data and "
-        "reported values, and names the cause of the first difference. Exit code 0: the same; 1: not; 2: wrong usage. "
-        "What follows SCRIPT and is not listed here, and all behind --, is the script's.",
+        description="Runs a script on one tower and on several, compares losses, gradients, parameters, buffers, data "
+        "and reported values, and names the cause of the first difference. Exit code 0: the same; 1: not, or nothing "
+        "can be said; 2: wrong usage. What follows SCRIPT and is not listed here, and all behind --, is the script's.",
         allow_abbrev=False,
     )
     verify.add_argument("--towers", type=int, default=2, help="of the second run (default 2)")

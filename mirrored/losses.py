@@ -271,8 +271,9 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         )
     raise ValueError(
         f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
-        "the number of entries over all towers is not known. Give one loss per example (for sequences "
-        "loss.view(labels.shape).mean(1)), or pass global_batch_size, or sample_weight with denominator='weights'"
+        "the number of entries over all towers is not known. Give one loss per example (for sequences of one length "
+        "loss.view(labels.shape).mean(1); for padded ones loss.view(labels.shape) with sample_weight=mask and "
+        "denominator='weights'), or pass global_batch_size"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,10 @@ class Observer:
         """The epoch's batches from number ``first`` on, where ``load(first)`` would be taken."""
         return load(first)
 
+    def folder(self, requested: pathlib.Path) -> pathlib.Path:
+        """Where checkpoints are that the script wants in ``requested``."""
+        return requested
+
     def returned(self, call: str, result: Any) -> None:
         """``strategy.reduce`` or ``strategy.gather`` returns ``result``."""
 
@@ -40,6 +45,11 @@ _observer: Observer | None = None
 def observer() -> Observer | None:
     """Who watches this process, if anybody does."""
     return _observer
+
+
+def folder_of(requested: pathlib.Path) -> pathlib.Path:
+    """Where checkpoints are that the script wants in ``requested``."""
+    return _observer.folder(requested) if _observer is not None else requested
 
 
 def observe(by: Observer) -> None:

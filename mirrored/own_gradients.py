@@ -27,7 +27,7 @@ class OwnGradients(CheckedCalls):
     engine: Engine
     known_shares: KnownShares
     _several: bool
-    _accumulates: bool
+    accumulates: bool
 
     def grad(
         self,
@@ -130,7 +130,7 @@ class OwnGradients(CheckedCalls):
         Args:
             tensors: what the gradients belong to.
         """
-        if self._accumulates:
+        if self.accumulates:
             raise RuntimeError(
                 f"{call} averages over the towers, but in no_sync() gradients are each tower's own: call it outside, "
                 "or torch.autograd.grad inside"

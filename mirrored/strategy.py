@@ -80,7 +80,7 @@ class Strategy(OwnGradients):
         self._seed = seed
         self._several = topology.size > 1
         self._cut = cut_for(topology, training.virtual_towers)
-        self._accumulates = False
+        self.accumulates = False
         self._said: set[str] = set()
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
@@ -183,12 +183,12 @@ class Strategy(OwnGradients):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients accumulate on each tower alone; the next backward outside averages all of it."""
         self._check_here("no_sync()")
-        before, self._accumulates = self._accumulates, True
+        before, self.accumulates = self.accumulates, True
         try:
             with self.engine.paused():
                 yield
         finally:
-            self._accumulates = before
+            self.accumulates = before
 
     def backward(
         self,
@@ -238,7 +238,7 @@ class Strategy(OwnGradients):
             loss.backward()
             mean: torch.Tensor = self.reduce("sum", loss.detach())
             return mean
-        if self._accumulates:
+        if self.accumulates:
             raise RuntimeError(
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
                 "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -12,10 +13,17 @@ from torch import Tensor, nn
 
 import mirrored
 from mirrored.observer import observer
-from mirrored.verification import Cause, Report
+from mirrored.verification import Cause, Finding, Report
+from mirrored.verification.compare import Comparison
+from mirrored.verification.explain import explain
 from mirrored.verification.loss_graph import terms_of
+from mirrored.verification.padding import form_of, pad
+from mirrored.verification.play import Play
+from mirrored.verification.proved import told_apart
 from mirrored.verification.randomness import Place, draw_as_one_tower
-from mirrored.verification.seen import rows, sketch
+from mirrored.verification.report import make_report
+from mirrored.verification.returned import differing
+from mirrored.verification.seen import Raised, Result, Seen, Step, rows, sketch
 
 SCRIPTS = ROOT / "tests" / "verify_scripts"
 
@@ -200,7 +208,7 @@ def test_rounding_beyond_the_tolerance_is_no_mistake() -> None:
         ("half, local mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
         ("step outside", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
         ("gumbel", Cause.RANDOM_IN_RUN, "cannot be compared"),
-        ("integers", Cause.REPORTED_VALUE, "gives 1e+06 on 2 towers, but 1e+06 on one"),
+        ("integers", Cause.REPORTED_VALUE, "gives 1000002 on 2 towers, but 1000000 on one"),
         ("more entries", Cause.REPORTED_VALUE, "gives 3 values on 2 towers, but 2 on one"),
     ],
 )
@@ -268,6 +276,148 @@ def test_what_follows_the_script_is_the_scripts() -> None:
     own, others = _split(words.split())
     assert own == ["verify", "--towers", "3", "-m", "train", "--steps", "2", "--exact"]
     assert others == ["-momentum", "0.9", "--lr", "1", "-x", "model", "--steps", "7"]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "cause", "words"),
+    [
+        ("sequences", "token means", Cause.LOCAL_MEAN, "In step 1 the towers divide theirs by"),
+        ("sequences", "padded means", Cause.PADDING, "in step 1 one tower pads the batch to"),
+        ("accumulation", "clip inside", Cause.CHANGED_BEFORE_AVERAGING, "changes gradients of no_sync"),
+        ("averaged", "chief updates", Cause.CHANGED_ON_ONE_TOWER, "the towers evaluate AveragedModel after step 1"),
+        ("buffers", "own", Cause.BUFFER, "Sequential.0.mean after step 1 is not what one tower has"),
+    ],
+)
+def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py", [kind], steps=1)
+    assert report.causes == (cause,), report
+    assert words in plain(report)
+
+
+def alone(script: str, *arguments: str, steps: int = 1) -> Seen:
+    """What is seen of a script on one tower."""
+    play = Play(str(SCRIPTS / f"{script}.py"), arguments, False, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
+    [seen] = play.on(1)
+    return seen
+
+
+def test_a_script_may_trace_export_save_and_load() -> None:
+    seen = alone("right_exported")
+    assert seen.raised is None, seen.raised
+    assert len(seen.steps) == 1
+
+
+def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be() -> None:
+    assert not alone("averaged", "all").stopped
+    seen = alone("averaged", "all", "many epochs")
+    assert seen.stopped
+    assert not seen.evaluated
+    comparison, _ = explained(seen, dataclasses.replace(seen, towers=2))
+    assert "Not reached: verify ends the script" in plain(make_report("a", comparison, []))
+
+
+def explained(one: Seen, *many: Seen, fails_unwatched: bool = True) -> tuple[Comparison, list[Finding]]:
+    """What is said of runs without a further one."""
+    comparison = Comparison(one, many, None, False)
+    return explain(comparison, lambda _: None, lambda *_: None, lambda _: fails_unwatched)
+
+
+def test_no_step_to_compare_is_no_success() -> None:
+    one, tower = (Seen(towers=n, results=[Result("reduce('sum')", 9, 0, (1.0,), ("int64",), 1)]) for n in (1, 2))
+    _, [finding] = explained(one, tower, tower)
+    assert finding.cause is Cause.NOTHING_TRAINED
+    assert "no step was compared" in finding.what
+    assert "Of 1 results of reduce and gather none differs" in finding.what
+
+
+def test_what_only_watching_breaks_is_not_blamed_on_the_script() -> None:
+    raised = Raised("TypeError", "no proxies", "", None, False)
+    runs = Seen(raised=raised), Seen(towers=2, raised=raised), Seen(towers=2, raised=raised)
+    _, [finding] = explained(*runs)
+    assert finding.cause is Cause.FAILS_EVERYWHERE
+    _, [finding] = explained(*runs, fails_unwatched=False)
+    assert finding.cause is Cause.FAILS_WHEN_WATCHED
+    assert "nothing can be said of this script. It runs on 1 tower" in finding.what
+
+
+def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:
+    """A step of an optimizer, after which a parameter is 1."""
+    held = sketch(torch.ones(1, dtype=dtype))
+    buffers = {"b": sketch(buffer)} if buffer is not None else {}
+    return Step((0, "SGD"), 1, [], {"p": held}, {}, [0.1], {}, [], [], [], {"p": held}, buffers)
+
+
+@pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("float64", False), ("int64", False)])
+def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) -> None:
+    one, many = (
+        Seen(towers=towers, steps=[a_step(torch.float64)], results=[Result("reduce('sum')", 9, 1, (v,), (dtype,), 1)])
+        for towers, v in ((1, 4.08498000), (2, 4.08498020))
+    )
+    found = differing(Comparison(one, [many, many], None, False))
+    assert (found is None) == same
+    assert told_apart(4.08498000, 4.08498020) == ("4.08498", "4.0849802")
+    assert told_apart(1.0, 2.0) == ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "same"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000001]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), False),
+        (torch.tensor(10**7), torch.tensor(10**7 + 1), False),
+        (torch.zeros(2), torch.zeros(3), False),
+    ],
+)
+def test_buffers_are_compared_as_parameters_are(one: Tensor, many: Tensor, same: bool) -> None:
+    runs = (Seen(towers=n, steps=[a_step(torch.float32, b)]) for n, b in ((1, one), (2, many)))
+    alone, tower = runs
+    comparison, found = explained(alone, tower, tower)
+    assert (comparison.first is None) == same
+    assert [finding.cause for finding in found] == [] if same else [Cause.BUFFER]
+
+
+def test_shares_are_padded_as_the_batch_is() -> None:
+    whole = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0], [6, 7, 0, 0], [8, 0, 0, 0]])
+    lengths = torch.tensor([4, 1, 2, 1])
+    forms = {(3, j): form_of(tensor) for j, tensor in enumerate((whole, lengths))}
+    arguments = ((whole[2:, :2], lengths[2:]), {})
+    padded = pad(arguments, 3, forms, [(2, 4)])
+    assert torch.equal(padded[0][0], whole[2:])
+    assert torch.equal(padded[0][1], lengths[2:])
+    assert torch.equal(pad(arguments, 2, forms, [(2, 4)])[0][0], whole[2:, :2])  # another batch
+    assert torch.equal(pad(arguments, 3, forms, [(2, 5)])[0][0], whole[2:, :2])  # which dimension is the examples'?
+    left = whole.flip(1)
+    for batch in (left, left != 0):
+        assert torch.equal(pad((batch[2:, 2:],), 0, {(0, 0): form_of(batch)}, [(2, 4)])[0], batch[2:])
+
+
+class Named(torch.autograd.Function):
+    """Keeps something in the node that hides the node's own method of that name."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "a layer"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_what_a_loss_is_divided_by() -> None:
+    logits = torch.randn(6, 3, requires_grad=True)
+    labels = torch.tensor([0, 1, -100, 2, -100, 0])
+    present = labels >= 0
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    for loss, divisors in (
+        (F.cross_entropy(logits, labels), [4]),
+        (Named.apply(logits).mean(), [18]),
+        (Named.apply(logits.mean()), [1]),  # what it is made of is not known
+        ((losses * present).sum() / present.sum(), [4]),
+        (losses[present].mean() / 2 + 0.5 * logits.square().sum(), [8, 2]),
+        (F.cross_entropy(logits[:0], labels[:0]), [0]),
+    ):
+        assert [term.divisor for term in terms_of(loss)] == divisors
 
 
 def test_what_a_loss_is_made_of() -> None:

@@ -92,7 +92,7 @@ class _Normalise(torch.autograd.Function):
         if statistics is not None:
             statistics += [mean, variance]
         ctx.save_for_backward(x, weight, mean, variance, total)
-        ctx.gather, ctx.name, ctx.eps = gather, name, eps
+        ctx.gather, ctx.layer, ctx.eps = gather, name, eps
         ctx.bias_dtype = None if bias is None else bias.dtype
         if x.numel() == 0:
             return torch.empty_like(x)
@@ -110,7 +110,7 @@ class _Normalise(torch.autograd.Function):
             dx = None
             if ctx.needs_input_grad[0]:
                 sums = torch.cat([dweight, dbias]).double()
-                rows = ctx.gather(f"goes backward through {ctx.name}", sums)[1]
+                rows = ctx.gather(f"goes backward through {ctx.layer}", sums)[1]
                 means = (rows.sum(0) / total.clamp(min=1)).to(mean.dtype)
                 scale = deviation if weight is None else deviation * weight.to(mean.dtype)
                 dx = _input_gradient(dy, x, scale, mean, variance, ctx.eps, means)
@@ -214,7 +214,7 @@ def _differentiable_gradients(
     precise_x, dims, total = x.to(dtype), _dims(x), total.clamp(min=1).to(dtype)
 
     def global_mean(values: Tensor) -> Tensor:
-        result: Tensor = _AllSum.apply(values.sum(dims), ctx.gather, f"differentiates the backward of {ctx.name}")
+        result: Tensor = _AllSum.apply(values.sum(dims), ctx.gather, f"differentiates the backward of {ctx.layer}")
         return result / total
 
     centred = precise_x - _broadcast(global_mean(precise_x), x)

@@ -19,7 +19,7 @@ from mirrored.checkpoint.stopping import DUE, STOP, Flags, StopSignals
 from mirrored.checkpoint.together import first_problem, raise_first
 from mirrored.checkpoint.tracked import TrackedObject, track
 from mirrored.data.dataset import DistributedDataset
-from mirrored.observer import observer
+from mirrored.observer import folder_of
 from mirrored.strategy import Strategy
 from towers.collectives.agreement import announce
 from towers.failure import EXIT_PREEMPTED, signal_name
@@ -106,7 +106,8 @@ class CheckpointManager:
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
         self._flags = Flags(self._comm)
-        self.folder = pathlib.Path(folder)
+        # A comparison of runs begins anew each time, and leaves the checkpoints of the real one alone.
+        self.folder = folder_of(pathlib.Path(folder))
         self._folder = Folder(self.folder, disk or Disk())
         self.steps = 0
         self.stalled_seconds = 0.0
@@ -114,8 +115,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._told_due = False
         self._said_unsynced = False
-        # A comparison of runs begins anew each time, and leaves the checkpoints of the real one alone.
-        self._saver = None if observer() is not None else Saver(strategy, self._folder, keep)
+        self._saver = Saver(strategy, self._folder, keep)
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -159,8 +159,6 @@ class CheckpointManager:
         if name is not None and is_step(check_name(name)):
             raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
         chosen = name if name is not None else name_of(self.steps)
-        if self._saver is None:
-            return
         started = time.monotonic()
         self._remind()
         wait = not self._asynchronous if wait is None else wait
@@ -177,9 +175,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: on all towers: the checkpoint that was being written could not be.
         """
-        if self._saver is not None:
-            with self._noting_failure():
-                self._saver.wait()
+        with self._noting_failure():
+            self._saver.wait()
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -225,7 +222,7 @@ class CheckpointManager:
     @property
     def written_seconds(self) -> float:
         """How long this tower wrote the newest checkpoint, beside the training or not; 0 where another tower writes."""
-        return self._saver.written_seconds if self._saver is not None else 0.0
+        return self._saver.written_seconds
 
     @property
     def latest(self) -> str | None:
@@ -239,8 +236,6 @@ class CheckpointManager:
         Raises:
             CheckpointError: as of :meth:`resume`.
         """
-        if self._saver is None:
-            return None
         self.wait()
         mine = self._folder.steps()
         towers = [said.details for said in announce(self._comm, "looks for checkpoints", mine)]
@@ -269,7 +264,7 @@ class CheckpointManager:
     def _problem_of(self, name: str) -> str:
         """What is wrong with a checkpoint in some folder; empty when nothing is. Read once for each folder."""
         problem = ""
-        if self._saver is not None and self._saver.writes:
+        if self._saver.writes:
             try:
                 Opened(self.folder / name).close()
             except CheckpointError as error:

@@ -16,6 +16,7 @@ from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Opened
 from mirrored.checkpoint.tensors import TensorFile
+from mirrored.observer import folder_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ def load_weights(
         CheckpointError: the source cannot be read, nothing in it fits, or shapes differ; the model is as it was.
     """
     path = pathlib.Path(source)
+    kept = folder_of(path.parent) / path.name
+    path = kept if kept.exists() else path
     saved = _read(path, name)
     here = module.state_dict()
     taken: dict[str, str] = {}

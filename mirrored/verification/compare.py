@@ -24,7 +24,7 @@ class Difference:
 
     Attributes:
         step: number of the step, from 0.
-        kind: "loss", "gradient", "learning rate", "parameter" or "steps" (one run has made no more).
+        kind: "loss", "gradient", "learning rate", "parameter", "buffer" or "steps" (one run has made no more).
         where: the tensor that differs most, else "".
         amount: relative to one tower's value.
     """
@@ -40,7 +40,7 @@ class Difference:
         return self.step, _PLACES[self.kind]
 
 
-_PLACES = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3}
+_PLACES = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3, "buffer": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Comparison:
         unrest: what a single tower has seen whose numbers were moved by rounding: differences that are not well
             above those between its run and the undisturbed one do not count.
         through: do not end at the first difference.
+        without: names of buffers that do not count.
     """
 
     def __init__(
@@ -88,17 +89,22 @@ class Comparison:
         unrest: Seen | None = None,
         *,
         through: bool = False,
+        without: Collection[str] = (),
     ) -> None:
         self.one = one
         self.many = many
         dtypes = {held.dtype for step in one.steps for held in step.after.values()} or {"float32"}
-        usual = _COARSE if one.autocast else max(_TOLERANCES.get(d, _COARSE) for d in dtypes)
+        usual = _COARSE if one.autocast else max(usual_tolerance(d) for d in dtypes)
+        self.parameters_tolerance = usual
+        self.without = frozenset(without)
         self.tolerance = tolerance if tolerance is not None else usual
         self._noisy: defaultdict[str, set[int]] = defaultdict(set)
         self.margin = HALF_MARGIN if usual >= _COARSE else MARGIN
         self.exact = exact
         self.unrest = unrest
-        self._rounding = Comparison(one, [unrest], tolerance, False, through=True) if unrest is not None else None
+        self._rounding = None
+        if unrest is not None:
+            self._rounding = Comparison(one, [unrest], tolerance, False, through=True, without=without)
         self.rows: list[Row] = []
         for at, (first, *others) in enumerate(zip(one.steps, *(seen.steps for seen in many), strict=False)):
             self.rows.append(self._row(at, first, others))
@@ -111,15 +117,24 @@ class Comparison:
 
     def loosely(self) -> Comparison:
         """The same within the tolerance."""
-        return Comparison(self.one, self.many, self.tolerance, False, self.unrest)
+        return Comparison(self.one, self.many, self.tolerance, False, self.unrest, without=self.without)
 
     def of(self, many: Sequence[Seen]) -> Comparison:
         """Another run on N towers, compared as this one was."""
-        return Comparison(self.one, many, self.tolerance, self.exact, self.unrest)
+        return Comparison(self.one, many, self.tolerance, self.exact, self.unrest, without=self.without)
+
+    def between(self, one: Seen, many: Sequence[Seen]) -> Comparison:
+        """Another run on one tower and on N, compared as these were, but for rounding."""
+        return Comparison(one, many, self.tolerance, self.exact, without=self.without)
 
     def beside(self, unrest: Seen) -> Comparison:
         """The same, beside a run on one tower that was moved by rounding."""
-        return Comparison(self.one, self.many, self.tolerance, self.exact, unrest)
+        return Comparison(self.one, self.many, self.tolerance, self.exact, unrest, without=self.without)
+
+    def leaving_out(self, buffers: Collection[str]) -> Comparison:
+        """The same without some buffers."""
+        without = self.without | frozenset(buffers)
+        return Comparison(self.one, self.many, self.tolerance, self.exact, self.unrest, without=without)
 
     @property
     def rounding_from(self) -> int | None:
@@ -138,21 +153,37 @@ class Comparison:
         stepped = one.after and many[0].after
         parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
         difference = None
+        buffers = max(self._buffers(one, many[0]), default=(0.0, "")) if stepped else (0.0, "")
         rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
-        where = {"gradient": gradients[1], "parameter": parameters[1] if parameters is not None else ""}
+        where = {"gradient": gradients[1], "buffer": buffers[1]}
+        where["parameter"] = parameters[1] if parameters is not None else ""
         amounts = {
             # With equal gradients it is the reading of the loss that differs, not the training.
             "loss": loss if self.exact or gradients[0] > self.tolerance else 0.0,
             "gradient": gradients[0],
             "learning rate": rates,
             "parameter": parameters[0] if parameters is not None else 0.0,
+            "buffer": buffers[0],
         }
         for kind, amount in amounts.items():
             if amount > self._limit(kind, at):
                 difference = Difference(at, kind, where.get(kind, ""), amount)
                 break
-        beyond = any(amounts[kind] > self.tolerance for kind in ("loss", "gradient", "parameter"))
+        beyond = any(amounts[kind] > self.tolerance for kind in ("loss", "gradient", "parameter", "buffer"))
         return Row(at, one.optimizer, losses, gradients, parameters, difference, amounts, beyond and difference is None)
+
+    def _buffers(self, one: Step, many: Step) -> list[tuple[float, str]]:
+        """How much each buffer differs that both have; each by itself, for their sizes have nothing in common.
+
+        A module may be called on some towers alone, or later than on others.
+        """
+        names = sorted(one.buffers.keys() & many.buffers.keys() - self.without)
+        return [(self._largest({n: one.buffers[n]}, {n: many.buffers[n]})[0], n) for n in names]
+
+    def buffers_beyond(self, at: int) -> list[str]:
+        """The buffers that differ after step number ``at`` by more than the tolerance and rounding."""
+        limit = self._limit("buffer", at)
+        return [name for amount, name in self._buffers(self.one.steps[at], self.many[0].steps[at]) if amount > limit]
 
     def _of_losses(self, one: float, many: float) -> float:
         """Relative to the largest loss: one that passes through zero is not more exact there."""
@@ -191,6 +222,8 @@ class Comparison:
             if a is not None and b is not None:
                 distance = a.distance(b, without.get(name, ()) if without and not self.exact else ())
                 scale = max(a.norm, _SMALL * size * math.sqrt(a.numel))
+                if a.digest != b.digest and a.dtype.startswith(("int", "uint", "bool")):
+                    distance = math.inf  # integers know no rounding
                 if self.exact and distance == 0.0 and a.digest != b.digest:
                     distance = math.ulp(a.norm)
                 amount = distance / scale if distance and scale else 0.0 if not distance else math.inf
@@ -211,6 +244,11 @@ class Comparison:
                 limit = max(self.tolerance * _rms(held), _NOISE * largest)
                 pairs = enumerate(zip(held.sample, other.sample, strict=False))
                 self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
+
+
+def usual_tolerance(dtype: str) -> float:
+    """The largest relative difference of two numbers of a dtype that counts as rounding, unless more is shown."""
+    return _TOLERANCES.get(dtype, _COARSE)
 
 
 def relative(one: float, many: float) -> float:

@@ -54,6 +54,26 @@ def _changed(many: Sequence[Seen], at: int, moment: str, names: Sequence[str]) -
     )
 
 
+def evaluated_drift(many: Sequence[Seen]) -> Finding | None:
+    """What all towers evaluate is not the same model on each; one that is evaluated on some towers only is theirs."""
+    for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
+        held = [{name: m for (at, name), m in seen.evaluated_models.items() if at == steps} for seen in many]
+        if any(models.keys() != held[0].keys() for models in held):
+            continue
+        for name, digests in held[0].items():
+            differing = [path for path in digests if len({models[name].get(path) for models in held}) > 1]
+            if differing:
+                return Finding(
+                    Cause.CHANGED_ON_ONE_TOWER,
+                    f"the towers evaluate {name} after step {steps}, but it is not the same on all of them: "
+                    f"{some(differing)} differs. Its training is; an average of the weights that the chief alone "
+                    "updates, for example, is on the other towers what it was in the beginning",
+                    "update it on all towers alike, or use it on the chief alone",
+                    "compared bit by bit where it was called",
+                )
+    return None
+
+
 def lonely_write(many: Sequence[Seen], at: int, names: Sequence[str] | None = None) -> Finding | None:
     """Some towers alone have written to a parameter (to one of ``names``) after step number ``at``."""
     writers: dict[tuple[str, int | None], list[int]] = {}

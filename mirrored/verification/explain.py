@@ -6,71 +6,102 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from mirrored.verification import causes
+from mirrored.verification.buffers import differing_buffers
 from mirrored.verification.causes import Cause, Finding, at_line
 from mirrored.verification.compare import Comparison, Difference
-from mirrored.verification.drift import drift
-from mirrored.verification.failures import failure, nothing_to_compare
-from mirrored.verification.proved import backward_shares, batch_terms, counted, last_loss, name_proved, results
+from mirrored.verification.drift import drift, evaluated_drift
+from mirrored.verification.failures import failure, nothing_compared, nothing_to_compare, when_watched
+from mirrored.verification.padding import forms_of, padded_lengths
+from mirrored.verification.proved import (
+    backward_shares,
+    batch_terms,
+    counted,
+    divided_differently,
+    last_loss,
+    name_proved,
+    results,
+)
 from mirrored.verification.repairs import LossFactor, Repairs
 from mirrored.verification.returned import differing
 from mirrored.verification.seen import Seen
 
 _MOST_REPAIRS = 4
 
-_ROUNDED = ("loss", "gradient", "parameter")
+_ROUNDED = ("loss", "gradient", "parameter", "buffer")
 
 _PLAIN = 100.0  # times the tolerance: two runs on one tower that part by more do not part by rounding
 
 Replay = Callable[[Repairs], Sequence[Seen] | None]
 """Runs the script on N towers once more, repaired; None where it fails then."""
 
-Alone = Callable[[bool], Seen | None]
-"""Runs the script on one tower once more, moved by rounding or not; None where it fails then."""
+Alone = Callable[[bool, Repairs], Seen | None]
+"""Runs the script on one tower once more, moved by rounding or not, and repaired; None where it fails then."""
+
+FailsUnwatched = Callable[[int], bool]
+"""Whether the script fails on so many towers where nothing is recorded."""
+
+_AS_IT_IS = Repairs()
 
 
-def explain(strict: Comparison, replay: Replay, alone: Alone) -> tuple[Comparison, list[Finding]]:
+def explain(
+    strict: Comparison, replay: Replay, alone: Alone, fails_unwatched: FailsUnwatched
+) -> tuple[Comparison, list[Finding]]:
     """All causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
         strict: one tower and N, as asked for.
         replay: runs the script on N towers again.
         alone: runs the script on one tower again.
+        fails_unwatched: runs a script that has failed again, and records nothing.
     """
     one, many = strict.one, strict.many
-    for finding in (failure(one, many), nothing_to_compare(one, many)):
-        if finding is not None:
-            return strict, [finding]
+    failed = failure(one, many)
+    if failed is not None:
+        towers = 1 if one.raised is not None else len(many)
+        unexplained = failed.cause in (Cause.FAILS_EVERYWHERE, Cause.FAILS_ON_ONE, Cause.FAILS_ON_TOWERS)
+        return strict, [failed if not unexplained or fails_unwatched(towers) else when_watched(failed, towers)]
+    nothing = nothing_to_compare(one, many)
+    if nothing is not None:
+        return strict, [nothing]
     found = [finding for finding in (causes.shared_stream(many),) if finding is not None]
     drifting = drift(many)
     if drifting is not None:
         return strict, [*found, drifting]
     other_data = causes.data(one, many)
     if other_data is not None:
-        return strict, [*found, _not_reproducible(one, alone(False)) or other_data]
+        return strict, [*found, _not_reproducible(one, alone(False, _AS_IT_IS)) or other_data]
     loose = strict.loosely()
-    comparison = _beside_rounding(loose, alone)
+    comparison = _beside_rounding(loose, alone, _AS_IT_IS)
     shown = strict if strict.exact else comparison
     if comparison.first != loose.first:
-        random = _not_reproducible(one, alone(False), _PLAIN * comparison.tolerance)
+        random = _not_reproducible(one, alone(False, _AS_IT_IS), _PLAIN * comparison.tolerance)
         if random is not None:
             return shown, [*found, random]
     comparison, repaired, tried = _repair(comparison, replay, alone)
     found += repaired
-    if comparison.first is not None:
-        return shown, [*found, _not_reproducible(one, alone(False)) or _unexplained(comparison, found, tried)]
-    found += _reported(comparison, found, alone)
-    if not found and strict.exact and strict.first is not None:
+    buffers = any(finding.cause is Cause.BUFFER for finding in found)
+    if comparison.first is not None or buffers:
+        random = _not_reproducible(one, alone(False, _AS_IT_IS))
+        if random is not None:
+            return shown, [random] if buffers else [*found, random]
+    if comparison.first is not None:  # where buffers differ it may well be their effect
+        return shown, found if buffers else [*found, _unexplained(comparison, found, tried)]
+    other_models = evaluated_drift(many)
+    found += [other_models] if other_models is not None else _reported(comparison, found, alone)
+    if not found and not comparison.rows:
+        found.append(nothing_compared(one))
+    elif not found and strict.exact and strict.first is not None:
         found.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
-    elif not found and strict.exact and differing(strict, alone(False)) is not None:
+    elif not found and strict.exact and differing(strict, alone(False, _AS_IT_IS)) is not None:
         found.append(_rounding("what reduce and gather return"))
     return shown, found
 
 
-def _beside_rounding(comparison: Comparison, alone: Alone) -> Comparison:
+def _beside_rounding(comparison: Comparison, alone: Alone, repairs: Repairs) -> Comparison:
     """The comparison, beside a run that was moved by rounding where that might explain the difference."""
     if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.unrest is not None:
         return comparison
-    unrest = alone(True)
+    unrest = alone(True, repairs)
     return comparison.beside(unrest) if unrest is not None else comparison
 
 
@@ -78,9 +109,9 @@ def _reported(comparison: Comparison, found: Sequence[Finding], alone: Alone) ->
     """What is wrong with the results of reduce and gather, where training is equal."""
     if differing(comparison) is None:
         return []
-    unrest = comparison.unrest or alone(True)
+    unrest = comparison.unrest or alone(True, _AS_IT_IS)
     comparison = comparison.beside(unrest) if unrest is not None else comparison
-    pair = differing(comparison, alone(False))
+    pair = differing(comparison, alone(False, _AS_IT_IS))
     if pair is None:
         return []
     told = f"what strategy.{pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
@@ -124,14 +155,20 @@ def _repair(comparison: Comparison, replay: Replay, alone: Alone) -> tuple[Compa
     repairs, found, tried = Repairs(), list[Finding](), list[Repairs]()
     while (difference := comparison.first) is not None and len(found) < _MOST_REPAIRS:
         tried = []
+        if difference.kind == "buffer":
+            finding = differing_buffers(comparison, difference.step)
+            found += [finding] if finding is not None else []
+            comparison = comparison.leaving_out(comparison.buffers_beyond(difference.step))
+            continue
         for more in _candidates(comparison, difference, repairs):
+            one = alone(False, more) if more.local_changes else comparison.one
             seen = replay(more)
-            if seen is None:
+            if one is None or seen is None:
                 continue
-            after = comparison.of(seen)
+            after = comparison.of(seen) if one is comparison.one else comparison.between(one, seen)
             if after.first is None or after.first.place > difference.place:
                 found += name_proved(comparison, difference, repairs, more, after)
-                comparison, repairs = _beside_rounding(after, alone), more
+                comparison, repairs = _beside_rounding(after, alone, more), more
                 break
             tried.append(more)
         else:
@@ -140,7 +177,7 @@ def _repair(comparison: Comparison, replay: Replay, alone: Alone) -> tuple[Compa
 
 
 def _candidates(comparison: Comparison, difference: Difference, present: Repairs) -> Iterator[Repairs]:
-    """What might make a difference go away: each thing alone first, then together with global statistics."""
+    """What might make a difference go away: each thing alone first, then together with what else may be at work."""
     one, many = comparison.one, comparison.many
     if difference.kind == "learning rate":
         yield dataclasses.replace(present, rates=tuple(tuple(step.rates) for step in one.steps))
@@ -151,14 +188,20 @@ def _candidates(comparison: Comparison, difference: Difference, present: Repairs
     bases = [present]
     if step.batch_norms and not present.global_statistics:
         bases.append(dataclasses.replace(present, global_statistics=True))
-        yield bases[1]
+        yield bases[-1]
+    if not present.padding and padded_lengths(one, many, difference.step):
+        bases += [dataclasses.replace(base, padding=forms_of(one)) for base in bases]
+        yield from bases[len(bases) // 2 :]
+    if not present.local_changes and any(change.steps <= difference.step for change in many[0].local_changes):
+        yield dataclasses.replace(present, local_changes=True)
     if present.loss is not LossFactor.NONE:
         return
     uneven = len({local for local, _ in backward_shares(many, difference.step)}) > 1
+    divisors = divided_differently(many, difference.step)
     terms = batch_terms(last_loss(one, difference.step), last_loss(many[0], difference.step))
     for base in bases:
-        for factor in (LossFactor.SHARE, LossFactor.TOWERS, LossFactor.BOTH):
-            if uneven or factor is LossFactor.TOWERS:
+        for factor in (LossFactor.SHARE, LossFactor.DIVISOR, LossFactor.TOWERS, LossFactor.BOTH):
+            if factor is LossFactor.TOWERS or (divisors if factor is LossFactor.DIVISOR else uneven):
                 yield dataclasses.replace(base, loss=factor, terms=terms)
 
 
@@ -213,6 +256,10 @@ def _ruled_out(comparison: Comparison, difference: Difference, tried: Sequence[R
         found.append("the learning rates are equal")
     for factor in dict.fromkeys(repairs.loss for repairs in tried if repairs.loss is not LossFactor.NONE):
         found.append(f"multiplying each tower's loss by {factor.value} does not help")
+    if any(repairs.padding for repairs in tried):
+        found.append("padding the shares as the batch is does not help")
+    if any(repairs.local_changes for repairs in tried):
+        found.append("leaving out what changes gradients before they are averaged does not help")
     if any(repairs.global_statistics for repairs in tried):
         found.append("global batch norm statistics do not help")
     elif not many[0].steps[at].batch_norms:

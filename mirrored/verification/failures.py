@@ -106,3 +106,25 @@ def nothing_to_compare(one: Seen, many: Sequence[Seen]) -> Finding | None:
             "make a mirrored.MirroredStrategy() and call strategy.run(train_step, args=batch)",
         )
     return None
+
+
+def nothing_compared(one: Seen) -> Finding:
+    """No difference was found, but there was no step to compare."""
+    backwards = any(run.trained for run in one.runs)
+    what = "no step was compared: the script " + (
+        "calls backward, but no optimizer of torch.optim makes a step" if backwards else "makes no step of an optimizer"
+    )
+    if one.results:
+        what += f". Of {len(one.results)} results of reduce and gather none differs"
+    return Finding(Cause.NOTHING_TRAINED, what, "give verify a script that trains by an optimizer of torch.optim")
+
+
+def when_watched(failed: Finding, towers: int) -> Finding:
+    """The script fails on so many towers only where it is recorded: that is no fault of the script."""
+    return Finding(
+        Cause.FAILS_WHEN_WATCHED,
+        f"nothing can be said of this script. It runs on {towers} tower{'s' if towers > 1 else ''}, but not while "
+        f"verify watches its calls of torch: {failed.what}",
+        "leave out of the comparison what fails, by an argument of the script for example; it may well be right",
+        failed.shown_by,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ _REDUCTIONS = {1: "mean of", 2: "sum of"}  # torch's numbers for reduction="mean
 
 _UNCHANGED = ("Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze", "Alias")
 
-_MOST_TERMS = 64
+MOST_TERMS = 64
+"""The summands of a loss that are looked at."""
 
 _MOST_ANCESTORS = 256
 
@@ -27,13 +29,14 @@ def terms_of(loss: torch.Tensor) -> tuple[Term, ...]:
     return tuple(term for term, _ in _branches(loss))
 
 
-def scale_terms(loss: torch.Tensor, which: Collection[int], factor: float) -> list[RemovableHandle]:
-    """Let backward multiply the gradients of some of :func:`terms_of` by a factor, until the handles are removed."""
+def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[RemovableHandle]:
+    """Let backward multiply the gradients of some of :func:`terms_of` by factors, until the handles are removed."""
 
-    def scaled(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(gradient if gradient is None else gradient * factor for gradient in gradients)
+    def scaled_by(factor: float) -> Any:
+        return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
-    return [node.register_prehook(scaled) for i, (_, node) in enumerate(_branches(loss)) if i in which]
+    branches = enumerate(_branches(loss))
+    return [node.register_prehook(scaled_by(factors[i])) for i, (_, node) in branches if i in factors]
 
 
 def _branches(loss: torch.Tensor) -> list[tuple[Term, Any]]:
@@ -45,9 +48,9 @@ def _branches(loss: torch.Tensor) -> list[tuple[Term, Any]]:
 def _follow(
     node: Any, branch: Any, chain: tuple[tuple[str, float], ...], share: bool, found: list[tuple[Term, Any]]
 ) -> None:
-    if node is None or len(found) >= _MOST_TERMS:
+    if node is None or len(found) >= MOST_TERMS:
         return
-    name = node.name().rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+    name = _name(node).rstrip("0123456789").removesuffix("Backward")
     inner = [following for following, _ in node.next_functions if following is not None]
     if name in ("Add", "Sub"):
         for following in inner:
@@ -63,20 +66,39 @@ def _follow(
         share, count = share or _made_by_mirrored(node), 1
         for size in node._saved_self_sym_sizes:
             count *= int(size)
-        found.append((Term((*chain, ("mean of" if name == "Mean" else "sum of", count)), share), branch))
+        reduced = ("mean of" if name == "Mean" else "sum of", count)
+        found.append((Term((*chain, reduced), share, _divisor(chain, count if name == "Mean" else 1)), branch))
     elif (reduction := _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))) is not None:
         target = getattr(node, "_saved_target", None)
         count = target.numel() if target is not None else 0
-        found.append((Term((*chain, (reduction, count)), share), branch))
+        # That of cross entropy is the weight of the targets that are not ignored.
+        divisor = float(getattr(node, "_saved_total_weight", count)) if reduction == "mean of" else 1
+        found.append((Term((*chain, (reduction, count)), share, _divisor(chain, divisor)), branch))
     else:
-        found.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node)), branch))
+        found.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node), _divisor(chain, 1)), branch))
+
+
+def _name(node: Any) -> str:
+    """A node's name. A function of the script's own is its node, too, and may keep something else as ``name``."""
+    name: str = type(node).name(node)
+    return name.rsplit("::", 1)[-1]
+
+
+def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
+    """By what a summand is divided that is a mean of ``count`` values, with ``chain`` done to it; 0 if by nothing."""
+    for how, factor in chain:
+        if how == "divided by":
+            count *= abs(factor)
+        elif factor:
+            count /= abs(factor)
+    return count if math.isfinite(count) else 0.0
 
 
 def _made_by_mirrored(node: Any) -> bool:
     """Whether ``compute_average_loss`` or ``scale_regularization_loss`` is not far within."""
     seen, level = {node}, [node]
     while level and len(seen) < _MOST_ANCESTORS:
-        if any(at.name().rsplit("::", 1)[-1].startswith("_ScaleGradient") for at in level):
+        if any(_name(at).startswith("_ScaleGradient") for at in level):
             return True
         level = [inner for at in level for inner, _ in at.next_functions if inner is not None and inner not in seen]
         seen.update(level)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import os
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.export
 
 from mirrored import seeds
 from mirrored.observer import observe
+from mirrored.verification.cut import Cutter, Enough
 from mirrored.verification.randomness import Shapes
-from mirrored.verification.record import Enough, Recorder
+from mirrored.verification.record import Recorder
 from mirrored.verification.repairs import Repairs
 from mirrored.verification.seen import Raised, Seen
 from towers import failure, launch
@@ -50,7 +55,12 @@ class Play:
     show: bool
 
     def on(
-        self, towers: int, repairs: Repairs | None = None, shapes: Shapes | None = None, unrest: bool = False
+        self,
+        towers: int,
+        repairs: Repairs | None = None,
+        shapes: Shapes | None = None,
+        unrest: bool = False,
+        watched: bool = True,
     ) -> list[Seen]:
         """Run the script on so many towers; what each has seen.
 
@@ -58,15 +68,17 @@ class Play:
             repairs: what is changed in this run.
             shapes: of the random numbers that one tower has drawn.
             unrest: whether the results of modules are moved by rounding.
+            watched: whether anything is recorded; else the script is only ended when it has made the steps.
 
         Raises:
             TowerFailedError: a tower died, or the time was over.
         """
-        arguments = (self, repairs or Repairs(), shapes, unrest)
-        return launch(_play, arguments, devices=self.devices[:towers], timeout=self.timeout)
+        with tempfile.TemporaryDirectory(prefix="mirrored-verify-") as folder:
+            arguments = (self, folder, repairs or Repairs(), shapes, unrest, watched)
+            return launch(_play, arguments, devices=self.devices[:towers], timeout=self.timeout)
 
 
-def _play(play: Play, repairs: Repairs, shapes: Shapes | None, unrest: bool) -> Seen:
+def _play(play: Play, folder: str, repairs: Repairs, shapes: Shapes | None, unrest: bool, watched: bool) -> Seen:
     """What each tower's process runs."""
     if not play.show:
         _silence()
@@ -76,11 +88,13 @@ def _play(play: Play, repairs: Repairs, shapes: Shapes | None, unrest: bool) -> 
     sys.path.insert(0, os.getcwd() if play.module else os.path.dirname(os.path.abspath(play.script)))
     torch.compiler.set_stance("force_eager")  # hooks see what a compiled step does
     gc.freeze()  # the recorder searches what the script makes, and nothing older
-    recorder = Recorder(play.steps, repairs, shapes, unrest)
+    recorder = Recorder(play.steps, folder, repairs, shapes, unrest) if watched else Cutter(play.steps, folder)
     observe(recorder)
+    if isinstance(recorder, Recorder):
+        _export_unwatched(recorder)
     recorder.seen.counted = _lines_with(play, "num_replicas_in_sync")
     try:
-        with recorder.watcher:
+        with recorder.watcher if isinstance(recorder, Recorder) else contextlib.nullcontext():
             if play.module:
                 runpy.run_module(play.script, run_name="__main__", alter_sys=True)
             else:
@@ -93,6 +107,18 @@ def _play(play: Play, repairs: Repairs, shapes: Shapes | None, unrest: bool) -> 
     except Exception as error:
         recorder.seen.raised = _raised(error, play.script)
     return recorder.seen
+
+
+def _export_unwatched(recorder: Recorder) -> None:
+    """Let ``torch.export.export``, by which ``torch.onnx`` goes, too, know nothing of the recorder."""
+    export = torch.export.export
+
+    @functools.wraps(export)
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with recorder.unwatched():
+            return export(*args, **kwargs)
+
+    torch.export.export = unwatched
 
 
 def _lines_with(play: Play, text: str) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding, at_line, some
 from mirrored.verification.compare import Comparison, Difference, relative
+from mirrored.verification.padding import padded_lengths
 from mirrored.verification.repairs import LossFactor, Repairs
 from mirrored.verification.seen import Loss, Result, Seen, Term, comparable
 
@@ -38,11 +39,45 @@ def name_proved(
                 f"a further run whose batch norms took the statistics of all towers' examples: {reach}",
             )
         )
+    if now.padding and not before.padding:
+        found.append(_name_padding(comparison, difference, reach))
+    if now.local_changes and not before.local_changes:
+        found.append(_name_local_change(comparison, difference, reach))
     if now.loss is not before.loss:
         found.append(_name_loss(comparison, difference, now.loss, reach))
     if now.rates and not before.rates:
         found.append(_name_rate(comparison, difference, reach))
     return found
+
+
+def _name_padding(comparison: Comparison, difference: Difference, reach: str) -> Finding:
+    lengths = padded_lengths(comparison.one, comparison.many, difference.step)
+    assert lengths is not None
+    *others, last = map(str, lengths[1])
+    return Finding(
+        Cause.PADDING,
+        f"padding counts: in step {difference.step + 1} one tower pads the batch to {lengths[0]} entries, and "
+        f"{len(comparison.many)} towers pad their shares to {', '.join(others)} and {last}, on which depends what is "
+        "computed: the model sees the padding, or a mean divides by it",
+        "keep padding out of the model (a mask, packed sequences) and of means: "
+        "(losses * mask).sum(1) / mask.sum(1), not losses.mean(1)",
+        f"a further run in which every share was padded as one tower's batch is: {reach}",
+    )
+
+
+def _name_local_change(comparison: Comparison, difference: Difference, reach: str) -> Finding:
+    change = [c for c in comparison.many[0].local_changes if c.steps <= difference.step][-1]
+    if change.by == "register_hook":
+        what = f"a hook that register_hook{at_line(change.line)} puts on a parameter changes gradients that are"
+    else:
+        what = f"in step {change.steps + 1} {change.by}{at_line(change.line)} changes gradients of no_sync that are"
+    return Finding(
+        Cause.CHANGED_BEFORE_AVERAGING,
+        f"{what} each tower's own, not averaged yet: those of one tower are others, so they are changed by other "
+        "amounts (clipped, for example)",
+        "change gradients where they are averaged: after the last backward(), which is outside of no_sync",
+        f"further runs on one tower and on {len(comparison.many)} without it: {reach}",
+    )
 
 
 def _name_loss(comparison: Comparison, difference: Difference, factor: LossFactor, reach: str) -> Finding:
@@ -65,6 +100,8 @@ def _name_loss(comparison: Comparison, difference: Difference, factor: LossFacto
             fix,
             shown,
         )
+    if factor is LossFactor.DIVISOR:
+        return _name_divisors(comparison, at, made, shown)
     told = f"{made}, and averaging the gradients divides by the {towers} towers"
     if _divides_by_towers(terms, towers):
         return Finding(
@@ -90,6 +127,33 @@ def _name_loss(comparison: Comparison, difference: Difference, factor: LossFacto
                 shown,
             )
     return Finding(Cause.LOSS_SCALE, f"{told}: the gradients are 1/{towers} of one tower's", fix, shown)
+
+
+def _name_divisors(comparison: Comparison, at: int, made: str, shown: str) -> Finding:
+    terms = [[loss.terms for loss in same] for same in _losses(comparison.many, at)]
+    summands = [[term.divisor for term in column] for same in terms for column in zip(*same, strict=False)]
+    divisors = next(found for found in summands if len(set(found)) > 1)
+    *others, last = [f"{divisor:g}" for divisor in divisors]
+    return Finding(
+        Cause.LOCAL_MEAN,
+        f"{made}. In step {at + 1} the towers divide theirs by {', '.join(others)} and {last}, each by the number or "
+        f"weight of its own values (tokens, for example), and a mean of their means is not the mean over all "
+        f"{sum(divisors):g}",
+        "give the losses (reduction='none') to mirrored.compute_average_loss(losses, sample_weight=mask, "
+        "denominator='weights'), which divides by the weight of all towers' values",
+        shown,
+    )
+
+
+def divided_differently(many: Sequence[Seen], at: int) -> bool:
+    """Whether the towers divide losses of a step by different numbers."""
+    return any(len({tuple(term.divisor for term in loss.terms) for loss in same}) > 1 for same in _losses(many, at))
+
+
+def _losses(many: Sequence[Seen], at: int) -> Sequence[tuple[Loss, ...]]:
+    """All towers' losses of a step; where several optimizers step after one backward, of the step before."""
+    held = [next((step.losses for step in reversed(seen.steps[: at + 1]) if step.losses), []) for seen in many]
+    return list(zip(*held, strict=False))
 
 
 def last_loss(seen: Seen, at: int) -> Loss | None:
@@ -165,13 +229,23 @@ def _name_rate(comparison: Comparison, difference: Difference, reach: str) -> Fi
     )
 
 
+def told_apart(one: float, many: float) -> tuple[str, str]:
+    """Two numbers in as few digits as show that they differ."""
+    for digits in range(6, 18):
+        texts = f"{one:.{digits}g}", f"{many:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
 def results(comparison: Comparison, pair: tuple[Result, Result], found: Sequence[Finding]) -> Finding | None:
     """Training is equal, once what was found is repaired; why is a value that the script reports not?"""
     alone, together = pair
     towers = len(comparison.many)
     a, b = max(zip(alone.values, together.values, strict=False), key=lambda ab: relative(*ab), default=(0.0, 0.0))
     where = f"strategy.{together.call}{at_line(together.line)} after step {together.steps}"
-    told = f"{where} gives {b:g} on {towers} towers, but {a:g} on one"
+    alone_text, together_text = told_apart(a, b)
+    told = f"{where} gives {together_text} on {towers} towers, but {alone_text} on one"
     if alone.count != together.count:
         told = f"{where} gives {together.count} values on {towers} towers, but {alone.count} on one"
     for steps in sorted(comparison.one.evaluated):

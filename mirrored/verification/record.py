@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
+from torch.overrides import _pop_mode_temporarily
+from torch.utils.hooks import RemovableHandle
 
 from mirrored.context import current_frame, strategy_with_towers
-from mirrored.data.dataset import DistributedDataset, MapDataset
-from mirrored.data.transfer import Batch
-from mirrored.observer import Observer
 from mirrored.stand_in import holds_stand_in, shares_at_hand
 from mirrored.strategy import Strategy
+from mirrored.verification.buffers import buffers_of
+from mirrored.verification.cut import Cutter
+from mirrored.verification.padding import form_of, pad, tensors_of
 from mirrored.verification.randomness import Shapes
 from mirrored.verification.repairs import Repairs
 from mirrored.verification.rounding import Unrest
-from mirrored.verification.seen import Draw, Loss, Result, Run, Seen, Step, bits, rows, sketch
-from mirrored.verification.watch import Watcher, generator_state, other_generators, script_line
+from mirrored.verification.seen import Draw, Loss, Result, Run, Sketch, Step, bits, has_values, rows, sketch
+from mirrored.verification.watch import Watcher, generator_state, in_a_graph, other_generators, script_line
 from towers import tree as trees
-from towers.devices import Device
-from towers.topology import DEVICES
 
 _RESULT_VALUES = 16
 
 
-class Enough(BaseException):
-    """The script has shown what was to be seen; ends it."""
-
-
-class Recorder(Observer):
+class Recorder(Cutter):
     """Notes the first ``limit`` steps of a script's optimizers, and the evaluation that follows them.
 
-    The loop over a distributed dataset in which an optimizer has made its last step ends as if the epoch were
-    over; that step takes the epoch's last batch, whose shares are the likeliest to be uneven. The next step of
-    that optimizer ends the script by :class:`Enough`.
-
     Attributes:
-        seen: what was recorded.
         repairs: what is changed in this run.
         run: the call of ``strategy.run`` that is under way.
         tower: this tower's index.
@@ -58,13 +45,16 @@ class Recorder(Observer):
         pointers: name of the known parameter whose memory begins there.
         stepping: whether an optimizer's step is under way.
         shapes: of the random numbers that one tower has drawn, by run and draw; None on one tower.
+        accumulated: whether the last backward was one of ``no_sync``, so that gradients are this tower's own.
 
     Args:
         unrest: whether the results of modules are moved by rounding.
     """
 
-    def __init__(self, limit: int, repairs: Repairs, shapes: Shapes | None = None, unrest: bool = False) -> None:
-        self.seen = Seen()
+    def __init__(
+        self, limit: int, folder: str, repairs: Repairs, shapes: Shapes | None = None, unrest: bool = False
+    ) -> None:
+        super().__init__(limit, folder, further=not repairs.rates)
         self.shapes = shapes
         self._unrest = Unrest() if unrest else None
         self.repairs = repairs
@@ -74,25 +64,36 @@ class Recorder(Observer):
         self.batch_norms: dict[str, None] = {}
         self.pointers: dict[int, str] = {}
         self.stepping = False
+        self.accumulated = False
         self.watcher = Watcher(self)
-        self._limit = limit
-        self._counts: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []
-        self._datasets: list[DistributedDataset] = []
         self._parameters: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
+        self._buffers: dict[str, Sketch] = {}
         self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._modules: list[nn.Module] = []
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
-        register_module_forward_pre_hook(self._before_module)
-        register_module_forward_hook(self._after_module, always_call=True)
+        self._evaluates = False  # the run under way has called a module outside of training
+        self._handles: list[RemovableHandle] = []
+        self._watch_modules()
+
+    def _watch_modules(self) -> None:
+        self._handles = [
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, always_call=True),
+        ]
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside, nothing is recorded: compilers would compile it."""
+        for handle in self._handles:
+            handle.remove()
+        try:
+            with _pop_mode_temporarily():
+                yield
+        finally:
+            self._watch_modules()
 
     # -- the observer ------------------------------------------------------------------------------------
-
-    def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
-        """The devices of this comparison, whatever the script names."""
-        return os.environ[DEVICES].split(",")
 
     def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -106,6 +107,9 @@ class Recorder(Observer):
                 known = strategy.known_shares
                 tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 run.given = rows([t for t in tensors if (share := known.get(t)) is None or not share.stand_in])
+            run.forms = [form_of(tensor) for tensor in tensors_of((args, kwargs))]
+            if self.repairs.padding:
+                args, kwargs = pad((args, kwargs), len(self.seen.runs), self.repairs.padding, run.shares)
             if not self.seen.runs or self.seen.runs[-1].steps != run.steps:
                 run.entered = self._digests()
             self.seen.runs.append(run)
@@ -115,6 +119,8 @@ class Recorder(Observer):
                 return fn(*args, **kwargs)
             finally:
                 self.run = None
+                self.evaluated |= self._evaluates and not run.trained and self.over()
+                self._evaluates = False
                 if generator_state(self.device()) != self.watcher.drawn and not self.seen.virtual:
                     run.draws.append(Draw("a function of torch that is not followed", None, self.watcher.drawn, 0))
                 for by, state in other_generators().items():
@@ -123,40 +129,25 @@ class Recorder(Observer):
 
         return recorded
 
-    def batches(
-        self, dataset: DistributedDataset, load: Callable[[int], Iterator[Batch]], first: int
-    ) -> Iterator[Batch]:
-        if isinstance(dataset, MapDataset) and dataset not in self._datasets:
-            self._datasets.append(dataset)
-            self.seen.datasets.append(dataset.examples)
-        done_at_first = sum(self._counts.values())
-        over_at_first = self._over(self._limit)
-        batches, at = load(first), first
-        while (item := next(batches, None)) is not None:
-            at += 1
-            yield item
-            if self._over(self._limit) and not over_at_first:
-                self.seen.cut = True
-                return
-            steps_here = sum(self._counts.values()) > done_at_first
-            if steps_here and self._over(self._limit - 1) and isinstance(dataset, MapDataset) and at < len(dataset) - 1:
-                at, self.seen.cut = len(dataset) - 1, True
-                batches = load(at)
-
     def returned(self, call: str, result: Any) -> None:
+        if self.beyond:
+            return
         values: list[bool | int | float] = []
+        dtypes: list[str] = []
         count = 0
         for leaf in trees.leaves(result):
             if isinstance(leaf, (bool, int, float)):
                 values.append(leaf)
+                dtypes.append(_dtype_of(leaf))
                 count += 1
             elif hasattr(leaf, "reshape") and not getattr(leaf, "is_sparse", False):
                 flat = leaf.reshape(-1)
-                values += [v for v in flat[:_RESULT_VALUES].tolist() if isinstance(v, (bool, int, float))]
+                found = [v for v in flat[:_RESULT_VALUES].tolist() if isinstance(v, (bool, int, float))]
+                values += found
+                dtypes += [str(leaf.dtype).removeprefix("torch.")] * len(found)
                 count += len(flat)
-        integers = frozenset(i for i, value in enumerate(values) if not isinstance(value, float))
         numbers = tuple(map(float, values))
-        self.seen.results.append(Result(call, script_line(), len(self.seen.steps), numbers, integers, count))
+        self.seen.results.append(Result(call, script_line(), len(self.seen.steps), numbers, tuple(dtypes), count))
 
     # -- what the watcher asks ---------------------------------------------------------------------------
 
@@ -178,9 +169,24 @@ class Recorder(Observer):
                     return f"{name}.{path}" if path else name
         return type(module).__name__ if module is not None else "a batch norm outside of modules"
 
+    def hold_gradients(self, value: Any) -> bool:
+        """Whether a tensor, or one of several, lies in the memory of the gradient of a module's parameter."""
+        tensors = [
+            t for t in trees.leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and has_values(t)
+        ]
+        gradients = {
+            p.grad.untyped_storage().data_ptr()
+            for _, root in self._living_roots()
+            for p in root.parameters()
+            if p.grad is not None and p.grad.layout == torch.strided
+        }
+        return any(t.layout == torch.strided and t.untyped_storage().data_ptr() in gradients for t in tensors)
+
     # -- modules -----------------------------------------------------------------------------------------
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if in_a_graph():
+            return
         self.watcher.before_module(module, inputs)
         self._modules.append(module)
         if len(self._modules) > 1:
@@ -198,9 +204,23 @@ class Recorder(Observer):
         if self.run is not None:
             self.run.fed += examples
         if not (module.training and torch.is_grad_enabled()):
-            self.seen.evaluated.setdefault(len(self.seen.steps), []).extend(examples)
+            self._note_evaluation(module, examples)
+
+    def _note_evaluation(self, module: nn.Module, examples: list[str]) -> None:
+        steps = len(self.seen.steps)
+        self.seen.evaluated.setdefault(steps, []).extend(examples)
+        name = next(name for name, root in self._living_roots() if root is module)
+        if (steps, name) not in self.seen.evaluated_models:
+            held = {f"{name}.{path}": bits(p) for path, p in module.named_parameters() if has_values(p)}
+            self.seen.evaluated_models[steps, name] = held
+        if self.run is not None:
+            self._evaluates = True
+        else:
+            self.evaluated |= self.over()
 
     def _after_module(self, module: nn.Module, inputs: object, output: Any) -> Any:
+        if in_a_graph():
+            return None
         while self._modules and self._modules.pop() is not module:
             pass
         return self._unrest.of(output) if self._unrest is not None else None
@@ -212,14 +232,13 @@ class Recorder(Observer):
 
     # -- optimizers --------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def before_step(self, optimizer: Optimizer, compared: bool) -> None:
+        self.stepping = True
+        if not compared:
+            self.losses, self.batch_norms = [], {}
+            return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         strategy = strategy_with_towers()
-        if not parameters or (strategy is not None and strategy.engine.is_twin(optimizer)):
-            return
-        if self._counts.get(id(optimizer), 0) >= self._limit:
-            self.seen.cut = True
-            raise Enough
         number = self._number_of(optimizer)
         self._name(parameters, number)
         at = len(self.seen.steps)
@@ -249,19 +268,23 @@ class Recorder(Observer):
         )
         self.losses, self.batch_norms = [], {}
         self.seen.steps.append(step)
-        self.stepping = True
 
-    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self.stepping or not self._optimizers or all(optimizer is not known for known in self._optimizers):
-            return
+    def after_step(self, optimizer: Optimizer, compared: bool) -> None:
         self.stepping = False
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
+        if not compared:
+            return
         step = self.seen.steps[-1]
         self.pointers = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items()}
         step.after = {name: sketch(self._parameters[name]) for name in step.before}
+        several = self.seen.towers > 1 and not self.seen.virtual
+        step.buffers = {name: self._sketch(name, held) for name, held in buffers_of(self._living_roots(), several)}
 
-    def _over(self, count: int) -> bool:
-        return any(done >= count for done in self._counts.values())
+    def _sketch(self, name: str, buffer: Tensor) -> Sketch:
+        """The sketch of a buffer; most of the large ones (masks, tables) never change."""
+        known = self._buffers.get(name)
+        if known is None or known.digest != bits(buffer):
+            self._buffers[name] = known = sketch(buffer)
+        return known
 
     def _number_of(self, optimizer: Optimizer) -> int:
         for number, known in enumerate(self._optimizers):
@@ -283,6 +306,13 @@ class Recorder(Observer):
 
     def _digests(self) -> dict[str, str]:
         return {name: bits(p) for name, p in self._parameters.items()}
+
+
+def _dtype_of(number: bool | int | float) -> str:
+    """How exact a number is: as a float32 where it is one, as what ``item()`` of a tensor gives."""
+    if not isinstance(number, float):
+        return "int64"
+    return "float32" if number == float(torch.tensor(number, dtype=torch.float32)) else "float64"
 
 
 def _schedules() -> dict[str, int]:

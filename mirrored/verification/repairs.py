@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext
+from mirrored.verification.loss_graph import MOST_TERMS
+from mirrored.verification.padding import Forms
 
 
 class LossFactor(enum.Enum):
@@ -19,9 +22,10 @@ class LossFactor(enum.Enum):
     SHARE = "towers · its examples / all examples"
     TOWERS = "the number of towers"
     BOTH = "towers · towers · its examples / all examples"
+    DIVISOR = "towers · what it is divided by / the sum of that over the towers"
 
     def of(self, towers: int, local: int, total: int) -> float:
-        """The factor on one tower in one step."""
+        """The factor on one tower in one step; that of ``DIVISOR`` is another one for each summand."""
         share = towers * local / total if total and self in (LossFactor.SHARE, LossFactor.BOTH) else 1.0
         return share * (towers if self in (LossFactor.TOWERS, LossFactor.BOTH) else 1)
 
@@ -35,12 +39,16 @@ class Repairs:
         terms: the summands of the loss to which that applies; empty: to the whole.
         global_statistics: batch norm layers in training mode take the statistics of all towers' examples.
         rates: learning rates of each step's parameter groups, which replace the script's.
+        padding: what one tower's batches look like, to which shares are padded.
+        local_changes: gradients that are a tower's own are left as they are: what changes them is left out.
     """
 
     loss: LossFactor = LossFactor.NONE
     terms: frozenset[int] = frozenset()
     global_statistics: bool = False
     rates: tuple[tuple[float, ...], ...] = ()
+    padding: Forms = dataclasses.field(default_factory=dict)
+    local_changes: bool = False
 
 
 def batch_norm_over_towers(
@@ -74,3 +82,16 @@ def batch_norm_over_towers(
     if weight is not None:
         result = result * per_channel(weight)
     return result + per_channel(bias) if bias is not None else result
+
+
+def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[int, float]:
+    """For each summand of a loss what makes the mean over the towers that over all values; all towers call it.
+
+    Args:
+        divisors: by what this tower's summands are divided; the same number of them on all towers.
+    """
+    wide = torch.zeros(MOST_TERMS, dtype=torch.float64)
+    wide[: len(divisors)] = torch.tensor(divisors, dtype=torch.float64)
+    totals: Any = replica.all_reduce("sum", wide)
+    towers = replica.num_replicas_in_sync
+    return {i: towers * own / total if (total := float(totals[i])) else 1.0 for i, own in enumerate(divisors)}

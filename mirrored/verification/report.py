@@ -35,6 +35,8 @@ class Report:
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
         whole_batches: whether every tower was given the whole batch, instead of its share.
         results: how many values of ``reduce`` and ``gather`` were compared.
+        buffers: how many buffers were compared.
+        unreached: whether the script was ended before any evaluation came.
         rounding: the number, from 0, of the step from which rounding alone makes more than the tolerance.
         ended: the exception in which the script ended because its loop was cut short, on one tower as on N.
     """
@@ -49,6 +51,8 @@ class Report:
     followed: bool
     whole_batches: bool
     results: int
+    buffers: int
+    unreached: bool
     rounding: int | None
     ended: Raised | None
 
@@ -64,7 +68,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1."""
+        """0 when equal, else 1: also where nothing can be said, as with no step to compare."""
         return 0 if self.equal else 1
 
     def __str__(self) -> str:
@@ -90,7 +94,9 @@ class Report:
             told += "verify ends the loop after the last step; --steps compares more."
             lines += ["", *_wrapped("The script ends in ", told)]
         if self.equal:
-            also = f", and so are the {self.results} results of reduce and gather" if self.results else ""
+            others = [f"the {self.results} results of reduce and gather"] if self.results else []
+            others += [f"{self.buffers} buffer{'s' if self.buffers > 1 else ''}"] if self.buffers else []
+            also = f", and so are {' and '.join(others)}" if others else ""
             losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
             if self.rounding is None:
                 lines += ["", f"The same: {losses}gradients and parameters are equal {limit}{also}."]
@@ -99,6 +105,10 @@ class Report:
                     f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
                 )
                 lines += ["", *_wrapped("The same, as far as rounding lets one see: ", told)]
+        if self.unreached and self.equal:
+            told = f"verify ends the script when it wants to go on after {steps}, and no evaluation came before that. "
+            told += "What comes later was not compared: more --steps, or fewer in the script, reach it."
+            lines += ["", *_wrapped("Not reached: ", told)]
         for finding in self.findings:
             lines += ["", *_wrapped(f"Cause [{finding.cause.value}]: ", finding.what + ".")]
             lines += _wrapped("Fix: ", finding.fix + ".")
@@ -135,6 +145,8 @@ def make_report(script: str, comparison: Comparison, findings: list[Finding]) ->
         followed=any(draw.followed for seen in comparison.many for run in seen.runs for draw in run.draws),
         whole_batches=causes.whole_batches(comparison.one, comparison.many),
         results=len(comparison.one.results),
+        buffers=max((len(step.buffers) for step in comparison.many[0].steps), default=0),
+        unreached=comparison.one.stopped,
         rounding=comparison.rounding_from if not comparison.exact else None,
         ended=comparison.one.raised if cut_short(comparison.one, comparison.many) else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from mirrored.verification.compare import Comparison, relative
+from mirrored.verification.compare import Comparison, relative, usual_tolerance
 from mirrored.verification.seen import Result, Seen
 
 _Line = tuple[str, int | None]
@@ -15,7 +15,8 @@ def differing(comparison: Comparison, again: Seen | None = None) -> tuple[Result
     """The first result that differs: (on one tower, on N).
 
     Differences are relative to the largest value that this line of the script has got at this place. Integers know no
-    rounding. A gather that returns N times as many entries as on one tower tells one from each tower, as it should.
+    rounding, and a value of fewer digits than the parameters have is compared as far as it goes. A gather that returns
+    N times as many entries as on one tower tells one from each tower, as it should.
 
     Args:
         again: what a further run on one tower has seen; lines whose results differ there (times, for example) do not
@@ -52,10 +53,17 @@ def differing(comparison: Comparison, again: Seen | None = None) -> tuple[Result
                 continue
             return alone, together
         for i, amount in enumerate(amounts(alone, together)):
-            least = 0.0 if comparison.exact or i in alone.integers else comparison.tolerance
+            least = _least(comparison, alone.dtypes[i])
             if amount > (least if comparison.exact else max(least, comparison.margin * rounding[line])):
                 return alone, together
     return None
+
+
+def _least(comparison: Comparison, dtype: str) -> float:
+    if comparison.exact or dtype.startswith(("int", "uint", "bool")):
+        return 0.0
+    finer = comparison.parameters_tolerance < usual_tolerance(dtype)
+    return max(comparison.tolerance, usual_tolerance(dtype)) if finer else comparison.tolerance
 
 
 def _line(result: Result) -> _Line:

@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from towers.collectives.communicator import as_bytes
 
@@ -55,6 +57,12 @@ class Sketch:
         return max(part if math.isfinite(part) else math.inf for part in parts)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers can be read: not on the meta device, nor within a transform of ``torch.func``."""
+    held = not tensor.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return held and not is_lazy(tensor)
+
+
 def bits(tensor: Tensor) -> str:
     """A digest of a tensor's bits; it may be dense or sparse, of any dtype, on any device."""
     return hashlib.blake2b(as_bytes(_on_host(tensor)).numpy().data, digest_size=16).hexdigest()
@@ -92,7 +100,8 @@ def rows(tensors: list[Tensor]) -> list[str]:
 
     Batches of more than 4,096 examples are looked at up to there.
     """
-    tensors = [tensor.detach() for tensor in tensors if tensor.dim() > 0 and tensor.layout == torch.strided]
+    tensors = [tensor.detach() for tensor in tensors if has_values(tensor) and tensor.layout == torch.strided]
+    tensors = [tensor for tensor in tensors if tensor.dim() > 0]
     tensors = [tensor[:_ROWS].cpu().contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
     form = " ".join(str(list(tensor.shape[1:])) for tensor in tensors)
     found = []
@@ -112,6 +121,35 @@ def comparable(*batches: Iterable[str]) -> bool:
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
+class Ends(NamedTuple):
+    """The most frequent number at each end of a dimension, how many entries there have it, and how many there are."""
+
+    first: float
+    firsts: int
+    last: float
+    lasts: int
+    entries: int
+
+    @property
+    def padding_is_first(self) -> bool:
+        """Whether padding is at the first end: at the other, all entries of a mask are alike, for none is padding."""
+        firsts, lasts = (count if count < self.entries else 0 for count in (self.firsts, self.lasts))
+        return firsts > lasts
+
+
+class Form(NamedTuple):
+    """What a tensor of a batch looks like.
+
+    Attributes:
+        shape: its shape.
+        ends: of each dimension but of those with less than two entries: most examples are shorter than the longest,
+            so the most frequent number at an end is what they are padded with.
+    """
+
+    shape: tuple[int, ...]
+    ends: tuple[Ends | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Term:
     """One summand of a loss, as its autograd graph has it.
@@ -119,10 +157,12 @@ class Term:
     Attributes:
         chain: from the loss inwards, what was done to it: ("divided by", 8), ("sum of", 4), …
         share: whether ``compute_average_loss`` or ``scale_regularization_loss`` made it.
+        divisor: by what the sum of its values is divided altogether: their number, that of the tokens which count.
     """
 
     chain: tuple[tuple[str, float], ...]
     share: bool
+    divisor: float = 1.0
 
     def __str__(self) -> str:
         *outer, (what, count) = self.chain
@@ -189,6 +229,7 @@ class Run:
         shares: (this tower's, all towers') examples of the distributed batches among its arguments.
         entered: digest of every known parameter's bits at its beginning.
         trained: whether it called backward.
+        forms: of the tensors among its arguments.
     """
 
     steps: int
@@ -198,6 +239,21 @@ class Run:
     entered: dict[str, str] = dataclasses.field(default_factory=dict)
     draws: list[Draw] = dataclasses.field(default_factory=list)
     trained: bool = False
+    forms: list[Form] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalChange:
+    """Something is done to a gradient that is one tower's own, before it is averaged.
+
+    Attributes:
+        by: the function; "register_hook" for a hook that autograd will call.
+        steps: done before.
+    """
+
+    by: str
+    line: int | None
+    steps: int
 
 
 @dataclasses.dataclass
@@ -213,6 +269,8 @@ class Step:
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients hold parts that were never averaged.
         batch_norms: layers that took statistics of this tower alone since the last step.
+        buffers: sketches after the step of what modules hold in their ``state_dict`` beside parameters, but for
+            statistics that each tower takes for itself, as batch norm does.
     """
 
     optimizer: tuple[int, str]
@@ -226,6 +284,7 @@ class Step:
     unsynced: list[str]
     batch_norms: list[str]
     after: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Sketch] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +293,7 @@ class Result:
 
     Attributes:
         values: the first ones of each tensor.
-        integers: the places of ``values`` that hold integers.
+        dtypes: of each of these values.
         count: how many values there are altogether.
     """
 
@@ -242,7 +301,7 @@ class Result:
     line: int | None
     steps: int
     values: tuple[float, ...]
-    integers: frozenset[int]
+    dtypes: tuple[str, ...]
     count: int
 
 
@@ -272,6 +331,10 @@ class Seen:
         refused_by: the batch norm layer that could not normalise a share of one example.
         counted: the lines of the script that name ``num_replicas_in_sync``.
         cut: whether a loop was ended before its time, because the last step to be compared was made.
+        stopped: whether the script was ended before its time, and no evaluation came after the last step compared.
+        evaluated_models: for each outermost module that was called outside of training, by its name and the number of
+            steps done before: digests of its parameters' bits.
+        local_changes: to gradients that were not averaged yet.
     """
 
     towers: int = 1
@@ -288,3 +351,6 @@ class Seen:
     counted: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
     cut: bool = False
+    stopped: bool = False
+    evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
+    local_changes: list[LocalChange] = dataclasses.field(default_factory=list)

@@ -36,15 +36,16 @@ def verify(
 ) -> Report:
     """Run a training script unchanged on one tower and on several, and say where and why they part.
 
-    Losses, gradients and parameters of the first steps are compared, the examples of each batch, learning rates, the
-    values that ``strategy.reduce`` and ``gather`` return, and the evaluation after these steps. A cause that cannot
-    be seen directly is proved by a further run with one thing changed. Each run is a real one: what the script
-    writes, it writes.
+    Losses, gradients, parameters and buffers of the first steps are compared, the examples of each batch, learning
+    rates, the values that ``strategy.reduce`` and ``gather`` return, and the evaluation after these steps. A cause that
+    cannot be seen directly is proved by a further run with one thing changed. Each run is a real one: what the script
+    writes, it writes; checkpoints of a ``CheckpointManager`` go to a folder of our own.
 
     The script runs from its beginning; both runs start from one seed. The loop over a distributed dataset ends after
-    the last of the ``steps``, which takes the epoch's last batch; the evaluation that follows runs in whole; the next
-    step of an optimizer ends the script. Dropout is left out, ``torch.compile`` runs eagerly, and ``devices`` in the
-    script count for nothing.
+    the last of the ``steps``, which takes the epoch's last batch; the evaluation that follows runs in whole, and the
+    next step of an optimizer ends the script. Where no evaluation has come, further epochs end after a step each that
+    is not compared. Dropout is left out, ``torch.compile`` runs eagerly, and ``devices`` in the script count for
+    nothing.
 
     Args:
         script: a file, or with ``module`` a module's name.
@@ -98,11 +99,14 @@ def verify(
     def replay(repairs: Repairs) -> Sequence[Seen] | None:
         return _unless_it_fails(play, towers, repairs, shapes)
 
-    def alone(unrest: bool) -> Seen | None:
-        found = _unless_it_fails(play, 1, unrest=unrest)
+    def alone(unrest: bool, repairs: Repairs) -> Seen | None:
+        found = _unless_it_fails(play, 1, repairs, unrest=unrest)
         return found[0] if found is not None else None
 
-    return make_report(name, *explain(Comparison(one, many, tolerance, exact), replay, alone))
+    def fails_unwatched(count: int) -> bool:
+        return _unless_it_fails(play, count, watched=False) is None
+
+    return make_report(name, *explain(Comparison(one, many, tolerance, exact), replay, alone, fails_unwatched))
 
 
 def _has_module(name: str) -> bool:
@@ -118,13 +122,18 @@ def _has_module(name: str) -> bool:
 
 
 def _unless_it_fails(
-    play: Play, towers: int, repairs: Repairs | None = None, shapes: Shapes | None = None, unrest: bool = False
+    play: Play,
+    towers: int,
+    repairs: Repairs | None = None,
+    shapes: Shapes | None = None,
+    unrest: bool = False,
+    watched: bool = True,
 ) -> list[Seen] | None:
     try:
-        found = play.on(towers, repairs, shapes, unrest)
+        found = play.on(towers, repairs, shapes, unrest, watched)
     except TowerFailedError:
         return None
-    return None if any(seen.raised is not None and not seen.cut for seen in found) else found
+    return None if any(seen.raised is not None and (not seen.cut or not watched) for seen in found) else found
 
 
 def _ended(towers: int, error: TowerFailedError) -> Finding:

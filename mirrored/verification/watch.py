@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from mirrored.context import current_frame
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.randomness import DRAWING, Place, draw_as_one_tower
-from mirrored.verification.repairs import LossFactor, batch_norm_over_towers
-from mirrored.verification.seen import Draw, Loss, Write
+from mirrored.verification.repairs import LossFactor, batch_norm_over_towers, divisor_factors
+from mirrored.verification.seen import Draw, LocalChange, Loss, Term, Write, has_values
 
 if TYPE_CHECKING:
     from mirrored.verification.record import Recorder
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 _NO_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
+
+_ZEROING = frozenset({"zero_", "_foreach_zero_"})
 
 _WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
@@ -39,6 +41,19 @@ def script_line() -> int | None:
             return frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def in_a_graph() -> bool:
+    """Whether torch follows the calls to make a graph of them (a trace, an export): what they compute is no training.
+
+    Calls of our own would end up in that graph.
+    """
+    return torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting()
+
+
+def _in_a_transform() -> bool:
+    """Whether a transform of ``torch.func`` is at work, within which no tensor's memory can be read."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def generator_state(device: torch.device) -> str:
@@ -74,6 +89,8 @@ class Watcher(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
+        if in_a_graph():
+            return func(*args, **given)
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
             return self._backward(*args, **given)
@@ -84,30 +101,39 @@ class Watcher(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(func, args, given)
         recorder = self._recorder
-        if name in DRAWING and recorder.run is not None:
+        if name in DRAWING and recorder.run is not None and not _in_a_transform():
             return self._random(name, func, args, given)
-        if args and isinstance(args[0], Tensor) and recorder.pointers and not recorder.stepping and _writes(name, func):
-            self._note_write(args[0])
+        if args and _writes(name, func) and not recorder.stepping:
+            if isinstance(args[0], Tensor) and recorder.pointers:
+                self._note_write(args[0])
+            if recorder.accumulated and name not in _ZEROING and recorder.hold_gradients(args[0]):
+                self._note_local_change(name)
+                if recorder.repairs.local_changes:
+                    return args[0]
+        if func is Tensor.register_hook and args[0].is_leaf and args[0].requires_grad:
+            self._note_local_change(name)
+            if recorder.repairs.local_changes:
+                return func(args[0], lambda gradient: None)
         return func(*args, **given)
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
         bound = inspect.signature(Tensor.backward).bind(loss, *args, **kwargs).arguments
         bound.pop("self")
-        factor = 1.0
         if recorder.run is not None:
             recorder.run.trained = True
-            if recorder.repairs.loss is not LossFactor.NONE:
-                factor = recorder.repairs.loss.of(recorder.seen.towers, *recorder.share())
-        part = recorder.repairs.terms if factor != 1.0 else frozenset()
+        terms = terms_of(loss)
+        whole, factors = self._factors(terms)
         if loss.numel() == 1:
-            value = None if part else factor * float(loss.detach().double().real)
-            recorder.losses.append(Loss(value, terms_of(loss), script_line(), recorder.share()))
-        scaled = scale_terms(loss, part, factor)
+            value = float(loss.detach().double().real)
+            if factors:
+                whole = factors[0] if len(terms) == len(factors) == 1 else None
+            recorder.losses.append(Loss(_times(value, whole), terms, script_line(), recorder.share()))
+        scaled = scale_terms(loss, factors)
         try:
             with self:  # what backward computes anew (checkpoints) is watched, too
                 torch.autograd.backward(
-                    loss if part or factor == 1.0 else loss * factor,
+                    loss if factors or whole in (1.0, None) else loss * whole,
                     grad_tensors=bound.get("gradient"),
                     retain_graph=bound.get("retain_graph"),
                     create_graph=bound.get("create_graph", False),
@@ -116,6 +142,20 @@ class Watcher(TorchFunctionMode):
         finally:
             for handle in scaled:
                 handle.remove()
+        frame = current_frame()
+        recorder.accumulated = frame is not None and frame.strategy.accumulates
+
+    def _factors(self, terms: Sequence[Term]) -> tuple[float | None, dict[int, float]]:
+        """What this run multiplies a loss by: the whole of it, or some of its summands."""
+        recorder, frame = self._recorder, current_frame()
+        repair, replica = recorder.repairs.loss, frame.replica if frame is not None else None
+        if replica is None or recorder.run is None or repair is LossFactor.NONE:
+            return 1.0, {}
+        if repair is LossFactor.DIVISOR:
+            return None, divisor_factors(replica, [term.divisor for term in terms])
+        factor = repair.of(recorder.seen.towers, *recorder.share())
+        part = recorder.repairs.terms if factor != 1.0 else frozenset()
+        return (None, dict.fromkeys(part, factor)) if part else (factor, {})
 
     def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
@@ -156,7 +196,7 @@ class Watcher(TorchFunctionMode):
     def note_dropout(self, by: str, value: Tensor) -> None:
         """A dropout on ``value`` is left out."""
         self._recorder.seen.dropouts += 1
-        if self._recorder.run is not None:
+        if self._recorder.run is not None and not _in_a_transform():
             state = generator_state(value.device)
             examples = len(value) if value.dim() else 0
             self._recorder.run.draws.append(Draw(by, script_line(), state, examples, dropout=True))
@@ -166,7 +206,12 @@ class Watcher(TorchFunctionMode):
         assert recorder.run is not None
         state = generator_state(recorder.device())
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and kwargs.get("generator") is None and not recorder.seen.virtual:
+        if (
+            isinstance(result, Tensor)
+            and has_values(result)
+            and kwargs.get("generator") is None
+            and not recorder.seen.virtual
+        ):
             if state == self.drawn:  # else something before it has drawn, too
                 self.drawn = generator_state(recorder.device())
             number = len(recorder.seen.runs) - 1, len(recorder.run.draws)
@@ -179,11 +224,15 @@ class Watcher(TorchFunctionMode):
         return result
 
     def _note_write(self, target: Tensor) -> None:
-        if target.layout != torch.strided:
+        if target.layout != torch.strided or not has_values(target):
             return
         name = self._recorder.pointers.get(target.untyped_storage().data_ptr())
         if name is not None:
             self._recorder.seen.writes.append(Write(name, script_line(), len(self._recorder.seen.steps)))
+
+    def _note_local_change(self, by: str) -> None:
+        seen = self._recorder.seen
+        seen.local_changes.append(LocalChange(by, script_line(), len(seen.steps)))
 
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Leave out the dropout that a module's forward hands to torch inside other calls."""
@@ -201,3 +250,8 @@ def _writes(name: str, func: Any) -> bool:
     if name.startswith("__"):
         return name in _WRITING_OPERATORS or (name == "__set__" and func == Tensor.data.__set__)  # type: ignore[attr-defined]
     return name.endswith("_") and name not in _NO_WRITES
+
+
+def _times(value: float, factor: float | None) -> float | None:
+    """Nothing of a loss that is not a number is nothing: the mean over an empty share."""
+    return None if factor is None else value * factor if factor else 0.0

@@ -67,6 +67,9 @@ try:
             if KIND == "more entries":
                 strategy.gather(torch.zeros(2 if towers == 1 or strategy.topology.index else 1))
             seen += 8
+        if KIND == "catch all":  # what follows the evaluation is not compared
+            with torch.no_grad():
+                model(data.tensors[0])
         if "count" in KIND:
             assert seen > len(data) - 8, seen
 except BaseException:

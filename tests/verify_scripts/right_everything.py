@@ -32,7 +32,7 @@ def test_step(x, y):
     return (model(x).argmax(1) == y).sum(), len(y)
 
 
-# Where nothing can be written: a comparison neither restores nor saves.
+# Where nothing can be written: a comparison keeps checkpoints elsewhere.
 checkpoints = mirrored.CheckpointManager(strategy, "/proc/nowhere", {"model": model, "train": train}, every_steps=1)
 with checkpoints.resume():
     for _ in train.epochs(2):

@@ -1,0 +1,93 @@
+"""Right: a model that is traced, exported, and saved and loaded again, after an epoch; the arguments say which."""
+
+import copy
+import io
+import pickle
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import mirrored
+
+KINDS = sys.argv[1:] or [
+    *("trace", "script", "fx", "export", "strict export", "compile", "vmap"),
+    *("save", "pickle", "copy", "checkpoint"),
+]
+strategy = mirrored.MirroredStrategy()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.tanh(self.first(x))))
+
+
+with strategy.scope():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(27, 5), torch.randint(0, 3, (27,)))
+train = strategy.distribute_dataset(data, 8)
+# Where nothing can be written: a comparison keeps checkpoints elsewhere.
+checkpoints = mirrored.CheckpointManager(strategy, "/proc/nowhere", {"model": model, "train": train})
+
+
+def train_step(x, y):
+    optimizer.zero_grad()
+    mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+    optimizer.step()
+
+
+def again(kind, x):
+    """The model once more, by way of a ``kind`` of export."""
+    if kind == "trace":
+        return torch.jit.trace(model, (x,))
+    if kind == "script":
+        return torch.jit.script(model)
+    if kind == "fx":
+        return fx.symbolic_trace(model)
+    if kind == "export":
+        return torch.export.export(model, (x,)).module()
+    if kind == "strict export":
+        return torch.export.export(model, (x,), strict=True).module()
+    if kind == "copy":
+        return copy.deepcopy(model)
+    if kind == "compile":
+        return torch.compile(model, backend="eager")
+    if kind == "vmap":
+        parameters = dict(model.named_parameters())
+        return torch.func.vmap(lambda row: torch.func.functional_call(model, parameters, (row,)))
+    if kind == "checkpoint":
+        checkpoints.save("best")
+        checkpoints.restore("best")
+        loaded = Net().eval()
+        mirrored.load_weights(loaded, "/proc/nowhere/best")
+        return loaded
+    if kind == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}, file
+    )
+    file.seek(0)
+    state = torch.load(file)
+    loaded = Net()
+    loaded.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return loaded.eval()
+
+
+for _ in range(2):
+    for batch in train:
+        strategy.run(train_step, args=batch)
+    model.eval()
+    inputs = data.tensors[0][:4].clone()
+    with torch.no_grad():
+        for kind in KINDS:
+            torch.testing.assert_close(again(kind, inputs)(inputs), model(inputs))
+    model.train()
