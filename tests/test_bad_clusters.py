@@ -419,7 +419,7 @@ def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pat
     """192.0.2.0/24 is for documentation: nobody has such an address."""
     config = {"cluster": {"worker": ["192.0.2.7:2222", "127.0.0.1:2223"]}, "task": {"type": "worker", "index": 0}}
     script = tmp_path / "script.py"
-    options = "mirrored.CommunicationOptions(startup_timeout_seconds=8)"
+    options = "mirrored.CommunicationOptions(startup_timeout_seconds=3)"
     script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
     result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
     assert result.returncode == 1

@@ -109,7 +109,7 @@ def hang(strategy: mirrored.Strategy) -> None:
 
 
 def hang_with_a_deadline() -> None:
-    hang(mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=1)))
+    hang(mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=2)))
 
 
 def test_a_step_has_a_deadline() -> None:
@@ -485,10 +485,18 @@ def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
 # -- told by other ways ---------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def short_path() -> Iterator[pathlib.Path]:
+    """A directory with a short name: those of sockets have at most 108 characters."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield pathlib.Path(directory)
+
+
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_program_that_launches_passes_signals_on(saves: bool, tmp_path: pathlib.Path) -> None:
-    folder, temporary = tmp_path / "run", tmp_path / "temporary"
-    temporary.mkdir()
+def test_a_program_that_launches_passes_signals_on(
+    saves: bool, tmp_path: pathlib.Path, short_path: pathlib.Path
+) -> None:
+    folder, temporary = tmp_path / "run", short_path
     words = [str(ROOT / "tests" / "programs" / "told_launch.py"), str(folder) if saves else "none"]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
