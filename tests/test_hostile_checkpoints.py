@@ -158,7 +158,7 @@ CRAFTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         lambda states: states["data"].update(step=1, data={**states["data"]["data"], "global_batch_size": -2}),
     ),
     "a seed of -3": ("mirrored.strategy cannot take it on", in_state("mirrored.strategy", "seed", value=-3)),
-    "no schedule": ("schedule cannot take it on", in_state("schedule", value=5)),
+    "no schedule": ("schedule: it is saved as a int, not as a schedule", in_state("schedule", value=5)),
     "a list for progress": ("progress: it is a dict here", in_state("progress", value=[])),
 }
 
@@ -299,3 +299,72 @@ def test_what_one_tower_cannot_take_changes_nothing_on_all(folder: pathlib.Path,
 
 def _sharded(folder: str, shard: bool) -> Any:
     return _one_tower_fails(mirrored.MirroredStrategy(seed=0, shard_optimizer=shard), folder)
+
+
+# -- only state ----------------------------------------------------------------------------------------------
+
+
+class Placed(nn.Module):
+    """Has a device, as models of many libraries do, and no metric's state."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.secret = "kept"
+
+
+def counted(path: str, updates: Any = 1, **state: Any) -> Callable[[dict[str, Any]], Any]:
+    return in_state("more", "mirrored.metrics", value={path: {"state": state, "updates": updates}})
+
+
+NOT_COUNTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "an attribute of a model": ("'placed' is no metric here", counted("placed", secret=torch.ones(1))),
+    "an attribute of the whole": ("'' is no metric here", counted("", training=torch.ones(1))),
+    "a method of a metric": ("the metric 'mean' has no state 'update'", counted("mean", update=torch.ones(1))),
+    "the states of a metric": ("the metric 'mean' has no state '_defaults'", counted("mean", _defaults=[])),
+    "a metric that is not here": ("'other' is no metric here", counted("other", mean_value=torch.ones(1))),
+    "a text for a number": ("'mean_value' .* is saved as a str", counted("mean", mean_value="x")),
+    "a text for updates": ("saved after 'x' updates", counted("mean", "x", mean_value=torch.ones(()))),
+    "updates below none": ("saved after -1 updates", counted("mean", -1, mean_value=torch.ones(()))),
+    "no state": ("saved as no dict", in_state("more", "mirrored.metrics", value={"mean": {"updates": 1}})),
+    "no dict of metrics": ("saved as no dict", in_state("more", "mirrored.metrics", value=[1])),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_COUNTED)
+def test_a_checkpoint_sets_nothing_of_a_metric_but_its_states(folder: pathlib.Path, kind: str) -> None:
+    from torchmetrics import MeanMetric
+
+    more = nn.ModuleDict({"placed": Placed(), "mean": MeanMetric()})
+    more["mean"].update(torch.tensor([2.0, 4.0]))
+    run = Run(folder, more=more)
+    words, states = NOT_COUNTED[kind]
+    forge(folder, states)
+    update = more["mean"].update
+    refused(run, f"more: .*{words}")
+    assert more["placed"].secret == "kept"
+    assert more["mean"].update is update
+    assert float(more["mean"].compute()) == 3.0
+
+
+@pytest.mark.parametrize("attribute", ["step", "get_lr", "optimizer", "state_dict"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_checkpoint_sets_nothing_of_a_schedule_but_its_state(
+    folder: pathlib.Path, attribute: str, nested: bool
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    inner = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, inner, [2])
+    run = Run(folder, more=schedule)
+    place = ("more", "_schedulers", 1, attribute) if nested else ("more", attribute)
+    forge(folder, in_state(*place, value=3))
+    refused(run, f"more: it has no state '{attribute}'")
+    forge(folder, in_state("more", "_schedulers", value=[{}]))
+    refused(run, "more: it is made of 2 schedules here")
+
+
+def test_a_schedule_of_another_version_is_taken(folder: pathlib.Path) -> None:
+    run = Run(folder)
+    forge(folder, in_state("schedule", "verbose", value=False))
+    assert run.manager.restore("forged").step == 1

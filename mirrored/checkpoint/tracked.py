@@ -204,12 +204,11 @@ class TrackedContainer(Tracked):
 
 
 class TrackedObject(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``: a schedule, a scaler, a dataset, one's own."""
+    """Anything with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, one's own."""
 
     def __init__(self, name: str, thing: Any) -> None:
         super().__init__(name)
         self._thing = thing
-        self.skip_code = isinstance(thing, LRScheduler)
 
     def state(self) -> Any:
         return self._thing.state_dict()
@@ -219,6 +218,15 @@ class TrackedObject(Tracked):
 
     def way_back(self) -> WayBack:
         return way_back.of_object(self._thing)
+
+
+class TrackedSchedule(TrackedObject):
+    """A learning-rate schedule, which makes whatever its state holds its attributes."""
+
+    skip_code = True
+
+    def problem(self, state: Any) -> str | None:
+        return _what_schedules_lack(self._thing, state)
 
 
 def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
@@ -234,6 +242,8 @@ def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
         return TrackedModule(name, thing, is_mirrored)
     if isinstance(thing, torch.optim.Optimizer):
         return TrackedOptimizer(name, thing, is_mirrored)
+    if isinstance(thing, LRScheduler):
+        return TrackedSchedule(name, thing)
     if type(thing) in (dict, list):
         return TrackedContainer(name, thing)
     if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
@@ -261,6 +271,20 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
         return None
     more = f"; {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(found[:3]) + more
+
+
+def _what_schedules_lack(schedule: Any, state: Any) -> str | None:
+    """What in a state stands for something that is no state here: a method, or the optimizer. Versions may differ."""
+    if not isinstance(state, Mapping):
+        return f"it is saved as a {type(state).__name__}, not as a schedule"
+    here = schedule.state_dict()
+    for key in state.keys() - here.keys():
+        if not isinstance(key, str) or key in vars(schedule) or callable(getattr(schedule, key, None)):
+            return f"it has no state {key!r}"
+    saved, inner = state.get("_schedulers", []), getattr(schedule, "_schedulers", [])
+    if not isinstance(saved, list) or len(saved) != len(inner):
+        return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
+    return next(filter(None, map(_what_schedules_lack, inner, saved)), None)
 
 
 def _shape(tensor: Tensor) -> str:
