@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.lock import Lock
 from mirrored.checkpoint.manifest import Manifest
 from mirrored.checkpoint.tensors import Layout
 
@@ -25,13 +26,15 @@ class Writer:
     Args:
         folder: where.
         keep: how many steps are kept.
+        lock: says that this process writes there; held until all is written.
 
     Attributes:
         seconds: how long the newest took, from the copy to the last rename.
     """
 
-    def __init__(self, folder: Folder, keep: int) -> None:
+    def __init__(self, folder: Folder, keep: int, lock: Lock) -> None:
         self._folder = folder
+        self._lock = lock
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
