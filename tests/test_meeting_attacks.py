@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import torch
 from conftest import at_most, wait_until
 from torch.distributed import HashStore, Store, TCPStore
 
+import mirrored
 from towers import HandshakeError, StartupError, cards, handshake
 
 TOKEN = "a secret of the tests"
@@ -246,3 +251,43 @@ def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.Mo
     both_meet(store, join(store))
     with pytest.raises(StartupError, match="did not come within 0 s"):
         meet(HashStore(), 0, seconds=0.1)
+
+
+# -- processes that are suspended ----------------------------------------------------------------------------
+
+
+def _suspended(seconds: float, timeout: float) -> float:
+    """Tower 0 waits for tower 1 while somebody suspends both for ``seconds``."""
+    options = mirrored.CommunicationOptions(timeout_seconds=timeout, implementation="shared_memory")
+    strategy = mirrored.MirroredStrategy(communication=options)
+    processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
+    if strategy.topology.index == 1:
+        numbers = " ".join(map(str, processes))
+        subprocess.run(["sh", "-c", f"kill -STOP {numbers}; sleep {seconds}; kill -CONT {numbers}"], check=True)
+    return float(strategy.reduce("sum", 1.0))
+
+
+def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None:
+    assert mirrored.launch(_suspended, (4.0, 2.0), towers=2, devices=["cpu:0", "cpu:1"], timeout=60) == [2.0, 2.0]
+
+
+def _stopped() -> str:
+    """Tower 1 is stopped; what both come to."""
+    options = mirrored.CommunicationOptions(timeout_seconds=2, implementation="shared_memory")
+    strategy = mirrored.MirroredStrategy(communication=options)
+    if strategy.topology.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(2):  # to the first one tower 0 had come
+            strategy.reduce("sum", 1.0)
+    except (mirrored.CollectiveTimeoutError, mirrored.PeerLostError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_stopped_tower_is_woken_to_hear_that_the_others_end() -> None:
+    """torchrun would wait half a minute for it to end."""
+    first, second = mirrored.launch(_stopped, towers=2, devices=["cpu:0", "cpu:1"], timeout=60)
+    assert "tower 0 waited 2 s for tower 1" in first
+    assert "tower 0" in second
+    assert "broke off" in second or "ended" in second
