@@ -1,7 +1,7 @@
 """Where the global random generators stand: Python's, NumPy's, torch's CPU generator and a GPU's.
 
-``take`` and ``put`` are for this process and need microseconds; ``state`` and ``set_state`` are for files and other
-processes.
+``take`` and ``put`` are for this process and need microseconds; ``state``, ``read`` and ``go_on`` are for files and
+other processes.
 
 [Note: NumPy's generator] ``np.random.get_state`` and ``set_state`` need 35 µs each, because they copy 624 words one by
 one through Python objects; a run of a strategy would call both at its beginning and at its end. The words of an
@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -135,16 +136,94 @@ def state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Let the generators go on where :func:`state` was taken; lists do for tensors. A GPU's is left out on a CPU.
+class Saved(NamedTuple):
+    """What :func:`state` has told, checked, in the form that the generators take.
+
+    Attributes:
+        python: as ``random.setstate`` takes it.
+        numpy: as ``numpy.random.set_state`` takes it.
+        cpu: torch's generator of the CPU.
+        gpu: that of a GPU; None where there is none, or none to set.
+    """
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, Any, int, int, float]
+    cpu: Tensor
+    gpu: Tensor | None
+
+
+def read(state: Mapping[str, Any], device: torch.device) -> Saved:
+    """What :func:`state` has told, if every field of it is one that a generator can stand at; lists do for tensors.
+
+    The libraries believe positions that they are given, and read memory of others with them. A GPU's state is left out
+    on a CPU.
 
     Raises:
-        ValueError, TypeError, KeyError, RuntimeError: it is no such state.
+        ValueError, TypeError, KeyError, RuntimeError, OverflowError: it is no such state.
     """
     version, internal, gauss = state["python"]
-    kind, key, *rest = state["numpy"]
-    random.setstate((version, tuple(torch.as_tensor(internal, device="cpu").tolist()), gauss))
-    np.random.set_state((kind, np.asarray(torch.as_tensor(key, device="cpu"), dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.as_tensor(state["torch"], dtype=torch.uint8, device="cpu"))
+    kind, key, position, has_gauss, numpy_gauss = state["numpy"]
+    *words, index = _whole_numbers(internal, _WORDS + 1, 2**32)
+    _check(version == 3, f"Python's version is {version!r}")
+    _check(index <= _WORDS, f"Python's position is {index}")
+    _check(gauss is None or type(gauss) is float, "Python's next normal number is none")
+    _check(kind == "MT19937", f"NumPy's generator is {kind!r}")
+    _check(type(position) is int and 0 <= position <= _WORDS, f"NumPy's position is {position!r}")
+    _check(type(has_gauss) is int and has_gauss in (0, 1), f"NumPy's has_gauss is {has_gauss!r}")
+    _check(type(numpy_gauss) is float, "NumPy's next normal number is none")
+    key = np.asarray(_whole_numbers(key, _WORDS, 2**32), dtype=np.uint32)
+    cpu, gpu = _bytes(state["torch"], torch.default_generator.get_state()), None
+    _check_torch(bytes(cpu.numpy()))
     if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"], dtype=torch.uint8, device="cpu"), device)
+        gpu = _bytes(state["cuda"], torch.cuda.get_rng_state(device))
+        _check(int.from_bytes(bytes(gpu.numpy()[8:16]), "little") % 4 == 0, "the GPU's offset is no multiple of 4")
+    return Saved((version, (*words, index), gauss), (kind, key, position, has_gauss, numpy_gauss), cpu, gpu)
+
+
+def go_on(saved: Saved, device: torch.device) -> None:
+    """Let the generators go on where they stood then."""
+    random.setstate(saved.python)
+    np.random.set_state(saved.numpy)
+    torch.set_rng_state(saved.cpu)
+    if saved.gpu is not None:
+        torch.cuda.set_rng_state(saved.gpu, device)
+
+
+def _check(fits: bool, otherwise: str) -> None:
+    if not fits:
+        raise ValueError(f"no state of random generators: {otherwise}")
+
+
+def _whole_numbers(value: Any, count: int, limit: int) -> list[int]:
+    """The numbers, if they are ``count`` whole ones from 0 and below ``limit``."""
+    numbers = torch.as_tensor(value, device="cpu")
+    whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    _check(whole and numbers.shape == (count,), f"{count} whole numbers are {numbers.dtype} of {tuple(numbers.shape)}")
+    found: list[int] = numbers.tolist()
+    _check(min(found) >= 0 and max(found) < limit, f"a number does not lie between 0 and {limit - 1}")
+    return found
+
+
+def _bytes(value: Any, like: Tensor) -> Tensor:
+    return torch.tensor(_whole_numbers(value, like.numel(), 256), dtype=torch.uint8, device="cpu")
+
+
+def _check_torch(state: bytes) -> None:
+    """See that the next word of torch's generator is one of its 624: it checks less (``CPUGeneratorImpl::set_state``).
+
+    [Note: torch's generator] Its bytes are a seed, how many words are left before all are made anew, whether it was
+    seeded, the next word, 624 words, and two normal numbers with their flags. Word k is the next where 625 - k are
+    left; where it was just seeded, word 0 and 1. A version whose own generator does not fit this decides for itself.
+    """
+    if len(state) == _TORCH_BYTES and _stands_well(bytes(torch.default_generator.get_state().numpy())):
+        _check(_stands_well(state), "torch's position, or one of its flags, is none")
+
+
+_TORCH_BYTES = 5056
+
+
+def _stands_well(state: bytes) -> bool:
+    left, seeded, following = struct.unpack_from("<iiQ", state, 8)
+    normal, normal32 = struct.unpack_from("<i4x4xB", state, _TORCH_BYTES - 16)
+    fits = left + following == _WORDS + 1 and 1 <= left <= _WORDS
+    return seeded == 1 and (fits or (left, following) == (1, 0)) and {normal, normal32} <= {0, 1}

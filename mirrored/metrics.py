@@ -14,7 +14,6 @@ import copy
 import functools
 import itertools
 import math
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,19 +53,47 @@ def states_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def set_states_of(module: nn.Module, states: dict[str, Any]) -> None:
+def problem_of(module: nn.Module, states: Any) -> str | None:
+    """Why ``states`` are none that :func:`states_of` could have told of ``module``; None where they are."""
+    if not isinstance(states, Mapping):
+        return "what its metrics have counted is saved as no dict"
+    parts = dict(module.named_modules()) if states else {}
+    for path, saved in states.items():
+        metric: Any = parts.get(path)
+        if metric is None or not _is_a(metric, "Metric"):
+            return f"{path!r} is no metric here, but one in the checkpoint"
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+            return f"what the metric {path!r} has counted is saved as no dict"
+        updates = saved.get("updates")
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+            return f"the metric {path!r} is saved after {updates!r} updates"
+        for name, value in saved["state"].items():
+            if name not in metric._defaults:
+                return f"the metric {path!r} has no state {name!r}"
+            kinds = (list, Tensor) if isinstance(metric._defaults[name], list) else (int, float, Tensor)
+            if not isinstance(value, kinds):
+                return f"the state {name!r} of the metric {path!r} is saved as a {type(value).__name__}"
+    return None
+
+
+def set_states_of(module: nn.Module, states: Mapping[str, Any]) -> None:
     """Let the metrics in ``module`` go on where :func:`states_of` was taken.
 
     Raises:
-        KeyError: there is no such metric.
+        ValueError: there is no such metric or state; nothing has changed.
     """
+    if problem := problem_of(module, states):
+        raise ValueError(problem)
     parts = dict(module.named_modules()) if states else {}
     for path, saved in states.items():
         metric: Any = parts[path]
-        move = functools.partial(trees.map_leaves, operator.methodcaller("to", metric.device))
         for name, value in saved["state"].items():
-            setattr(metric, name, move(value))
+            setattr(metric, name, trees.map_leaves(functools.partial(_on, metric.device), value))
         metric._update_count, metric._computed = saved["updates"], None
+
+
+def _on(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 def _is_a(module: nn.Module, *names: str) -> bool:

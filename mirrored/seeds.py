@@ -54,7 +54,7 @@ def share(comm: Communicator) -> None:
     mine = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
     chief = comm.all_gather_bytes(mine.encode())[0]
     if comm.index > 0:
-        generators.set_state(json.loads(chief), comm.device)
+        generators.go_on(generators.read(json.loads(chief), comm.device), comm.device)
 
 
 class TowerStreams:
@@ -149,16 +149,17 @@ class TowerStreams:
         """Go on where :meth:`state_dict` was taken, on this tower.
 
         Raises:
-            ValueError, TypeError, KeyError, RuntimeError: it is no such state.
+            ValueError, TypeError, KeyError, RuntimeError, OverflowError: it is no such state; nothing has changed.
         """
-        outside, inside = saved["outside"], saved["inside"]
+        outside = generators.read(saved["outside"], self._device)
+        inside = generators.read(saved["inside"], self._device) if saved["inside"] is not None else None
         before = self.switch(False)
         try:
-            generators.set_state(outside, self._device)
+            generators.go_on(outside, self._device)
             self._other = None
             if inside is not None and self._two:
                 with undisturbed(self._device):
-                    generators.set_state(inside, self._device)
+                    generators.go_on(inside, self._device)
                     self._other = generators.take(self._device)
         finally:
             self.switch(before)

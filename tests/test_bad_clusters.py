@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -28,7 +29,8 @@ from mirrored.cluster import (
     resolve,
     slurm,
 )
-from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, rendezvous
+from mirrored.doctor import cores
+from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, machine, rendezvous
 from towers.collectives import default_group
 from towers.job import Job, agent_command
 
@@ -334,18 +336,21 @@ def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
     assert default_group.compare_towers(1, {**card, "machine": "other"}, 0, card) is None
 
 
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05]",
+    "SLURM_JOB_ID": "1000",
+    "SLURM_STEP_ID": "2",
+}
+
+
 def test_slurm_variables() -> None:
-    environ = {
-        "SLURM_PROCID": "3",
-        "SLURM_STEP_NUM_TASKS": "5",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1",
-        "SLURM_STEP_NUM_NODES": "3",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-        "SLURM_STEP_NODELIST": "gpu[03-05]",
-        "SLURM_JOB_ID": "1000",
-        "SLURM_STEP_ID": "2",
-    }
+    environ = SLURM
     assert slurm.present(environ)
     topology = SlurmClusterResolver(environ).topology
     assert topology is not None
@@ -358,6 +363,71 @@ def test_slurm_variables() -> None:
     with pytest.raises(ClusterError, match="SLURM_LOCALID, SLURM_NODEID are not set"):
         SlurmClusterResolver({**environ, "SLURM_LOCALID": "", "SLURM_NODEID": ""})
     assert not slurm.present({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SLURM_STEP_ID", "\u00b2", "SLURM_STEP_ID='\u00b2' is not a whole number"),
+        ("SLURM_STEP_ID", "9" * 5000, "SLURM_STEP_ID=.* is not a whole number"),
+        ("SLURM_PROCID", "\u00b2", "SLURM_PROCID='\u00b2' is not a whole number"),
+        ("SLURM_PROCID", "\uff13", "SLURM_PROCID='\uff13' is not a whole number"),
+        ("MASTER_PORT", "65536", "MASTER_PORT is 65536; ports go from 1 to 65535"),
+        ("SLURM_STEP_NUM_TASKS", "1000001", "SLURM_STEP_NUM_TASKS is 1000001, but must be from 1 to 1000000"),
+        ("SLURM_STEP_NUM_NODES", "65536", "SLURM_STEP_NUM_NODES is 65536, but SLURM_STEP_NUM_TASKS is only 5"),
+        ("SLURM_STEP_TASKS_PER_NODE", "65536(x3)", "tasks on this node is 65536, but SLURM_STEP_NUM_TASKS is only 5"),
+        ("SLURM_STEP_TASKS_PER_NODE", "\u00b2(x3)", "is no list of numbers of tasks"),
+        ("SLURM_STEP_TASKS_PER_NODE", "\uff12(x3)", "is no list of numbers of tasks"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x1000000000)", "is no list of numbers of tasks"),
+        ("SLURM_STEP_TASKS_PER_NODE", "1(x999999999)", "SLURM_LOCALID is 1, but tasks on this node is 1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2,,", "is no list of numbers of tasks"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2", "is of 1 nodes, but this is node 1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x0),2", "is of 1 nodes, but this is node 1"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2(x\u00b2)", "is no list of numbers of tasks"),
+    ],
+)
+def test_wrong_slurm_variables_are_named(name: str, value: str, words: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ClusterError, match=words) as caught:
+            SlurmClusterResolver({**SLURM, name: value})
+        assert tracemalloc.get_traced_memory()[1] < 2**20, "it takes no memory"
+    finally:
+        tracemalloc.stop()
+    assert str(caught.value).startswith("SLURM's variables: ")
+
+
+def test_a_run_of_a_billion_nodes_is_counted_at_once() -> None:
+    topology = SlurmClusterResolver({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}).topology
+    assert topology is not None
+    assert topology.local_size == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"WORLD_SIZE": "1000000000000"}, "WORLD_SIZE is 1000000000000, but must be from 1 to 1000000"),
+        ({"RANK": "\u00b2"}, "RANK='\u00b2' is not a whole number"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports go from 1 to 65535"),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "65536"}, "LOCAL_WORLD_SIZE is 65536, but WORLD_SIZE is only 2"),
+        (
+            {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1000000000"},
+            "GROUP_WORLD_SIZE is 1000000000, but WORLD_SIZE is only 2",
+        ),
+        ({"TORCHELASTIC_RESTART_COUNT": "\u00b2"}, "TORCHELASTIC_RESTART_COUNT='\u00b2' is not a whole number"),
+    ],
+)
+def test_absurd_numbers_of_torchruns_variables_are_named(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ClusterError, match=words):
+        TorchrunClusterResolver(torchrun_variables(**changes))
+
+
+@pytest.mark.parametrize("stated", ["\u00b2", "9" * 5000, "-1", "4,2"])
+def test_a_number_of_threads_that_is_none_is_left_to_openmp(stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", stated)
+    assert machine.share_out_threads(2) == f"{before} thread{'s' if before > 1 else ''} each"
+    assert list(cores.check({"OMP_NUM_THREADS": stated}))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ def plain(text: object, longest: int = 4000) -> str:
     """A stranger's text as it may be shown: on one line, not too long, and nothing that moves a terminal's cursor."""
     if not isinstance(text, str):
         return "?"
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:longest])
+    shown = text[:longest]
+    return shown if shown.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in shown)
 
 
 def _object(text: str | bytes) -> Card:

@@ -25,7 +25,7 @@ def parse(device: Device) -> torch.device:
         ValueError: it names no CPU and no GPU.
     """
     if isinstance(device, str):
-        match = re.fullmatch(r"/?(?:device:)?(cpu|gpu|cuda)(?::(\d+))?", device.strip().lower())
+        match = re.fullmatch(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]{1,9}))?", device.strip().lower())
         if match is None:
             raise ValueError(f"device {device!r} is not understood; write 'cuda:0', 'cpu:0' or '/gpu:0'")
         kind = "cpu" if match[1] == "cpu" else "cuda"

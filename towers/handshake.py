@@ -6,6 +6,7 @@ that all the others read, so that all fail with one text within seconds.
 
 A store takes what anybody writes. So cards and verdicts are sealed (:mod:`towers.cards`): who has another job token
 than the store's owner is refused before it writes anything, and what others have written counts as not there.
+Cards of an earlier meeting count as not there, too: see :class:`towers.table.Table`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import torch
 from torch.distributed import Store, TCPStore
 
 from towers import cards, network
-from towers.cards import Card, NotACardError, OtherJobError, plain
+from towers.cards import Card, OtherJobError, plain
 from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
+from towers.table import Table, lay_down
 from towers.within import within
 
 Compare = Callable[[int, Card, int, Card], str | None]
 """(an index, its card, another index, its card) → what is wrong between the two, or None."""
 
 _OWNER = "towers/owner"
-_ATTEMPTS = 20  # to lay a card down where strangers write
 
 
 def versions() -> dict[str, str]:
@@ -154,7 +155,7 @@ def join_store(
     store = _connect(host, port, timeout, deadline, who, origin)
     # Who serves it has said whose it is; torchrun has not: there, who comes first says it.
     try:
-        _lay_down(store, token, _OWNER, {"host": socket.gethostname()}, refuses_others=True)
+        lay_down(store, token, _OWNER, {"host": socket.gethostname()}, refuses_others=True)
     except OtherJobError as other:
         raise HandshakeError(
             f"{name} (on {socket.gethostname()}) is not of the job that meets at {_join(host, port)}: there lies "
@@ -217,7 +218,7 @@ def meet(
         StartupError: not all came before the deadline; the message lists who is missing.
         HandshakeError: ``index`` is taken by another process, or two cards do not fit together.
     """
-    table = _Table(store, kind, index, token)
+    table = Table(store, kind, index, token)
     started = time.monotonic()
     pause = 0.005
     found: dict[int, Card] = {}
@@ -225,23 +226,28 @@ def meet(
         mine = found[index] = table.claim({"host": socket.gethostname(), "versions": versions(), **card})
         while True:
             table.read_verdict()
+            table.stay()
             for i in range(len(names)):
                 if i not in found and (theirs := table.card(i)) is not None:
                     found[i] = theirs
                     table.judge(_compare(kind, compare, i, theirs, index, mine))
-            if len(found) == len(names):
-                # All compare all with the first, so that nobody goes on where two others found a difference.
-                for i in range(1, len(names)):
-                    table.judge(_compare(kind, compare, i, found[i], 0, found[0]))
-                return [found[i] for i in range(len(names))]
-            if time.monotonic() >= deadline:
-                missing = [
-                    f"{kind} {i} ({names[i]})" + table.instead_of(i) for i in range(len(names)) if i not in found
-                ]
+                    if len(found) == len(names):
+                        # All compare all with the first, so that nobody goes on where two others found a difference.
+                        for other in range(1, len(names)):
+                            table.judge(_compare(kind, compare, other, found[other], 0, found[0]))
+                        pause = 0.005
+            late = time.monotonic() >= deadline
+            missing = [i for i in range(len(names)) if i not in found]
+            if not missing:
+                missing = table.not_here(len(names), late=late)
+                if not missing:
+                    return [found[i] for i in range(len(names))]
+            if late:
+                described = ", ".join(f"{kind} {i} ({names[i]})" + table.instead_of(i) for i in missing)
                 waited = time.monotonic() - started
                 table.judge(
                     f"{len(missing)} of {len(names)} {kind}s did not come within {waited:.0f} s: "
-                    f"{', '.join(missing)}; who should come was read from {origin}",
+                    f"{described}; who should come was read from {origin}",
                     StartupError,
                 )
             time.sleep(pause)
@@ -252,102 +258,6 @@ def meet(
         raise
     except RuntimeError as error:  # what torch's store raises when its server is gone
         raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {plain(str(error))}") from None
-
-
-class _Table:
-    """Where the cards of one meeting lie, as the process with index ``index`` sees it."""
-
-    def __init__(self, store: Store, kind: str, index: int, token: str) -> None:
-        self._store = store
-        self._kind = kind
-        self._index = index
-        self._token = token
-        self._strangers: dict[int, str] = {}
-
-    def claim(self, card: Card) -> Card:
-        """Take this process's place.
-
-        Raises:
-            HandshakeError: another process of this job has it.
-        """
-        found = _lay_down(self._store, self._token, self._place(self._index), card)
-        if found is not card:
-            other = plain(found.get("host"), 64)
-            raise HandshakeError(
-                f"{self._kind} {self._index} is already taken by a process on {other}; this one, on {card['host']}, "
-                f"claims the same index: give each {self._kind} an index of its own"
-            )
-        return card
-
-    def card(self, index: int) -> Card | None:
-        """The card of ``index``; None when it has not come, or only a stranger in its place."""
-        place = self._place(index)
-        if not self._store.check([place]):
-            return None
-        try:
-            return cards.unseal(self._token, place, self._store.get(place))
-        except NotACardError as stranger:
-            self._strangers[index] = str(stranger)
-            return None
-
-    def instead_of(self, index: int) -> str:
-        """What a message adds about who came in the place of ``index``, if anybody did."""
-        return f", in whose place lies {self._strangers[index]}" if index in self._strangers else ""
-
-    def judge(self, wrong: str | None, error: type[TowersError] = HandshakeError) -> None:
-        """Tell everybody that something is wrong, and fail with whatever was told first."""
-        if wrong is not None:
-            said = {"error": error.__name__, "text": plain(wrong)}
-            self._fail(_lay_down(self._store, self._token, self._place("verdict"), said))
-
-    def read_verdict(self) -> None:
-        """Fail if somebody of this job has found something wrong."""
-        place = self._place("verdict")
-        if self._store.check([place]):
-            try:
-                said = cards.unseal(self._token, place, self._store.get(place))
-            except NotACardError:
-                return
-            self._fail(said)
-
-    def wait_until_read(self, others: Sequence[int]) -> None:
-        """Give the others a moment to read the verdict."""
-        end = time.monotonic() + 2.0
-        while others and time.monotonic() < end and not self._store.check([self._place(f"read{i}") for i in others]):
-            time.sleep(0.02)
-
-    def _fail(self, verdict: Card) -> None:
-        self._store.set(self._place(f"read{self._index}"), "")
-        error = StartupError if verdict.get("error") == StartupError.__name__ else HandshakeError
-        raise error(plain(verdict.get("text")))
-
-    def _place(self, what: int | str) -> str:
-        return f"{self._kind}/{what}"
-
-
-def _lay_down(store: Store, token: str, place: str, card: Card, *, refuses_others: bool = False) -> Card:
-    """Lay ``card`` down where no card of this job lies, and return what lies there then.
-
-    Args:
-        refuses_others: leave another job's card there.
-
-    Raises:
-        OtherJobError: it was left.
-        HandshakeError: somebody writes there without end.
-    """
-    text = cards.seal(token, place, card)
-    expected: str | bytes = ""
-    for _ in range(_ATTEMPTS):
-        found = store.compare_set(place, expected, text)  # type: ignore[arg-type]  # takes bytes as well
-        if found == text.encode():
-            return card
-        try:
-            return cards.unseal(token, place, found)
-        except NotACardError as stranger:
-            if refuses_others and isinstance(stranger, OtherJobError):
-                raise
-            expected = "" if found == expected else found  # equal: it was there, and is gone
-    raise HandshakeError(f"a stranger keeps writing to {place} in the store where this job meets")
 
 
 def _compare(kind: str, compare: Compare, index: int, card: Card, other: int, reference: Card) -> str | None:

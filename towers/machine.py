@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import re
 import socket
 import sys
 
@@ -56,7 +57,7 @@ def share_out_threads(local_size: int, *, alone: bool = False) -> str:
             other bits with another number of them.
     """
     if stated := os.environ.get("OMP_NUM_THREADS"):
-        if stated.isdigit() and int(stated) > 0:
+        if re.fullmatch("[0-9]{1,9}", stated) and int(stated) > 0:
             torch.set_num_threads(int(stated))
     elif alone:
         torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from towers import failure
 from towers.errors import StepTimeoutError
 from towers.health import AVERAGING, Health
 from towers.heartbeat import INTERVAL, main_stack
+from towers.patience import Patience
 from towers.waiting import elsewhere, listed
 from towers.whereabouts import Record
 
@@ -36,19 +37,16 @@ class StepDeadline:
 
     def _run(self) -> None:
         pause = min(INTERVAL, self._seconds / 10)
-        watched, spent, before = 0, 0.0, time.monotonic()
+        watched, patience = 0, Patience(self._seconds, 2 * pause)
         while self._health() is not None:
             time.sleep(pause)
             self._record.give_sign()
-            place, now = self._record.read(), time.monotonic()
+            place, left = self._record.read(), patience.spend()
             if not place.running or place.step != watched:
-                watched, spent = place.step, 0.0
-            else:
-                spent += min(now - before, 2 * pause)  # while the whole job is suspended the watch stands still
-            before = now
+                watched, left = place.step, patience.start()
             # Who waits for others leaves it to those to say what they do.
             waits = place.phase == AVERAGING or bool(place.call)
-            if spent >= self._seconds + (_HEAD_START if waits else 0.0):
+            if left <= (-_HEAD_START if waits else 0.0):
                 self._end(waits)
 
     def _end(self, waits: bool) -> None:

@@ -6,7 +6,6 @@ Tests hand out a disk that fails, or ends the process, at any one of them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import pathlib
@@ -120,23 +119,3 @@ class _Hasher:
         self._queue.put(None)
         self._thread.join()
         self.digest = self._sum.hexdigest()
-
-
-class Lock:
-    """Says that this process writes into a folder; given up when the process ends, however it ends.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-        try:
-            # Not flock: that one lives on in the processes that load data, after this one was killed.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._descriptor)
-            raise
-
-    def release(self) -> None:
-        os.close(self._descriptor)

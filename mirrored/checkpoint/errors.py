@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from towers.cards import plain
 from towers.failure import EXIT_PREEMPTED
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or loaded into what is there; the text names it."""
+    """A checkpoint cannot be written, read, or loaded into what is there; the text names it.
+
+    The text may quote a checkpoint that a stranger has written: it is one line, and nothing in it moves a cursor.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(plain(" ".join(text.replace("\t", " ").splitlines())))
 
 
 class Preempted(SystemExit):
@@ -21,3 +30,9 @@ class Preempted(SystemExit):
 
     def __reduce__(self) -> tuple[type[Preempted], tuple[int]]:
         return Preempted, (self.step,)
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names that a stranger may have written, as a person reads them."""
+    found = [plain(name, 100) for name in names]
+    return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.codec import Malformed
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.errors import CheckpointError, some_of
 from mirrored.checkpoint.manifest import NAME, TENSORS, Manifest
 from mirrored.checkpoint.tensors import TensorFile
 from towers.log import get_logger
@@ -35,7 +35,7 @@ log = get_logger("mirrored")
 
 LATEST = "latest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,})")
 _SAVING, _REMOVING, _REPLACING = ".saving-", ".removing-", ".replacing-"
 PROBE = ".probe-"
 """How the names of files begin by which towers find out who sees them."""
@@ -56,8 +56,14 @@ def check_name(name: str) -> str:
 
 
 def is_step(name: str) -> bool:
-    """Whether a name is that of a step's checkpoint."""
+    """Whether a name looks like that of a step's checkpoint."""
     return _STEP.fullmatch(name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step of whose checkpoint this is the name; None where it is no step's."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
 
 
 def name_of(step: int) -> str:
@@ -110,9 +116,10 @@ class Opened:
         with open(descriptor, "rb") as file:
             text = file.read(manifests.LARGEST + 1)
         try:
-            if len(text) > manifests.LARGEST:
-                raise Malformed(f"it is longer than {manifests.LARGEST} bytes")
-            return manifests.load(text)
+            found = manifests.load(text)
+            if is_step(self.path.name) and step_of(self.path.name) != found["step"]:
+                raise Malformed(f"it is of step {found['step']}: the folder was renamed, or the manifest forged")
+            return found
         except Malformed as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from None
 
@@ -120,7 +127,7 @@ class Opened:
         strangers = {name for name in os.listdir(folder) if not name.startswith(".")} - {NAME, TENSORS}
         if strangers:
             raise CheckpointError(
-                f"{self.path} holds {', '.join(sorted(strangers))}, which no checkpoint has: remove it, if it is yours"
+                f"{self.path} holds {some_of(sorted(strangers))}, which no checkpoint has: remove it, if it is yours"
             )
 
     def _check_tensors(self, descriptor: int, check: bool) -> None:
@@ -134,7 +141,7 @@ class Opened:
     def lacks(self, name: str) -> str:
         """That there is no object of a name, in words; empty where there is one."""
         objects = self.manifest["objects"]
-        own = ", ".join(each for each in objects if not each.startswith("mirrored."))
+        own = some_of(each for each in objects if not each.startswith("mirrored."))
         return "" if name in objects else f"it holds no {name!r}, only {own}"
 
     def of_each_tower(self) -> set[str]:
@@ -185,10 +192,8 @@ class Folder:
     def steps(self) -> list[int]:
         """The steps of which a checkpoint is here, in ascending order. Whether they are whole :class:`Opened` finds."""
         with contextlib.suppress(OSError):
-            found = (
-                _STEP.fullmatch(entry.name) for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False)
-            )
-            return sorted(int(match[1]) for match in found if match)
+            found = (step_of(entry.name) for entry in os.scandir(self.path) if entry.is_dir(follow_symlinks=False))
+            return sorted(step for step in found if step is not None)
         return []
 
     def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview], keep: int) -> None:
@@ -206,8 +211,10 @@ class Folder:
             size, checksum = self.disk.write_file(beside / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
             text = manifests.dump({**manifest, "files": files}).encode()
-            if len(text) > manifests.LARGEST:
-                raise ValueError(f"the manifest would be {len(text)} bytes long; keep large lists as arrays or tensors")
+            try:
+                manifests.check_size(text)
+            except Malformed as error:
+                raise ValueError(f"no manifest can be written of it: {error}") from None
             self.disk.write_file(beside / NAME, [memoryview(text)])
             self.disk.sync_folder(beside)
             self._move_in(beside, place)
@@ -237,14 +244,14 @@ class Folder:
         """Name the newest, and remove what is no longer kept."""
         if (before := self.path / f"{_REPLACING}{name}").exists():
             self.disk.remove(before)
-        if (match := _STEP.fullmatch(name)) is None:
+        if (step := step_of(name)) is None:
             return
         self.disk.replace_file(self.path / LATEST, f"{name}\n")
         for later in self.steps():
-            if later > int(match[1]):
+            if later > step:
                 self._put_aside(self.path / name_of(later))
-        for step in self.steps()[:-keep]:
-            self._put_away(self.path / name_of(step))
+        for old in self.steps()[:-keep]:
+            self._put_away(self.path / name_of(old))
 
     def _put_aside(self, place: pathlib.Path) -> None:
         aside = self.path / f"replaced-{place.name}"

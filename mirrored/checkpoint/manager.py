@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.errors import CheckpointError, Preempted
+from mirrored.checkpoint.errors import CheckpointError, Preempted, some_of
 from mirrored.checkpoint.folder import Folder, Opened, check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restored, restore
 from mirrored.checkpoint.saver import Saver
@@ -350,9 +350,9 @@ def _remark(found: Restored, towers: int) -> str:
         parts.append(f"by {found.towers} towers, now {towers}")
     own = [name for name in found.of_first_tower if not name.startswith("mirrored.")]
     if own:
-        parts.append(f"all take tower 0's where towers differed in {', '.join(own)}")
+        parts.append(f"all take tower 0's where towers differed in {some_of(own)}")
     if left := [name for name in found.left if not name.startswith("mirrored.")]:
-        parts.append(f"without its {', '.join(left)}")
+        parts.append(f"without its {some_of(left)}")
     return f" ({'; '.join(parts)})" if parts else ""
 
 

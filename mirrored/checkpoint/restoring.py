@@ -1,11 +1,9 @@
-"""Taking a checkpoint on: everything is checked on all towers before anything is changed on one."""
+"""Taking a checkpoint on: all is checked on all towers before anything changes on one; what still fails goes back."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +14,11 @@ from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Opened
 from mirrored.checkpoint.together import first_problem
 from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
+from mirrored.checkpoint.way_back import WayBack
 from towers.collectives.communicator import Communicator
+from towers.log import get_logger
+
+log = get_logger("mirrored")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,43 +78,47 @@ def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> R
         CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
     """
     reader = _Reader(opened, comm.index, comm.size)
-    _agree(comm, opened, "nothing was changed", "checks a checkpoint", *_problems(opened, reader, tracked))
-    # What cannot be checked beforehand goes first, and can go back.
-    first = [one for one in tracked if not isinstance(one, (TrackedModule, TrackedOptimizer))]
-    others = [one for one in tracked if isinstance(one, (TrackedModule, TrackedOptimizer))]
-    before: list[tuple[Tracked, Any]] = []
-    failed = []
-    for one in first:
-        try:
-            state = reader.decode(one.name, data=True)
-            before.append((one, copy.deepcopy(one.state())))
-            one.load(state)
-        except Exception as error:  # whatever a stranger's load_state_dict raises
-            failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
-            break
-    try:
-        _agree(comm, opened, "nothing was changed", "takes a checkpoint on", *failed)
-    except CheckpointError:
-        for one, state in reversed(before):
-            with contextlib.suppress(Exception):  # the one that refused its new state may refuse its old one
-                one.load(state)
-        raise
-    try:
-        for one in others:
-            one.load(reader.decode(one.name, data=True))
-    except Exception as error:
-        failed.append(f"{one.name} cannot take it on: {type(error).__name__}: {error}")
-    _agree(comm, opened, "what is here is changed in part", "has taken a checkpoint on", *failed)
+    _agree(comm, opened, "checks a checkpoint", *_problems(opened, reader, tracked))
     manifest = opened.manifest
     taken = {one.name for one in tracked}
     different = {name.partition("/")[0] for name in opened.of_each_tower()} if not reader.same_towers else set()
-    return Restored(
+    restored = Restored(
         opened.path.name,
         manifest["step"],
         manifest["towers"],
         tuple(name for name in manifest["objects"] if name not in taken),
         tuple(name for name in manifest["objects"] if name in taken & different),
     )
+    ways_back: list[tuple[str, WayBack]] = []
+    try:
+        _agree(comm, opened, "takes a checkpoint on", *_take_on(reader, sorted(tracked, key=_turn), ways_back))
+    except BaseException:
+        for name, go_back in ways_back:
+            try:
+                go_back()
+            except Exception as error:  # what refused its new state may refuse its old one
+                log.warning("%s could not be given the state that it had: %s: %s", name, type(error).__name__, error)
+        raise
+    return restored
+
+
+def _turn(one: Tracked) -> int:
+    """When a thing is loaded: strangers' first, and our own last, since loading may draw random numbers."""
+    return 2 if one.name.startswith("mirrored.") else int(isinstance(one, (TrackedModule, TrackedOptimizer)))
+
+
+def _take_on(reader: _Reader, tracked: Sequence[Tracked], ways_back: list[tuple[str, WayBack]]) -> Iterator[str]:
+    """Load everything, up to what cannot be; yields why. What leads back is noted before anything changes."""
+    for load in (False, True):
+        for one in tracked:
+            try:
+                if load:
+                    one.load(reader.decode(one.name, data=True))
+                else:
+                    ways_back.append((one.name, one.way_back()))
+            except Exception as error:  # whatever a stranger's methods raise
+                yield f"{one.name} cannot take it on: {type(error).__name__}: {error}"
+                return
 
 
 def _problems(opened: Opened, reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
@@ -132,6 +138,6 @@ def _problems(opened: Opened, reader: _Reader, tracked: Sequence[Tracked]) -> li
     return found
 
 
-def _agree(comm: Communicator, opened: Opened, state: str, call: str, *problems: str) -> None:
+def _agree(comm: Communicator, opened: Opened, call: str, *problems: str) -> None:
     if found := first_problem(comm, call, "; ".join(problems)):
-        raise CheckpointError(f"checkpoint {opened.path} does not fit what is here, {state}: {found}")
+        raise CheckpointError(f"checkpoint {opened.path} does not fit what is here, nothing was changed: {found}")

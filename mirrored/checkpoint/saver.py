@@ -5,15 +5,14 @@ from __future__ import annotations
 import datetime
 import platform
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from mirrored.checkpoint import lock
 from mirrored.checkpoint.capture import capture
-from mirrored.checkpoint.disk import Lock
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest
 from mirrored.checkpoint.places import writer_of
@@ -46,18 +45,16 @@ class Saver:
         self._in_flight = ""
         problem = ""
         if writer_of(self._comm, folder.path, folder.disk) == self._comm.index:
-            self._writer = Writer(folder, keep, strategy.health.saving)
-            problem = self._take_folder()
+            problem = self._take_folder(keep)
         raise_first(self._comm, "opens a folder of checkpoints", problem)
 
-    def _take_folder(self) -> str:
-        """Take the folder, and clear away what a killed run left; returns what is wrong."""
+    def _take_folder(self, keep: int) -> str:
+        """Take the folder for writing, and clear away what a killed run left; returns what is wrong."""
         path = self._folder.path
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             try:
-                lock = Lock(path / _LOCK)
-                weakref.finalize(self, lock.release)
+                held, is_new = lock.take(path / _LOCK)
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -65,7 +62,9 @@ class Saver:
                 time.sleep(0.1)
             except OSError as error:
                 return f"{path / _LOCK} cannot be opened: {error.strerror}"
-        self._folder.clean()
+        self._writer = Writer(self._folder, keep, held, self._strategy.health.saving)
+        if is_new:  # else another manager may be writing what would be cleared away
+            self._folder.clean()
         return ""
 
     @property

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.errors import CheckpointError, some_of
 from mirrored.checkpoint.folder import LATEST, Folder, Opened, name_of
 from mirrored.checkpoint.manifest import NAME, TENSORS
+from towers.cards import plain
+
+_MOST_ROWS = 100_000
+_LONGEST = 200  # letters of a path
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
@@ -41,32 +47,50 @@ def _find(path: pathlib.Path) -> pathlib.Path:
 
 def _lines(opened: Opened) -> Iterator[str]:
     manifest = opened.manifest
-    size = manifest["files"][TENSORS]["bytes"]
+    file = manifest["files"][TENSORS]
     virtual = f" ({manifest['virtual_towers']} virtual)" if manifest["virtual_towers"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in manifest["versions"].items())
-    yield f"{opened.path}: step {manifest['step']}, saved {manifest['saved']} by {manifest['towers']} towers{virtual}"
-    yield f"{size:,} bytes of tensors, SHA-256 {manifest['files'][TENSORS]['sha256']}, whole; {versions}"
+    versions = some_of(f"{name} {version}" for name, version in manifest["versions"].items())
+    saved = f"step {manifest['step']}, saved {plain(manifest['saved'], 40)} by {manifest['towers']} towers{virtual}"
+    yield f"{plain(str(opened.path))}: {saved}"
+    yield f"{file['bytes']:,} bytes of tensors, SHA-256 {plain(file['sha256'], 64)}, whole; {versions}"
     yield ""
     yield f"{'name':<44} {'dtype':<10} {'shape':<18} {'bytes':>12}"
-    for name, tree in manifest["objects"].items():
-        for path, kind, shape, count in _rows(name, decode(tree, opened.tensors.describe)):
-            yield f"{path:<44} {kind:<10} {shape:<18} {count:>12}".rstrip()
+    describe = functools.cache(opened.tensors.describe)
+    rows = _rows((name, decode(tree, describe)) for name, tree in manifest["objects"].items())
+    for path, kind, shape, count in itertools.islice(rows, _MOST_ROWS):
+        yield f"{path:<44} {kind:<10} {shape:<18} {count:>12}".rstrip()
+    if more := sum(1 for _ in rows):
+        yield f"and {more:,} more"
     if own := sorted(opened.of_each_tower()):
         yield ""
-        yield f"of its own on each tower: {', '.join(own)}"
+        yield f"of its own on each tower: {some_of(own)}"
 
 
-def _rows(path: str, value: Any) -> Iterator[tuple[str, str, str, str]]:
-    if hasattr(value, "nbytes") and hasattr(value, "shape"):
-        yield path, str(value.dtype).removeprefix("torch."), str(tuple(value.shape)), f"{value.nbytes:,}"
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            yield from _rows(f"{path}/{key}", part)
-    elif isinstance(value, (list, tuple)) and any(
-        isinstance(part, (dict, list, tuple)) or hasattr(part, "nbytes") for part in value
-    ):
-        for number, part in enumerate(value):
-            yield from _rows(f"{path}/{number}", part)
-    else:
-        text = repr(value)
-        yield path, type(value).__name__, text if len(text) <= 60 else f"{text[:57]}...", ""
+def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str, str]]:
+    """Path, kind, shape or value, and bytes of all that lies in objects with names, depth first."""
+    inside = [("", iter(objects))]
+    while inside:
+        above, parts = inside[-1]
+        try:
+            key, value = next(parts)
+        except StopIteration:
+            inside.pop()
+            continue
+        path = (above + plain(str(key), _LONGEST))[:_LONGEST]
+        if hasattr(value, "nbytes") and hasattr(value, "shape"):
+            yield path, str(value.dtype).removeprefix("torch."), _brief(tuple(value.shape)), f"{value.nbytes:,}"
+        elif isinstance(value, dict):
+            inside.append((f"{path}/", iter(value.items())))
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(part, (dict, list, tuple)) or hasattr(part, "nbytes") for part in value
+        ):
+            inside.append((f"{path}/", iter(enumerate(value))))
+        else:
+            yield path, type(value).__name__, _brief(value), ""
+
+
+def _brief(value: Any) -> str:
+    """A value in at most 60 letters, all of which can be printed."""
+    sliced = value[:61] if isinstance(value, (str, bytes, list, tuple)) else value
+    text = repr(sliced)
+    return text if len(text) <= 60 and (sliced is value or len(value) <= 61) else f"{text[:57]}..."

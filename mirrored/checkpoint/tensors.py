@@ -100,6 +100,10 @@ class Layout:
             yield memoryview(piece.numpy())
 
 
+_MISFITS = (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError)
+"""What comes of making a tensor as a stranger's manifest says."""
+
+
 class TensorFile:
     """Tensors of a file that is open already, read one by one when they are asked for.
 
@@ -135,7 +139,7 @@ class TensorFile:
             return cast(Tensor, tensor)
         try:
             return as_it_was(tensor, unusual)
-        except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError) as error:
+        except _MISFITS as error:
             raise Malformed(f"tensor {name!r} is not what the manifest says: {error}") from None
 
     def describe(self, name: str) -> Tensor:
@@ -146,11 +150,9 @@ class TensorFile:
         """
         try:
             entry = self._file.get_slice(name)
-            unusual = self._unusual.get(name, {})
-            if "dtype" in unusual:
-                return torch.empty(unusual["shape"], dtype=DTYPES[unusual["dtype"]], device="meta")
-            return torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
-        except (SafetensorError, TypeError, ValueError, KeyError, RuntimeError) as error:
+            tensor = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
+            return as_it_was(tensor, self._unusual.get(name, {}))
+        except (SafetensorError, *_MISFITS) as error:
             raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
 
     def close(self) -> None:

@@ -6,10 +6,12 @@ from mirrored.checkpoint.errors import CheckpointError
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 
+_LONGEST = 4000  # letters of a problem, which may quote what a stranger has written
+
 
 def first_problem(comm: Communicator, call: str, problem: str) -> str:
     """The problem of the first tower that has one, with its name where there are several; empty when none has."""
-    problems = [said.details for said in announce(comm, call, problem)]
+    problems = [said.details for said in announce(comm, call, problem[:_LONGEST])]
     return next((f"tower {i}: {p}" if comm.size > 1 else p for i, p in enumerate(problems) if p), "")
 
 

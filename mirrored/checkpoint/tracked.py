@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored import metrics
+from mirrored.checkpoint import way_back
+from mirrored.checkpoint.way_back import WayBack
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -57,6 +59,10 @@ class Tracked(ABC):
     def load(self, state: Any) -> None:
         """Take a state on. It may become part of what is tracked."""
 
+    @abstractmethod
+    def way_back(self) -> WayBack:
+        """What gives it back the state that it has now, whatever a load has done to it."""
+
     def problem(self, state: Any) -> str | None:
         """Why ``state``, whose tensors may be without data, does not fit, as far as can be seen before."""
         return None
@@ -90,13 +96,22 @@ class TrackedModule(Tracked):
     def problem(self, state: Any) -> str | None:
         if not isinstance(state, Mapping):
             return f"it is saved as a {type(state).__name__}, not as a model"
-        return mismatch(self._module.state_dict(), {key: value for key, value in state.items() if key not in _BESIDE})
+        versions = state.get(_VERSIONS, {})
+        if not isinstance(versions, dict) or not all(isinstance(value, dict) for value in versions.values()):
+            return "it is saved with versions that are none"
+        here = self._module.state_dict()
+        return mismatch(here, {key: value for key, value in state.items() if key not in _BESIDE}) or metrics.problem_of(
+            self._module, state.get(_METRICS, {})
+        )
 
     def load(self, state: Any) -> None:
         own = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
         own._metadata = state.get(_VERSIONS, {})  # type: ignore[attr-defined]
         self._module.load_state_dict(own)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
+
+    def way_back(self) -> WayBack:
+        return way_back.of_module(self._module)
 
 
 class TrackedOptimizer(Tracked):
@@ -119,6 +134,7 @@ class TrackedOptimizer(Tracked):
         groups = self._optimizer.param_groups
         try:
             saved = [len(group["params"]) for group in state["param_groups"]]
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
             moments = [
                 (number, value)
                 for number, entry in state["state"].items()
@@ -135,23 +151,29 @@ class TrackedOptimizer(Tracked):
         if lacking and unknown:
             kind = type(self._optimizer).__name__
             return f"it is a {kind} here; that in the checkpoint has {', '.join(unknown)}, but no {', '.join(lacking)}"
-        parameters = dict(enumerate(p for group in groups for p in group["params"]))
+        parameters = _numbered(groups)
+        if numbers != [number for number, _ in parameters]:
+            return f"its parameters are not numbered in the order that they have here, but {str(numbers)[:60]}"
+        by_number = dict(parameters)
+        if strange := [number for number in state["state"] if isinstance(number, int) and number not in by_number]:
+            return f"it has the state of a parameter {strange[0]}, and only {len(by_number)} parameters"
         for number, moment in moments:
-            p = parameters.get(number)
-            if p is None or (moment.shape != p.shape and not is_lazy(p)):
-                shape = _shape(p) if p is not None else "none"
-                return f"parameter {number} has shape {shape} here, and {_shape(moment)} in the checkpoint"
+            p = by_number.get(number)
+            if p is not None and moment.shape != p.shape and not is_lazy(p):
+                return f"parameter {number} has shape {_shape(p)} here, and {_shape(moment)} in the checkpoint"
         return None
 
     def load(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
         # torch gives floating-point state the dtype of its parameter, also where it had another.
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for number, entry in state["state"].items():
-            kept = self._optimizer.state.get(parameters[number], {})
-            for name, value in entry.items():
+        for number, parameter in dict(_numbered(self._optimizer.param_groups)).items():
+            kept = self._optimizer.state.get(parameter, {})
+            for name, value in state["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and name in kept and kept[name].dtype != value.dtype:
                     kept[name] = value.to(kept[name].device)
+
+    def way_back(self) -> WayBack:
+        return way_back.of_optimizer(self._optimizer)
 
 
 class TrackedContainer(Tracked):
@@ -176,20 +198,35 @@ class TrackedContainer(Tracked):
         else:
             self._container[:] = state
 
+    def way_back(self) -> WayBack:
+        before = self._container.copy()
+        return lambda: self.load(before)
+
 
 class TrackedObject(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``: a schedule, a scaler, a dataset, one's own."""
+    """Anything with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, one's own."""
 
     def __init__(self, name: str, thing: Any) -> None:
         super().__init__(name)
         self._thing = thing
-        self.skip_code = isinstance(thing, LRScheduler)
 
     def state(self) -> Any:
         return self._thing.state_dict()
 
     def load(self, state: Any) -> None:
         self._thing.load_state_dict(state)
+
+    def way_back(self) -> WayBack:
+        return way_back.of_object(self._thing)
+
+
+class TrackedSchedule(TrackedObject):
+    """A learning-rate schedule, which makes whatever its state holds its attributes."""
+
+    skip_code = True
+
+    def problem(self, state: Any) -> str | None:
+        return _what_schedules_lack(self._thing, state)
 
 
 def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
@@ -205,6 +242,8 @@ def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
         return TrackedModule(name, thing, is_mirrored)
     if isinstance(thing, torch.optim.Optimizer):
         return TrackedOptimizer(name, thing, is_mirrored)
+    if isinstance(thing, LRScheduler):
+        return TrackedSchedule(name, thing)
     if type(thing) in (dict, list):
         return TrackedContainer(name, thing)
     if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
@@ -234,5 +273,26 @@ def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     return "; ".join(found[:3]) + more
 
 
+def _what_schedules_lack(schedule: Any, state: Any) -> str | None:
+    """What in a state stands for something that is no state here: a method, or the optimizer. Versions may differ."""
+    if not isinstance(state, Mapping):
+        return f"it is saved as a {type(state).__name__}, not as a schedule"
+    here = schedule.state_dict()
+    for key in state.keys() - here.keys():
+        if not isinstance(key, str) or key in vars(schedule) or callable(getattr(schedule, key, None)):
+            return f"it has no state {key!r}"
+    saved, inner = state.get("_schedulers", []), getattr(schedule, "_schedulers", [])
+    if not isinstance(saved, list) or len(saved) != len(inner):
+        return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
+    return next(filter(None, map(_what_schedules_lack, inner, saved)), None)
+
+
 def _shape(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
+
+
+def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
+    """The parameters of an optimizer with the numbers that its ``state_dict()`` gives them; one in it twice has one."""
+    parameters = [p for group in groups for p in group["params"]]
+    numbers: dict[int, int] = {}
+    return [(numbers.setdefault(id(p), number), p) for number, p in enumerate(parameters)]

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mirrored.checkpoint import way_back
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Opened
 from mirrored.checkpoint.tensors import TensorFile
 from mirrored.observer import folder_of
+from towers.cards import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class LoadReport:
             f"{len(self.loaded)} loaded, {len(self.kept)} kept as they were, {len(self.unused)} in the file unused"
         ]
         lines += [f"  kept: {name}" for name in self.kept]
-        lines += [f"  unused: {name}" for name in self.unused]
+        lines += [f"  unused: {plain(name, 1000)}" for name in self.unused]
         return "\n".join([*lines, *(f"  does not fit: {text}" for text in self.misfits)])
 
 
@@ -81,7 +83,7 @@ def load_weights(
     taken: dict[str, str] = {}
     for key in saved:
         new = _renamed(key, rename or {})
-        if new in here and _matches(new, include) and not _matches(new, exclude):
+        if isinstance(here.get(new), Tensor) and _matches(new, include) and not _matches(new, exclude):
             if new in taken:
                 raise CheckpointError(f"{path}: both {taken[new]} and {key} would be loaded into {new}")
             taken[new] = key
@@ -95,8 +97,13 @@ def load_weights(
     loaded = {new: key for new, key in taken.items() if new not in misfits}
     if not loaded:
         raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
-    with torch.no_grad():
-        module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
+    go_back = way_back.of_module(module)
+    try:
+        with torch.no_grad():
+            module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
+    except Exception as error:  # whatever a stranger's module raises
+        go_back()
+        raise CheckpointError(f"{path} cannot be loaded, the model is as it was: {error}") from error
     used = set(loaded.values())
     return LoadReport(
         loaded,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.lock import Lock
 from mirrored.checkpoint.manifest import Manifest
 from mirrored.checkpoint.tensors import Layout
 
@@ -26,14 +27,18 @@ class Writer:
     Args:
         folder: where.
         keep: how many steps are kept.
+        lock: says that this process writes there; held until all is written.
         saving: is entered while a checkpoint is written.
 
     Attributes:
         seconds: how long the newest took, from the copy to the last rename.
     """
 
-    def __init__(self, folder: Folder, keep: int, saving: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, folder: Folder, keep: int, lock: Lock, saving: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._folder = folder
+        self._lock = lock
         self._keep = keep
         self._saving = saving
         self._thread: threading.Thread | None = None

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 from towers import Topology
 
+_MOST = 1_000_000  # towers: more than anybody has; whoever comes keeps a list of all
+
 
 class ClusterError(ValueError):
     """A cluster's description is wrong. The message names where it was read, the field and the fix."""
@@ -81,11 +83,21 @@ def check_index(index_name: str, index: int, size_name: str, size: int, origin: 
     """See that an index lies below its size.
 
     Raises:
-        ClusterError: it does not, or the size is 0.
+        ClusterError: it does not, or the size is 0 or absurd.
     """
-    if size < 1:
-        raise ClusterError(f"{origin}: {size_name} is {size}, but must be at least 1")
+    if not 1 <= size <= _MOST:
+        raise ClusterError(f"{origin}: {size_name} is {size}, but must be from 1 to {_MOST}")
     if index >= size:
         raise ClusterError(
             f"{origin}: {index_name} is {index}, but {size_name} is {size}: it goes from 0 to {size - 1}"
         )
+
+
+def check_at_most(part_name: str, part: int, size_name: str, size: int, origin: str) -> None:
+    """See that there are not more of one than of the other.
+
+    Raises:
+        ClusterError: there are.
+    """
+    if part > size:
+        raise ClusterError(f"{origin}: {part_name} is {part}, but {size_name} is only {size}")

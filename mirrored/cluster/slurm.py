@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from mirrored.cluster.resolver import (
     ClusterError,
     ClusterResolver,
+    check_at_most,
     check_index,
     check_port,
     read_optional,
@@ -47,10 +48,11 @@ class SlurmClusterResolver(ClusterResolver):
         self.task_id = self.worker
         check_index("SLURM_PROCID", index, "SLURM_STEP_NUM_TASKS", size, self.origin)
         check_index("SLURM_NODEID", self.worker, "SLURM_STEP_NUM_NODES", self.workers, self.origin)
-        local_size = _tasks_on_node(environ, self.worker, size, self.workers)
+        check_at_most("SLURM_STEP_NUM_NODES", self.workers, "SLURM_STEP_NUM_TASKS", size, self.origin)
+        local_size = _tasks_on_node(environ, self.worker, size, self.workers, self.origin)
+        check_at_most("tasks on this node", local_size, "SLURM_STEP_NUM_TASKS", size, self.origin)
         check_index("SLURM_LOCALID", number["SLURM_LOCALID"], "tasks on this node", local_size, self.origin)
-        step = environ.get("SLURM_STEP_ID", "0")
-        offset = number["SLURM_JOB_ID"] * 7 + (int(step) if step.isdigit() else 0)
+        offset = number["SLURM_JOB_ID"] * 7 + read_optional(environ, "SLURM_STEP_ID", self.origin)
         port = read_optional(environ, "MASTER_PORT", self.origin, _FIRST_PORT + offset % _PORTS)
         check_port("MASTER_PORT", port, self.origin)
         host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", ""))
@@ -87,13 +89,25 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
-def _tasks_on_node(environ: Mapping[str, str], node: int, size: int, nodes: int) -> int:
-    """From ``"2(x3),1"``: two tasks on the first three nodes, one on the fourth."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match:
-            counts += [int(match[1])] * int(match[2] or 1)
-    if node < len(counts):
-        return counts[node]
-    return -(-size // nodes)
+def _tasks_on_node(environ: Mapping[str, str], node: int, size: int, nodes: int, origin: str) -> int:
+    """From ``"2(x3),1"``: two tasks on the first three nodes, one on the fourth; shared out evenly where it is not set.
+
+    Raises:
+        ClusterError: it is no such list, or does not reach to this node.
+    """
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not text.strip():
+        return -(-size // nodes)
+    before = 0
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
+        if match is None:
+            raise ClusterError(
+                f"{origin}: SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is no list of numbers of tasks, such as '2(x3),1'"
+            )
+        before += int(match[2] or 1)
+        if node < before:
+            return int(match[1])
+    raise ClusterError(
+        f"{origin}: SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is of {before} nodes, but this is node {node}"
+    )

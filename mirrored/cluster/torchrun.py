@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from mirrored.cluster.resolver import (
     ClusterError,
     ClusterResolver,
+    check_at_most,
     check_index,
     check_port,
     read_optional,
@@ -49,10 +50,8 @@ class TorchrunClusterResolver(ClusterResolver):
         local_index, local_size = number.get("LOCAL_RANK", 0), number.get("LOCAL_WORLD_SIZE", 1)
         check_index("RANK", index, "WORLD_SIZE", size, self.origin)
         check_index("LOCAL_RANK", local_index, "LOCAL_WORLD_SIZE", local_size, self.origin)
-        if local_size > size:
-            raise ClusterError(f"{self.origin}: LOCAL_WORLD_SIZE is {local_size}, but WORLD_SIZE is only {size}")
-        if local_index > index:
-            raise ClusterError(f"{self.origin}: LOCAL_RANK is {local_index}, but RANK is only {index}")
+        check_at_most("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size, self.origin)
+        check_at_most("LOCAL_RANK", local_index, "RANK", index, self.origin)
         check_port("MASTER_PORT", number["MASTER_PORT"], self.origin)
         self.worker, self.workers = _worker(environ, index, size, local_size, self.origin)
         self.task_id = self.worker
@@ -86,6 +85,7 @@ def _token(environ: Mapping[str, str]) -> str:
 def _worker(environ: Mapping[str, str], index: int, size: int, local_size: int, origin: str) -> tuple[int, int]:
     if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
         number = read_whole_numbers(environ, ["GROUP_RANK", "GROUP_WORLD_SIZE"], origin)
+        check_at_most("GROUP_WORLD_SIZE", number["GROUP_WORLD_SIZE"], "WORLD_SIZE", size, origin)
         check_index("GROUP_RANK", number["GROUP_RANK"], "GROUP_WORLD_SIZE", number["GROUP_WORLD_SIZE"], origin)
         return number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
     return index // local_size, -(-size // local_size)

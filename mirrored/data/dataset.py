@@ -177,7 +177,7 @@ class DistributedDataset(ABC):
         hint = "load it at the beginning of an epoch, or go on with what was used then"
         if different == ["global_batch_size"] and "examples" in here:
             then, now = saved["global_batch_size"], here["global_batch_size"]
-            if isinstance(then, int) and isinstance(now, int):
+            if isinstance(then, int) and isinstance(now, int) and then > 0:
                 if step * then % now == 0:
                     return step * then // now, order
                 hint += f", or with a global batch size that divides the {step * then} examples that are done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 
 from mirrored.doctor import cgroup
@@ -20,7 +21,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     if granted is not None and granted < seen * 0.9:
         threads = max(1, round(granted / 2))
         limit = f"{what}, but the container's limit is {granted:.3g} CPUs"
-        if stated.isdigit():
+        if stated.isascii() and stated.isdigit():
             yield note("CPU", limit)
         else:
             yield warning(
@@ -34,7 +35,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     subject = "OMP_NUM_THREADS"
     first = stated.split(",")[0].strip()
-    if not first.isdigit() or int(first) == 0:
+    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
         yield problem(subject, f"is {stated!r}, which is no number of threads", f"unset {subject}, or set a number")
     elif int(first) > seen:
         yield warning(

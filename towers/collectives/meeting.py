@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from towers import machine
@@ -19,6 +18,7 @@ from towers.errors import (
     out_of_step,
 )
 from towers.health import Health
+from towers.patience import Patience
 from towers.waiting import last_seen, timeout_error
 
 BOARD_BYTES = 512
@@ -28,6 +28,7 @@ _TEXT = 128  # two of them take turns: who writes one again has met everybody si
 _FAREWELL = slice(2 * _TEXT, BOARD_BYTES)
 _SPINS = 200
 _NAP = 0.1  # seconds between two looks whether the others live
+_LONGEST = 1.0  # seconds: who has not looked for longer was suspended, perhaps with all others
 
 
 class Meeting:
@@ -160,7 +161,7 @@ class Meeting:
         return purpose if number == str(self.count) else None
 
     def _await(self, tower: int, address: int) -> None:
-        deadline = time.monotonic() + self._timeout
+        patience = Patience(self._timeout, _LONGEST)
         while not semaphores.sleep_until_taken(address, _NAP):
             self._health.waits = Wait(self.name, self.count, self.towers)
             lost = self.lost_peer() or self._broken_off()
@@ -169,8 +170,11 @@ class Meeting:
                     break
                 raise lost
             self._health.check_deadlock()
-            if time.monotonic() > deadline:
-                raise timeout_error(self._health, self.towers[self._index], self._timeout, self.towers[tower])
+            if patience.spend() < 0:
+                error = timeout_error(self._health, self.towers[self._index], self._timeout, self.towers[tower])
+                self.break_off(error)
+                self._peers.wake(tower)
+                raise error
         self._health.waits = None
 
     def lost_peer(self) -> PeerLostError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import weakref
 from collections.abc import Mapping
 
@@ -32,6 +33,13 @@ class Peers:
         ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
         unwatched = set(self._processes) - set(self._watched.values())
         return sorted(ended | {tower for tower in unwatched if not _exists(self._processes[tower])})
+
+    def wake(self, tower: int) -> None:
+        """Let a tower that is stopped go on: stopped, it would not hear that the others end, nor be asked to end."""
+        for descriptor, watched in self._watched.items():
+            if watched == tower:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def close(self) -> None:
         """Stop watching."""
