@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", help="the script, or with -m the module")
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    _add_cluster(commands)
     _add_verify(commands)
     _add_checkpoint(commands)
     _add_doctor(commands)
@@ -43,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(words)
     if parsed.command == "doctor":
         return _doctor(parsed)
-    return _inspect(parsed.path) if parsed.command == "checkpoint" else _run(parser, parsed)
+    if parsed.command == "checkpoint":
+        return _inspect(parsed.path)
+    return _play_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -51,13 +54,40 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
         parser.error(str(error))
-    if not parsed.module and not os.path.exists(parsed.script):
-        parser.error(f"there is no file {parsed.script}")
-    program = [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
+    program = _program(parser, parsed)
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
     from towers import agent  # torchrun's engine, which nothing else here needs
 
     return agent.run(job, program)
+
+
+def _program(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
+    if not parsed.module and not os.path.exists(parsed.script):
+        parser.error(f"there is no file {parsed.script}")
+    return [sys.executable, *(["-m"] if parsed.module else []), parsed.script, *parsed.rest]
+
+
+def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    cluster = commands.add_parser(
+        "cluster",
+        help="play a TF_CONFIG cluster on this machine",
+        usage="mirrored cluster [--workers N] [-m] SCRIPT [ARGUMENT …]",
+        description="Starts a script once per worker, each with a TF_CONFIG of its own. The first worker has the "
+        "terminal, the others' lines come behind their name. GPUs are shared out among the workers; without enough of "
+        "them each worker is one CPU tower. The exit code is the largest of the workers'.",
+    )
+    cluster.add_argument("--workers", type=int, default=2, help="how many (default 2)")
+    cluster.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    cluster.add_argument("script", help="the script, which makes a MultiWorkerMirroredStrategy; or with -m the module")
+    cluster.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+
+
+def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    if parsed.workers < 1:
+        parser.error(f"--workers is {parsed.workers}, but must be at least 1")
+    from towers import play_cluster
+
+    return play_cluster.play(_program(parser, parsed), parsed.workers)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -37,7 +37,7 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
-    words = [str(ROOT / "scripts" / "play_cluster.py"), str(EXAMPLES / "dcgan.py")]
+    words = ["-m", "mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
     result = run_program([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], timeout=180)
     assert result.returncode == 0, result.stderr
     assert re.search(r"final losses: discriminator [0-9.]+, generator [0-9.]+", result.stdout)
@@ -55,6 +55,6 @@ def test_help(name: str) -> None:
 
 def test_a_failing_worker_ends_the_cluster() -> None:
     program = str(ROOT / "tests" / "programs" / "report.py")
-    result = run_program([str(ROOT / "scripts" / "play_cluster.py"), program, "fail"])
+    result = run_program(["-m", "mirrored", "cluster", program, "fail"])
     assert result.returncode == 1
     assert "[worker 1] ValueError: planned failure" in result.stderr

@@ -15,14 +15,12 @@ from conftest import at_most, wait_until
 from jobs import ROOT
 
 import mirrored
+from towers.play_cluster import free_ports
 
 sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
 from faults import PHASES, Fault
 from play import DEADLINE, PROGRAM, differences, play
-from play_cluster import free_ports
 from training import train
 
 

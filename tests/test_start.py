@@ -227,7 +227,7 @@ def test_the_same_towers_however_started_reach_the_same_loss() -> None:
         "python": [TRAIN, "two"],
         "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
         "mirrored run": ["-m", "mirrored", "run", "--towers", "2", TRAIN],
-        "TF_CONFIG": [str(ROOT / "scripts" / "play_cluster.py"), TRAIN],
+        "TF_CONFIG": ["-m", "mirrored", "cluster", TRAIN],
     }
     losses = {}
     for way, words in ways.items():

@@ -6,13 +6,12 @@ workers; without enough of them, and on the CPU, each worker is one CPU tower.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
 import subprocess
-import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -28,7 +27,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def environment(index: int, addresses: list[str]) -> dict[str, str]:
+def _environment(index: int, addresses: list[str]) -> dict[str, str]:
     """What worker ``index`` finds in its environment."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
     gpus = torch.cuda.device_count() // len(addresses)
@@ -38,44 +37,34 @@ def environment(index: int, addresses: list[str]) -> dict[str, str]:
     return variables
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/two_workers", description=__doc__)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("script")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT")
-    options = parser.parse_args()
-    if options.workers < 1:
-        parser.error(f"--workers is {options.workers}, but must be at least 1")
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(options.workers)]
-    command = [sys.executable, options.script, *options.rest]
+def play(program: Sequence[str], workers: int) -> int:
+    """Run ``program``, a whole command, as that many workers to their end; returns the largest exit code."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
     with console.Relay() as relay:
-        workers = []
-        for index in range(options.workers):
-            streams = {}
+        jobs: list[subprocess.Popen[bytes]] = []
+        for index in range(workers):
+            streams: dict[str, int] = {}
             if index:
                 for stream in ("stdout", "stderr"):
                     sink = console.PrefixedLines(f"[worker {index}] ", console.standard(stream))
                     streams[stream] = os.open(relay.pipe(f"{stream}{index}", sink), os.O_WRONLY)
-            workers.append(subprocess.Popen(command, env=environment(index, addresses), **streams))
+            stdout, stderr = streams.get("stdout"), streams.get("stderr")
+            jobs.append(subprocess.Popen(program, env=_environment(index, addresses), stdout=stdout, stderr=stderr))
             for number in streams.values():
                 os.close(number)
         try:
-            while any(worker.poll() is None for worker in workers):
+            while any(job.poll() is None for job in jobs):
                 time.sleep(0.05)
-                if any(worker.poll() for worker in workers):
+                if any(job.poll() for job in jobs):
                     break
-            return max(abs(worker.wait(timeout=10)) for worker in workers)
+            return max(abs(job.wait(timeout=10)) for job in jobs)
         except subprocess.TimeoutExpired:
             return 1
         except KeyboardInterrupt:
             return 130
         finally:
-            for worker in workers:
-                if worker.poll() is None:
-                    worker.terminate()
-            for worker in workers:
-                worker.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            for job in jobs:
+                if job.poll() is None:
+                    job.terminate()
+            for job in jobs:
+                job.wait()
