@@ -250,7 +250,7 @@ class Engine:
             DisagreementError: on all towers: some call something else.
         """
         if self._mirror_check is not None:
-            self._mirror_check.check_now(call, self._runs + 1)
+            self._mirror_check.check_now(call, self._runs)
 
     def check_before(self, call: str) -> None:
         """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""

@@ -102,7 +102,7 @@ class MirrorCheck:
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
         self._under_way: _Check | None = None
-        self._last_equal: dict[int | None, int] = {}
+        self._last_equal: dict[int | None, tuple[int, str]] = {}  # by part: the run, and when that was
         self._warned: set[str] = set()
         self._read_later = comm.device.type == "cuda"
         self.due = self._next(0)
@@ -143,15 +143,15 @@ class MirrorCheck:
             assert self._every is not None
             regular = run not in _EARLY
             part = (run // self._every - 1) % PARTS if regular and self._in_parts else None
-            check = self._start(f"run() number {run}", run, quick=regular, part=part)
+            check = self._start(f"run() number {run}", run, f"when run {run} began", quick=regular, part=part)
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
             else:
                 self._judge(check)
 
-    def check_now(self, call: str, run: int) -> None:
-        """Check all at once, before ``run`` has begun.
+    def check_now(self, call: str, runs: int) -> None:
+        """Check all at once, after so many runs have begun.
 
         Args:
             call: what a person would say is being done.
@@ -159,7 +159,8 @@ class MirrorCheck:
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        self._judge(self._start(call, run, quick=False))
+        when = f"after run {runs} had begun" if runs else "before the first run"
+        self._judge(self._start(call, runs, when, quick=False))
 
     # -- what --------------------------------------------------------------------------------------------
 
@@ -185,7 +186,7 @@ class MirrorCheck:
         chosen = self._parameters if part is None else [one for one in self._parameters if _part_of(one[0]) == part]
         return [(name, p) for name, reference in chosen if _has_bits(p := reference())]
 
-    def _start(self, call: str, run: int, *, quick: bool, part: int | None = None) -> _Check:
+    def _start(self, call: str, run: int, when: str, *, quick: bool, part: int | None = None) -> _Check:
         held = self.held(part)
         if self._meet is not None:
             self._meet(f"comes to {call}")
@@ -193,14 +194,14 @@ class MirrorCheck:
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
-        return _Check(run, part, comparison, [name for name, _ in trained], highest)
+        return _Check(run, when, part, comparison, [name for name, _ in trained], highest)
 
     def _judge(self, check: _Check) -> None:
         if differences := check.comparison.differences():
-            equal = [run for part, run in self._last_equal.items() if part in (None, check.part)]
-            before = f"; the towers were equal when run {max(equal)} began" if equal else ""
-            raise MirrorError(in_words(differences, f"This is how it was when run {check.run} began{before}"))
-        self._last_equal[check.part] = check.run
+            equal = [found for part, found in self._last_equal.items() if part in (None, check.part)]
+            before = f"; the towers were equal {max(equal)[1]}" if equal else ""
+            raise MirrorError(in_words(differences, f"This is how it was {check.when}{before}"))
+        self._last_equal[check.part] = check.run, check.when
         self._say_if_not_finite(check)
 
     def _say_if_not_finite(self, check: _Check) -> None:
@@ -209,16 +210,18 @@ class MirrorCheck:
         found = what_is_not_finite(check.names, check.highest.get())
         if found:
             self._warned.add("not finite")
+            if self._comm.index:  # it is the same on all towers, and one says so
+                return
             name, kind = next(iter(found.items()))
             among = "parameters" if check.part is None else "parameters of those looked at"
             more = f", and {len(found) - 1} more {among} are not finite" if len(found) > 1 else ""
             log.warning(
-                "parameter %s holds %s on all towers%s, found when run %d began. MirroredStrategy(nonfinite_gradients="
+                "parameter %s holds %s on all towers%s, found %s. MirroredStrategy(nonfinite_gradients="
                 '"raise") says which tower and which gradient it comes from',
                 name,
                 kind,
                 more,
-                check.run,
+                check.when,
             )
 
 
@@ -226,15 +229,17 @@ class _Check:
     """A check that was started.
 
     Attributes:
-        run: the run that was about to begin.
+        run: the last run that had begun, or was about to begin.
+        when: in words.
         part: which part was compared; None for all.
         names, highest: parameters that an optimizer steps, and their extremes.
     """
 
     def __init__(
-        self, run: int, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
+        self, run: int, when: str, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
     ) -> None:
-        self.run, self.part, self.comparison, self.names, self.highest = run, part, comparison, names, highest
+        self.run, self.when, self.part = run, when, part
+        self.comparison, self.names, self.highest = comparison, names, highest
 
 
 def _part_of(name: str) -> int:

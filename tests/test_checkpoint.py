@@ -947,3 +947,19 @@ def test_opening_reads_what_was_checked(folder: pathlib.Path) -> None:
     shutil.rmtree(folder / name_of(0))
     assert torch.equal(opened.tensors.read("model/weight"), model.weight)
     opened.close()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_data_that_is_not_saved_is_said_where_there_is_an_optimizer(
+    folder: pathlib.Path, trains: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mirrored")
+    strategy = mirrored.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    objects: dict[str, Any] = {"model": model}
+    if trains:
+        objects["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+    mirrored.CheckpointManager(strategy, folder, objects).save()
+    said = [message for message in caplog.messages if "no distributed dataset" in message]
+    assert len(said) == trains

@@ -548,3 +548,21 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
         lines("x" * 65536)
     assert time.process_time() - started < 5
     assert sum(piece.count("x") for piece in pieces) == 2000 * 65536
+
+
+def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mirrored\n"
+        "strategy = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "strategy.run(lambda: None)\n"
+        "if strategy.is_chief:\n"
+        "    strategy.reduce('sum', 1)\n"
+    )
+    result = run_program([str(script)])
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"
+    )
+    assert last.endswith("look for one under `if strategy.is_chief:`")

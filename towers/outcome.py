@@ -103,7 +103,9 @@ def ended_well(job: Job, endings: Mapping[int, int], records: os.PathLike[str]) 
     for tower, code in endings.items():
         if code in (0, EXIT_PREEMPTED):
             place = _place(records, tower)
-            return f"tower {tower}{_host(job)} ended with exit code {code} {place}, while others went on"
+            whole = code == 0 and place.startswith("after ")
+            call = " and made a call that it did not make: look for one under `if strategy.is_chief:`" if whole else ""
+            return f"tower {tower}{_host(job)} ended with exit code {code} {place}, while others went on{call}"
     return None
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
+
 from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, Preempted, some_of
 from mirrored.checkpoint.folder import Folder, Opened, check_name, is_step, name_of
@@ -101,7 +103,8 @@ class CheckpointManager:
         self._comm = strategy.communicator
         self._tracked = [track(name, thing, strategy.is_mirrored) for name, thing in objects.items()]
         self._own = [TrackedObject("mirrored.strategy", strategy), TrackedObject(_STREAMS, strategy.streams)]
-        self._has_data = any(isinstance(thing, DistributedDataset) for thing in objects.values())
+        trains = any(isinstance(thing, torch.optim.Optimizer) for thing in objects.values())  # else it is weights alone
+        self._has_data = not trains or any(isinstance(thing, DistributedDataset) for thing in objects.values())
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
