@@ -39,7 +39,7 @@ from towers.errors import CannotStartError, TowerFailedError
 DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up when it was given no timeout."""
 
-_GRACE = 3.0  # seconds that the other towers get to say why they failed, once one has
+_GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
 _END = 1.0  # seconds between asking a tower to end and killing it
 
 

@@ -26,8 +26,8 @@ def play_deaths(step: int) -> int:
         for starter in STARTERS:
             seconds, codes, errors = _play(starter, Fault(action, "forward", 1, step))
             lasts = [(error.strip().splitlines() or [""])[-1] for error in errors]
-            # torchrun's own summary comes last; there the cause has to be among what it shows.
-            where = errors if starter == "torchrun" else lasts
+            # torchrun's own summary comes last, and the exception's own text after launch's sentence.
+            where = errors if starter in ("torchrun", "launch") else lasts
             named = all(re.search(r"\b(tower 1|rank1|rank +: 1)\b", text) for text in where)
             right = named and 0.0 < seconds <= LIMIT and 0 not in codes
             wrong += not right
