@@ -280,7 +280,9 @@ def test_a_check_may_be_read_later() -> None:
 
 
 def test_checking_at_once() -> None:
-    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in errors_of(2, swap_values, 5, 5, True)
+    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in errors_of(
+        2, swap_values, 5, 5, True
+    )
     text = errors_of(2, swap_values, 5, 5, True, mirror_check_interval=None)
     assert "after run 4 had begun. Look for" in text
 
