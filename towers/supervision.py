@@ -117,8 +117,10 @@ class Supervisor(LocalElasticAgent):
         elif EXIT_PREEMPTED in codes:
             self._await(_TOGETHER, lambda codes: bool(codes - {0, EXIT_PREEMPTED}))
             self._let_save(note=True)
-            self._end_all(signal.SIGTERM)
-            self._leave_with_others(_OTHERS_TOGETHER)
+            if self._living():
+                self._end_all(signal.SIGTERM)
+            elif set(self.endings.values()) <= {0, EXIT_PREEMPTED}:
+                self._leave_with_others(_OTHERS_TOGETHER)
         elif self._living() and (said := self._news.heard) is not None:
             self.elsewhere = said
             self._let_save()
