@@ -23,9 +23,9 @@ from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.losses import compute_average_loss, scale_regularization_loss
 from mirrored.operations import ReduceOp
 from mirrored.stand_in import drop_stand_in
-from mirrored.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
-from mirrored.strategy import Strategy
-from towers import (
+from mirrored.strategy.base import Strategy
+from mirrored.strategy.kinds import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
+from towers.errors import (
     CannotStartError,
     CollectiveTimeoutError,
     DeadlockError,
@@ -39,8 +39,8 @@ from towers import (
     StartupError,
     TowerFailedError,
     TowersError,
-    launch,
 )
+from towers.launching.launch import launch
 from towers.options import CommunicationOptions
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from mirrored.checkpoint.errors import CheckpointError
-from towers import devices
-from towers.job import Job
+from towers.launching.job import Job
+from towers.system import devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parser.error(str(error))
     program = _program(parser, parsed)
     job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
-    from towers import agent  # torchrun's engine, which nothing else here needs
+    from towers.launching import agent  # torchrun's engine, which nothing else here needs
 
     return agent.run(job, program)
 
@@ -85,7 +85,7 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.workers < 1:
         parser.error(f"--workers is {parsed.workers}, but must be at least 1")
-    from towers import play_cluster
+    from towers.launching import play_cluster
 
     return play_cluster.play(_program(parser, parsed), parsed.workers)
 

@@ -11,11 +11,11 @@ import torch
 
 from mirrored.operations import ReduceOp, operation_name
 from towers.collectives import differentiable
-from towers.other_names import instead_of
+from towers.tensorflow_names import instead_of
 
 if TYPE_CHECKING:
     from mirrored.data.shares import Share
-    from mirrored.strategy import Strategy
+    from mirrored.strategy.base import Strategy
 
 
 class ReplicaContext:
@@ -145,7 +145,7 @@ def get_strategy() -> Strategy:
     current = current_frame()
     if current is not None:
         return current.strategy
-    from mirrored.strategies import default_strategy
+    from mirrored.strategy.kinds import default_strategy
 
     return default_strategy()
 

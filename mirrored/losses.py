@@ -21,7 +21,7 @@ from torch import Tensor
 from mirrored.context import ReplicaContext, require_replica_context
 from mirrored.stand_in import is_stand_in, named_shares, shares_at_hand
 from towers.collectives.agreement import announce
-from towers.host_copy import on_device
+from towers.system.host_copy import on_device
 
 
 def compute_average_loss(

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mirrored.data.dataset import DistributedDataset
     from mirrored.data.transfer import Batch
-    from mirrored.strategy import Strategy
-    from towers.devices import Device
+    from mirrored.strategy.base import Strategy
+    from towers.system.devices import Device
 
 
 class Observer:

@@ -17,12 +17,12 @@ import numpy as np
 from torch import Tensor
 
 from mirrored.context import current_frame, strategy_with_towers
-from towers import tree as trees
+from towers.system import tree as trees
 
 if TYPE_CHECKING:
     from mirrored.context import ReplicaContext
     from mirrored.data.shares import Share
-    from mirrored.strategy import Strategy
+    from mirrored.strategy.base import Strategy
 
 
 def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:

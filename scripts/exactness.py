@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mirrored
-from towers import tree as trees
+from towers.system import tree as trees
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 

@@ -34,7 +34,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    modules = ["towers.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
+    modules = ["towers.launching.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules.append("torchmetrics")
     forkserver.set_forkserver_preload(modules)

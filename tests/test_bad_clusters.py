@@ -30,9 +30,12 @@ from mirrored.cluster import (
     slurm,
 )
 from mirrored.doctor import cores
-from towers import HandshakeError, PortInUseError, StartupError, devices, handshake, machine, rendezvous
-from towers.collectives import default_group
-from towers.job import Job, agent_command
+from towers import HandshakeError, PortInUseError, StartupError
+from towers.collectives.connecting import default_group
+from towers.joining import handshake
+from towers.launching import rendezvous
+from towers.launching.job import Job, agent_command
+from towers.system import devices, machine
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
 

@@ -14,8 +14,8 @@ from jobs import make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 
 import mirrored
-from towers.deadlock import Standing, Wait, find
-from towers.whereabouts import Place
+from towers.health.deadlock import Standing, Wait, find
+from towers.health.status_record import Place
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},

@@ -18,7 +18,7 @@ from jobs import ROOT, run_program
 
 from mirrored.doctor import Finding, Severity, cores, examine, interfaces, launchers, tf_config, variables, versions
 from mirrored.doctor.finding import Check, ok
-from towers.within import within
+from towers.system.run_with_timeout import within
 
 NOWHERE = "no-such-host.invalid"
 

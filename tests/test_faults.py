@@ -15,7 +15,7 @@ from conftest import at_most, wait_until
 from jobs import ROOT
 
 import mirrored
-from towers.play_cluster import free_ports
+from towers.launching.play_cluster import free_ports
 
 sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
 

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
-from towers.extremes import extremes
+from towers.mirroring.extremes import extremes
 
 sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
 

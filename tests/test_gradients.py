@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
-from towers.buckets import Bucket
 from towers.collectives.communicator import Alone
-from towers.gradients import GradientAverager
-from towers.mirror import Named
+from towers.gradients.averager import GradientAverager
+from towers.gradients.buckets import Bucket
+from towers.mirroring.mirror import Named
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:

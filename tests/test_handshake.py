@@ -20,10 +20,11 @@ from test_bad_clusters import free_port, torchrun_variables
 from torch.distributed import PrefixStore, TCPStore
 
 from mirrored.cluster import TorchrunClusterResolver
-from towers import HandshakeError, StartupError, cards, handshake
-from towers.cards import JOB_TOKEN
-from towers.collectives import default_group
-from towers.job import Job, agent_command
+from towers import HandshakeError, StartupError
+from towers.collectives.connecting import default_group
+from towers.joining import handshake, messages
+from towers.joining.messages import JOB_TOKEN
+from towers.launching.job import Job, agent_command
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TOKEN = "a secret of the tests"
@@ -118,7 +119,7 @@ def test_where_the_token_comes_from() -> None:
     assert token(TORCHELASTIC_RUN_ID="run", TOWERS_STARTED_BY="python with TF_CONFIG") == ""
 
 
-def meet(store: Any, index: int, seconds: float = 10.0, card: dict[str, Any] | None = None) -> list[cards.Card]:
+def meet(store: Any, index: int, seconds: float = 10.0, card: dict[str, Any] | None = None) -> list[messages.Card]:
     return handshake.meet(
         store,
         {"device": "cpu", "gpu": None} if card is None else card,
@@ -150,8 +151,8 @@ GARBAGE = {
     "a long number": b'{"card": ' + b"1" * 5000 + b"}",
     "much": b'"' + b"x" * 2**21 + b'"',
     "a host of brackets": json.dumps({"card": '{"host": ' + "[" * 900 + "]" * 900 + "}", "seal": "x"}).encode(),
-    "another job's": cards.seal("another", "tower/1", {"host": "elsewhere\x1b[2J"}).encode(),
-    "a card from another place": cards.seal(TOKEN, "worker/0", {"host": "elsewhere"}).encode(),
+    "another job's": messages.seal("another", "tower/1", {"host": "elsewhere\x1b[2J"}).encode(),
+    "a card from another place": messages.seal(TOKEN, "worker/0", {"host": "elsewhere"}).encode(),
 }
 
 
@@ -193,7 +194,7 @@ def test_a_card_of_this_job_that_lacks_something_is_an_error_that_names_it(
     store: TCPStore, card: dict[str, Any]
 ) -> None:
     said = {"host": "h\n1", "versions": handshake.versions(), **card}
-    store.set("tower/1", cards.seal(TOKEN, "tower/1", said))
+    store.set("tower/1", messages.seal(TOKEN, "tower/1", said))
     with pytest.raises(HandshakeError, match=r"the card of tower 1 \(on h\?1\) is damaged: (device|gpu) is missing"):
         meet(store, 0)
 
@@ -201,7 +202,7 @@ def test_a_card_of_this_job_that_lacks_something_is_an_error_that_names_it(
 def test_a_store_that_a_stranger_calls_its_own(store: TCPStore) -> None:
     store.set("towers/owner", b"garbage")
     assert join(store).check(["towers/owner"]), "who leaves no card gives way"
-    store.set("towers/owner", cards.seal("another", "towers/owner", {"host": "x" * 5000}))
+    store.set("towers/owner", messages.seal("another", "towers/owner", {"host": "x" * 5000}))
     with pytest.raises(HandshakeError, match="tower 1 .* is not of the job") as caught:
         join(store)
     assert len(str(caught.value)) < 1000
@@ -212,7 +213,7 @@ def test_the_token_is_never_sent(store: TCPStore) -> None:
         list(threads.map(meet, [store, join(store)], range(2)))
     said = [store.get(place) for place in ("towers/owner", "tower/0", "tower/1")]
     assert all(TOKEN.encode() not in text for text in said)
-    again = [cards.seal(TOKEN, "tower/0", {}) for _ in range(2)]
+    again = [messages.seal(TOKEN, "tower/0", {}) for _ in range(2)]
     assert again[0] != again[1], "the seal of equal cards says nothing"
 
 

@@ -22,11 +22,12 @@ from conftest import at_most, wait_until
 from jobs import ROOT, run_program, towers
 
 import mirrored
-from towers import console, failure, whereabouts
 from towers.collectives import nccl_watch, process_group
-from towers.failure import EXIT_PREEMPTED
-from towers.health import Health
-from towers.whereabouts import Record
+from towers.health import failure, status_record
+from towers.health.failure import EXIT_PREEMPTED
+from towers.health.status import Health
+from towers.health.status_record import Record
+from towers.launching import console
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
@@ -227,7 +228,7 @@ def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, en
 LEAVING = """
 import threading, time
 from torch.distributed import TCPStore
-from towers.agent import leave
+from towers.launching.agent import leave
 
 store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 
@@ -363,8 +364,8 @@ def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
 
 
 def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
-    health = Health(Record(whereabouts.path_in(tmp_path, 1), create=True))
-    seen = whereabouts.find(tmp_path, 1)
+    health = Health(Record(status_record.path_in(tmp_path, 1), create=True))
+    seen = status_record.find(tmp_path, 1)
     assert seen is not None
     places = [str(seen.read())]
     health.enter("loading data")
@@ -384,7 +385,7 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
         "in step 1, writing the checkpoint — " + "x" * 37,
         "after step 1",
     ]
-    assert whereabouts.find(tmp_path, 2) is None
+    assert status_record.find(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize(("seconds", "good"), [(0, False), (math.nan, False), (math.inf, True), (5, True)])

@@ -19,7 +19,8 @@ from conftest import at_most, wait_until
 from torch.distributed import HashStore, Store, TCPStore
 
 import mirrored
-from towers import HandshakeError, StartupError, cards, handshake
+from towers import HandshakeError, StartupError
+from towers.joining import handshake, messages
 
 TOKEN = "a secret of the tests"
 SECONDS = timedelta(seconds=10)
@@ -32,7 +33,7 @@ def quickly() -> Iterator[None]:
         yield
 
 
-def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) -> list[cards.Card]:
+def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) -> list[messages.Card]:
     return handshake.meet(
         store,
         {"index": index},
@@ -50,7 +51,7 @@ def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) ->
 def both_meet(first: Store, second: Store) -> None:
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(meet, [first, second], range(2)))
-    assert [[card["index"] for card in cards] for cards in found] == [[0, 1], [0, 1]]
+    assert [[card["index"] for card in messages] for messages in found] == [[0, 1], [0, 1]]
 
 
 def serve(host: str = "127.0.0.1") -> TCPStore:
@@ -99,7 +100,9 @@ def test_who_has_seen_other_cards_has_not_met() -> None:
 
 def test_a_tower_that_is_missing_is_named_by_those_who_wait_for_the_first() -> None:
     store, old = HashStore(), recorded()
-    store.set("tower/2", cards.seal(TOKEN, "tower/2", {**cards.unseal(TOKEN, "tower/1", old["tower/1"]), "index": 2}))
+    store.set(
+        "tower/2", messages.seal(TOKEN, "tower/2", {**messages.unseal(TOKEN, "tower/1", old["tower/1"]), "index": 2})
+    )
 
     def come(index: int) -> str:
         with pytest.raises(StartupError) as caught:
@@ -139,16 +142,16 @@ def test_a_card_that_a_stranger_writes_over_comes_back() -> None:
 
 
 def is_card(store: Store, place: str) -> bool:
-    with contextlib.suppress(cards.NotACardError):
-        return store.check([place]) and bool(cards.unseal(TOKEN, place, store.get(place)))
+    with contextlib.suppress(messages.NotACardError):
+        return store.check([place]) and bool(messages.unseal(TOKEN, place, store.get(place)))
     return False
 
 
 FORGED = {
-    "of another token": lambda place: cards.seal("another", place, {"found": "x"}),
-    "of no token": lambda place: cards.seal("", place, {"found": "x"}),
-    "of another place": lambda place: cards.seal(TOKEN, place + "0", {"found": "x"}),
-    "with a seal of another card": lambda place: cards.seal(TOKEN, place, {}).replace('card": "{', 'card": "{ '),
+    "of another token": lambda place: messages.seal("another", place, {"found": "x"}),
+    "of no token": lambda place: messages.seal("", place, {"found": "x"}),
+    "of another place": lambda place: messages.seal(TOKEN, place + "0", {"found": "x"}),
+    "with a seal of another card": lambda place: messages.seal(TOKEN, place, {}).replace('card": "{', 'card": "{ '),
     "not a word": lambda place: "",
 }
 
@@ -164,7 +167,7 @@ def test_forged_words_are_not_heard(kind: str) -> None:
 def test_two_jobs_with_tokens_of_their_own_meet_at_one_table() -> None:
     """As under a launcher whose store everybody reaches: each sees its own."""
     store = HashStore()
-    meet_of_other = {place: cards.seal("another", place, {"host": "elsewhere"}) for place in PLACES}
+    meet_of_other = {place: messages.seal("another", place, {"host": "elsewhere"}) for place in PLACES}
     for place, text in meet_of_other.items():
         store.set(place, text)
     both_meet(store, store)

@@ -17,9 +17,9 @@ from test_bad_training import Records
 from torch import Tensor, nn
 
 import mirrored
-from mirrored.mirror_check import MirrorCheck
+from mirrored.attached.mirror_check import MirrorCheck
 from towers.collectives.communicator import Alone
-from towers.fingerprint import COLUMNS, fingerprints
+from towers.mirroring.fingerprint import COLUMNS, fingerprints
 
 # -- fingerprints ----------------------------------------------------------------------------------------
 
@@ -367,7 +367,7 @@ def checked_at_one_tower() -> None:
 
 
 def test_one_tower_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mirrored.mirror_check.MirrorCheck.__init__", lambda *_, **__: pytest.fail("was made"))
+    monkeypatch.setattr("mirrored.attached.mirror_check.MirrorCheck.__init__", lambda *_, **__: pytest.fail("was made"))
     checked_at_one_tower()
 
 

@@ -1,7 +1,7 @@
 """Nothing that is read from disk or from the wire is run: no pickle and nothing like it in our code.
 
-The one exception is ``towers/launch.py``. Its contract is to send the caller's own function and its results between the
-caller's own processes, over pipes that they inherit; functions from notebook cells go by cloudpickle.
+The one exception is ``towers/launching/launch.py``. Its contract is to send the caller's own function and its results
+between the caller's own processes, over pipes that they inherit; functions from notebook cells go by cloudpickle.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from test_bad_training import Records
 from torch import Tensor, nn
 
 import mirrored
-from towers.extremes import extremes
+from towers.mirroring.extremes import extremes
 
 NAN, INF = float("nan"), float("inf")
 

@@ -22,7 +22,9 @@ import steptime  # noqa: E402
 import units  # noqa: E402
 from cluster import Cluster, Link  # noqa: E402
 
-from towers import buckets, heartbeat, options  # noqa: E402
+from towers import options  # noqa: E402
+from towers.gradients.averager import buckets  # noqa: E402
+from towers.health.status import heartbeat  # noqa: E402
 
 INSIDE, ACROSS = Link(1e-6, 100e9), Link(10e-6, 10e9)
 

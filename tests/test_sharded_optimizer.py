@@ -24,9 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import mirrored
-from towers import buckets
-from towers.collectives import windows
-from towers.sharding import SharedOut
+from towers.collectives.shared_memory import regions
+from towers.gradients import buckets
+from towers.sharding.optimizer import SharedOut
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -375,7 +375,7 @@ def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
 
 def mirror_copies(shard: bool) -> list[Tensor]:
     """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for windows."""
-    windows.KEYS = 40
+    regions.KEYS = 40
     strategy = strategy_of(shard)
     base = mlp()
     for number in range(20):

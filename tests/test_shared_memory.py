@@ -18,9 +18,10 @@ from torch import Tensor
 
 import mirrored
 from towers import errors as towers_errors
-from towers.collectives import values, windows
+from towers.collectives import values
 from towers.collectives.hierarchical import HierarchicalCommunicator
-from towers.collectives.shared_memory import SharedMemoryCommunicator
+from towers.collectives.shared_memory import regions
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 
 DTYPES = (
     torch.float32,
@@ -288,7 +289,7 @@ def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
     own: Any = comm.all_gather(torch.zeros(1))  # all have come to this line
     if comm.index == 0:
         if where == "average":
-            windows.add_by_tree = windows.reduce_into = interrupted_call
+            regions.add_by_tree = regions.reduce_into = interrupted_call
         else:
             values.all_reduce_together = values.join = interrupted_call
     window = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)

@@ -19,7 +19,7 @@ from jobs import ROOT
 from sockets import family, listening, unix_sockets
 from test_two_hosts import ip
 
-from towers import machine, network
+from towers.system import machine, network
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
 

@@ -21,8 +21,10 @@ from jobs import ROOT, run_program
 
 import mirrored
 from mirrored import cli
-from towers import CannotStartError, become, devices
+from towers import CannotStartError
 from towers.collectives import process_group
+from towers.launching import become
+from towers.system import devices
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrored.cluster import ClusterError, LocalClusterResolver, TFConfigClusterResolver, resolve
-from towers import agent, network
-from towers.job import Job, agent_command
+from towers.launching import agent
+from towers.launching.job import Job, agent_command
+from towers.system import network
 
 
 def resolver(**config: object) -> TFConfigClusterResolver:

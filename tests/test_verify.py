@@ -18,12 +18,12 @@ from mirrored.verification.compare import Comparison
 from mirrored.verification.explain import explain
 from mirrored.verification.loss_graph import terms_of
 from mirrored.verification.padding import form_of, pad
-from mirrored.verification.play import Play
-from mirrored.verification.proved import told_apart
+from mirrored.verification.proven_causes import told_apart
 from mirrored.verification.randomness import Place, draw_as_one_tower
+from mirrored.verification.reduced_values import differing
 from mirrored.verification.report import make_report
-from mirrored.verification.returned import differing
-from mirrored.verification.seen import Raised, Result, Seen, Step, rows, sketch
+from mirrored.verification.runs import Play
+from mirrored.verification.trace import Raised, Result, Seen, Step, rows, sketch
 
 SCRIPTS = ROOT / "tests" / "verify_scripts"
 

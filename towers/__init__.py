@@ -3,6 +3,10 @@
 The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses and can be used without them.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from towers.errors import (
     CannotStartError,
     CollectiveTimeoutError,
@@ -18,8 +22,10 @@ from towers.errors import (
     TowerFailedError,
     TowersError,
 )
-from towers.launch import Failure, launch
 from towers.topology import Topology
+
+if TYPE_CHECKING:
+    from towers.launching.launch import Failure, launch
 
 __all__ = [
     "CannotStartError",
@@ -39,3 +45,12 @@ __all__ = [
     "TowersError",
     "launch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``towers.launch`` and ``towers.Failure`` are imported on first use: errors do not need what starts processes."""
+    if name not in ("Failure", "launch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from towers.launching import launch as module
+
+    return getattr(module, name)

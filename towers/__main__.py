@@ -13,6 +13,6 @@ if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
 if str(_here.parent) not in sys.path:
     sys.path.append(str(_here.parent))
 
-from towers.agent import main  # noqa: E402
+from towers.launching.agent import main  # noqa: E402
 
 main(sys.argv[1:])

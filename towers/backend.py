@@ -22,7 +22,7 @@ import torch.distributed as dist
 from towers.c10d.group import Group
 from towers.c10d.shared_group import SharedMemoryGroup
 from towers.c10d.store import StoreCommunicator
-from towers.collectives.shared_memory import SEVERAL_HOSTS, join
+from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
 
 NAME = "towers_shm"

@@ -103,12 +103,12 @@ class ForkedError(TowersError):
 
 
 class TowerFailedError(TowersError):
-    """A tower of a :func:`towers.launch` job failed.
+    """A tower of a :func:`towers.launching.launch` job failed.
 
     Attributes:
         tower: index of the tower that failed first.
         failures: for every tower that failed, in order of time, its
-            :class:`towers.launch.Failure` (tower, exception or None, traceback text).
+            :class:`towers.launching.launch.Failure` (tower, exception or None, traceback text).
     """
 
     def __init__(self, message: str, tower: int, failures: tuple[object, ...] = ()) -> None:

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from towers.other_names import instead_of
+from towers.tensorflow_names import instead_of
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from towers.cards import plain
-from towers.failure import EXIT_PREEMPTED
+from towers.health.failure import EXIT_PREEMPTED
+from towers.joining.messages import plain
 
 
 class CheckpointError(RuntimeError):

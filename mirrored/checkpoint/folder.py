@@ -29,7 +29,7 @@ from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, some_of
 from mirrored.checkpoint.manifest import NAME, TENSORS, Manifest
 from mirrored.checkpoint.tensors import TensorFile
-from towers.log import get_logger
+from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 

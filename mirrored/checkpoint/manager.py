@@ -22,10 +22,10 @@ from mirrored.checkpoint.together import first_problem, raise_first
 from mirrored.checkpoint.tracked import TrackedObject, track
 from mirrored.data.dataset import DistributedDataset
 from mirrored.observer import folder_of
-from mirrored.strategy import Strategy
+from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
-from towers.failure import EXIT_PREEMPTED, signal_name
-from towers.log import get_logger
+from towers.health.failure import EXIT_PREEMPTED, signal_name
+from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 

@@ -16,7 +16,7 @@ from mirrored.checkpoint.together import first_problem
 from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
 from mirrored.checkpoint.way_back import WayBack
 from towers.collectives.communicator import Communicator
-from towers.log import get_logger
+from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 

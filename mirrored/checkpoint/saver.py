@@ -19,7 +19,7 @@ from mirrored.checkpoint.places import writer_of
 from mirrored.checkpoint.together import raise_first
 from mirrored.checkpoint.tracked import Tracked
 from mirrored.checkpoint.writer import Writer
-from mirrored.strategy import Strategy
+from mirrored.strategy.base import Strategy
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
-from towers.console import leave_terminal
+from towers.launching.console import leave_terminal
 
 
 class StopSignals:

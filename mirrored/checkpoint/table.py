@@ -14,7 +14,7 @@ from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, some_of
 from mirrored.checkpoint.folder import LATEST, Folder, Opened, name_of
 from mirrored.checkpoint.manifest import NAME, TENSORS
-from towers.cards import plain
+from towers.joining.messages import plain
 
 _MOST_ROWS = 100_000
 _LONGEST = 200  # letters of a path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from mirrored import metrics
+from mirrored.attached import metrics
 from mirrored.checkpoint import way_back
 from mirrored.checkpoint.way_back import WayBack
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from mirrored import metrics
+from mirrored.attached import metrics
 
 WayBack = Callable[[], None]
 

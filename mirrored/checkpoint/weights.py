@@ -18,7 +18,7 @@ from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.folder import Opened
 from mirrored.checkpoint.tensors import TensorFile
 from mirrored.observer import folder_of
-from towers.cards import plain
+from towers.joining.messages import plain
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from abc import ABC
 from collections.abc import Mapping
 
-from towers import Topology
+from towers.topology import Topology
 
 _MOST = 1_000_000  # towers: more than anybody has; whoever comes keeps a list of all
 

@@ -15,8 +15,8 @@ from mirrored.cluster.resolver import (
     read_optional,
     read_whole_numbers,
 )
-from towers import Topology
-from towers.cards import JOB_TOKEN
+from towers.joining.messages import JOB_TOKEN
+from towers.topology import Topology
 
 _FIRST_PORT = 12000
 _PORTS = 16000

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
-from towers import network
-from towers.log import get_logger
+from towers.system import network
+from towers.system.log import get_logger
 
 _JOBS = ("chief", "worker", "evaluator")
 

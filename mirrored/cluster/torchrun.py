@@ -14,9 +14,8 @@ from mirrored.cluster.resolver import (
     read_optional,
     read_whole_numbers,
 )
-from towers import Topology
-from towers.cards import JOB_TOKEN
-from towers.topology import STARTED_BY
+from towers.joining.messages import JOB_TOKEN
+from towers.topology import STARTED_BY, Topology
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from towers import tree as trees
+from towers.system import tree as trees
 
 Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]
 """A structure like the batch's: the dimension that counts examples, None for what is given whole, or what cuts it."""

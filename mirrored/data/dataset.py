@@ -17,10 +17,10 @@ from mirrored.data.order import Drawn, Order
 from mirrored.data.shares import Cut, KnownShares, Share
 from mirrored.data.transfer import Batch, to_device
 from mirrored.observer import observer
-from towers import DisagreementError
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
-from towers.health import LOADING
+from towers.errors import DisagreementError
+from towers.health.status import LOADING
 
 
 class DistributedDataset(ABC):

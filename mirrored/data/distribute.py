@@ -16,7 +16,7 @@ from mirrored.data.order import Order, is_plain
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.data.streams import StreamDataset, is_ready_made, settings_of
 from towers.collectives.communicator import Communicator
-from towers.log import get_logger
+from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 

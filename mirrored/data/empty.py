@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from towers import tree as trees
+from towers.system import tree as trees
 
 _WHOLE = (str, bytes, bool, type(None), torch.dtype, torch.device)
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset, default_collate, get_worker_info
 from mirrored import seeds
 from mirrored.data.empty import NoEmptyForm, empty_batch
 from mirrored.data.shares import Cut
-from towers import tree as trees
+from towers.system import tree as trees
 
 
 class Slices:

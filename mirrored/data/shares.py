@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from towers import tree as trees
+from towers.system import tree as trees
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Drawn, Order, tell_epoch
 from mirrored.data.shares import Cut, KnownShares, Share
 from mirrored.data.transfer import Batch
-from towers import DisagreementError
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
+from towers.errors import DisagreementError
 
 
 class StreamDataset(DistributedDataset):

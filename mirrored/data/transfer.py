@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
 from mirrored.data.shares import Share
-from towers import tree as trees
-from towers.host_copy import pinned
+from towers.system import tree as trees
+from towers.system.host_copy import pinned
 
 Batch = tuple[Any, Share]
 

@@ -11,8 +11,9 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from mirrored.doctor.finding import Finding, ok, problem, warning
-from towers import PortInUseError, StartupError, handshake
-from towers.within import all_within
+from towers.errors import PortInUseError, StartupError
+from towers.joining import handshake
+from towers.system.run_with_timeout import all_within
 
 _RESOLVING = 5.0  # seconds
 _CONNECTING = 3.0

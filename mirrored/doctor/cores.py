@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from mirrored.doctor import cgroup
 from mirrored.doctor.finding import Finding, note, ok, problem, warning
-from towers import machine
+from towers.system import machine
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from mirrored.doctor import (
 )
 from mirrored.doctor.finding import Check, Finding, problem
 from mirrored.doctor.report import Report
-from towers.within import within
+from towers.system.run_with_timeout import within
 
 _CHECKS: Mapping[str, Check] = {
     "versions": versions.check,

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Iterator, Mapping
 
 from mirrored.doctor.finding import Finding, note, ok, warning
-from towers.collectives import semaphores
-from towers.collectives.segment import Segment
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.segment import Segment
 
 _PTRACE_SCOPE = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
 _SUBJECT = "shared memory"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from mirrored.cluster import ClusterError, TFConfigClusterResolver
 from mirrored.doctor import addresses
 from mirrored.doctor.finding import Finding, note, ok, problem, warning
-from towers.machine import loopback_interface
+from towers.system.machine import loopback_interface
 
 _SUBJECT = "TF_CONFIG"
 

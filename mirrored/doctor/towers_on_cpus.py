@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from mirrored.doctor import towers_job
 from mirrored.doctor.finding import Finding, ok, problem, warning
-from towers import TowerFailedError
+from towers.errors import TowerFailedError
 
 _SUBJECT = "CPU towers"
 _DEVICES = ("cpu:0", "cpu:1")

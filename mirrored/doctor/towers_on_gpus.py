@@ -8,7 +8,8 @@ import torch
 
 from mirrored.doctor import towers_job
 from mirrored.doctor.finding import Finding, ok, problem
-from towers import TowerFailedError, devices
+from towers.errors import TowerFailedError
+from towers.system import devices
 
 _SUBJECT = "GPU towers"
 _SECONDS = 40.0

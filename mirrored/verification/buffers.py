@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mirrored.batch_norm import takes_statistics_of_all_towers
+from mirrored.attached.batch_norm import takes_statistics_of_all_towers
 from mirrored.verification.causes import Cause, Finding, some
 from mirrored.verification.compare import Comparison
-from mirrored.verification.seen import Sketch, has_values
+from mirrored.verification.trace import Sketch, has_values
 
 _STATISTICS = ("running_mean", "running_var")
 

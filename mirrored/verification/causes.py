@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.seen import Draw, Run, Seen, comparable
+from mirrored.verification.trace import Draw, Run, Seen, comparable
 
 
 class Cause(enum.Enum):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 from mirrored.verification.rounding import HALF_MARGIN, MARGIN
-from mirrored.verification.seen import Loss, Seen, Sketch, Step
+from mirrored.verification.trace import Loss, Seen, Sketch, Step
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
 _COARSE = 1e-3  # half precision, and autocast: more is usual, and then shown to be rounding by a further run

@@ -17,8 +17,8 @@ from mirrored.context import strategy_with_towers
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.transfer import Batch
 from mirrored.observer import Observer
-from mirrored.verification.seen import Seen
-from towers.devices import Device
+from mirrored.verification.trace import Seen
+from towers.system.devices import Device
 from towers.topology import DEVICES
 
 _MOST_FURTHER = 100

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from mirrored.verification.causes import Cause, Finding, at_line, some
-from mirrored.verification.seen import Seen
+from mirrored.verification.trace import Seen
 
 _FIX = "change it on all towers alike: not under `if strategy.is_chief:`, and not by values that differ"
 

@@ -11,8 +11,9 @@ from mirrored.verification.causes import Cause, Finding, at_line
 from mirrored.verification.compare import Comparison, Difference
 from mirrored.verification.drift import drift, evaluated_drift
 from mirrored.verification.failures import failure, nothing_compared, nothing_to_compare, when_watched
+from mirrored.verification.interventions import LossFactor, Repairs
 from mirrored.verification.padding import forms_of, padded_lengths
-from mirrored.verification.proved import (
+from mirrored.verification.proven_causes import (
     backward_shares,
     batch_terms,
     counted,
@@ -21,9 +22,8 @@ from mirrored.verification.proved import (
     name_proved,
     results,
 )
-from mirrored.verification.repairs import LossFactor, Repairs
-from mirrored.verification.returned import differing
-from mirrored.verification.seen import Seen
+from mirrored.verification.reduced_values import differing
+from mirrored.verification.trace import Seen
 
 _MOST_REPAIRS = 4
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding, at_line, some
 from mirrored.verification.drift import drift, lonely_write
-from mirrored.verification.seen import Seen
+from mirrored.verification.trace import Seen
 
 
 def failure(one: Seen, many: Sequence[Seen]) -> Finding | None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirrored.verification.seen import Ends, Form, Seen
-from towers import tree as trees
+from mirrored.verification.trace import Ends, Form, Seen
+from towers.system import tree as trees
 
 Forms = Mapping[tuple[int, int], Form]
 """By the numbers of the run and of the tensor among its arguments."""

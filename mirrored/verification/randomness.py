@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mirrored import seeds
 from mirrored.data.shares import bounds
-from mirrored.verification.seen import Seen
+from mirrored.verification.trace import Seen
 
 DRAWING = {
     *("rand", "randn", "randint", "normal", "bernoulli", "multinomial", "poisson", "randperm"),

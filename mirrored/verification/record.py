@@ -19,16 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from mirrored.context import current_frame, strategy_with_towers
 from mirrored.stand_in import holds_stand_in, shares_at_hand
-from mirrored.strategy import Strategy
+from mirrored.strategy.base import Strategy
 from mirrored.verification.buffers import buffers_of
 from mirrored.verification.cut import Cutter
+from mirrored.verification.interventions import Repairs
 from mirrored.verification.padding import form_of, pad, tensors_of
 from mirrored.verification.randomness import Shapes
-from mirrored.verification.repairs import Repairs
 from mirrored.verification.rounding import Unrest
-from mirrored.verification.seen import Draw, Loss, Result, Run, Sketch, Step, bits, has_values, rows, sketch
+from mirrored.verification.trace import Draw, Loss, Result, Run, Sketch, Step, bits, has_values, rows, sketch
 from mirrored.verification.watch import Watcher, generator_state, in_a_graph, other_generators, script_line
-from towers import tree as trees
+from towers.system import tree as trees
 
 _RESULT_VALUES = 16
 

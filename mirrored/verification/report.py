@@ -10,7 +10,7 @@ from mirrored.verification import causes
 from mirrored.verification.causes import Cause, Finding
 from mirrored.verification.compare import Comparison, Row
 from mirrored.verification.failures import cut_short
-from mirrored.verification.seen import Raised
+from mirrored.verification.trace import Raised
 
 _WIDTH = 100
 

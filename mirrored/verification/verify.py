@@ -12,13 +12,14 @@ import torch
 from mirrored.verification.causes import Cause, Finding
 from mirrored.verification.compare import Comparison
 from mirrored.verification.explain import explain
-from mirrored.verification.play import Play, devices_for
+from mirrored.verification.interventions import Repairs
 from mirrored.verification.randomness import Shapes, shapes_of
-from mirrored.verification.repairs import Repairs
 from mirrored.verification.report import Report, make_report
-from mirrored.verification.seen import Seen
-from towers import TowerFailedError, machine
-from towers import devices as towers_devices
+from mirrored.verification.runs import Play, devices_for
+from mirrored.verification.trace import Seen
+from towers.errors import TowerFailedError
+from towers.system import devices as towers_devices
+from towers.system import machine
 
 
 def verify(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mirrored.context import current_frame
+from mirrored.verification.interventions import LossFactor, batch_norm_over_towers, divisor_factors
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.randomness import DRAWING, Place, draw_as_one_tower
-from mirrored.verification.repairs import LossFactor, batch_norm_over_towers, divisor_factors
-from mirrored.verification.seen import Draw, LocalChange, Loss, Term, Write, has_values
+from mirrored.verification.trace import Draw, LocalChange, Loss, Term, Write, has_values
 
 if TYPE_CHECKING:
     from mirrored.verification.record import Recorder

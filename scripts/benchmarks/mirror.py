@@ -21,7 +21,7 @@ import torch
 from steps import Times
 
 import mirrored
-from mirrored.mirror_check import DEFAULT_INTERVAL, PARTS
+from mirrored.attached.mirror_check import DEFAULT_INTERVAL, PARTS
 
 
 def _measure(case: str, turns: int, seconds: float, optimizer: str, implementation: str) -> tuple[Times, list[float]]:

@@ -26,9 +26,9 @@ import steps
 import torch
 
 import mirrored
-from towers.buckets import Bucket
-from towers.collectives.meeting import Meeting
-from towers.collectives.windows import Windows
+from towers.collectives.shared_memory.barrier import Meeting
+from towers.collectives.shared_memory.regions import Windows
+from towers.gradients.buckets import Bucket
 
 PARTS = {
     "bring": (Bucket, "bring"),

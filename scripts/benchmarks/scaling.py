@@ -23,7 +23,7 @@ from ratios import Ratio, compare
 from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
-from towers import machine
+from towers.system import machine
 
 BASES = {"bound": "no communication", "DDP": "DDP on Gloo"}
 """What our steps are compared with."""

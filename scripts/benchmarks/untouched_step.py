@@ -1,7 +1,7 @@
 """Steps without mirrored in programs without mirrored, as a script has them that never heard of it.
 
-In the processes of our towers DDP and the bare loop find freed memory kept (``towers/machine.py``), which makes both
-faster than they are by themselves. This program is one tower of theirs.
+In the processes of our towers DDP and the bare loop find freed memory kept (``towers/system/machine.py``), which makes
+both faster than they are by themselves. This program is one tower of theirs.
 """
 
 from __future__ import annotations

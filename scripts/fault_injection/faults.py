@@ -15,8 +15,8 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.disk import Disk
-from towers.collectives.meeting import Meeting
-from towers.collectives.windows import Windows
+from towers.collectives.shared_memory.barrier import Meeting
+from towers.collectives.shared_memory.regions import Windows
 
 ACTIONS = ("raise", "SIGKILL", "SIGTERM", "SIGSTOP")
 DEATHS = ("stuck thread", "early exit", "deadlock")

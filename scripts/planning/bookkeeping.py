@@ -1,11 +1,13 @@
 """What this project's own start-up and messages cost, counted in its code.
 
-- ``towers/handshake.py``, ``meet``: every tower asks the one store for every other tower's card, with two requests each
-  (is it there, what is it), so N towers make 2N² requests, one after the other at the chief.
+- ``towers/joining/handshake.py``, ``meet``: every tower asks the one store for every other tower's card, with two
+  requests each (is it there, what is it), so N towers make 2N² requests, one after the other at the chief.
 - ``towers/collectives/communicator.py``, ``all_gather_bytes``: every announcement (``agreement.py``: reduce, gather, an
   epoch, a batch of a stream) gathers a packet of 256 bytes from every tower; between hosts Gloo passes it round a ring.
-- ``towers/collectives/meeting.py``: a tower posts and takes one semaphore for every other tower of its host.
-- ``towers/heartbeat.py``: every second each tower lays down a sign of life and looks for questions: two requests.
+- ``towers/collectives/shared_memory/barrier.py``: a tower posts and takes one semaphore for every other tower of its
+  host.
+- ``towers/health/heartbeat.py``: every second each tower lays down a sign of life and looks for questions: two
+  requests.
 - c10d's Gloo: a process connects to each of the others.
 """
 

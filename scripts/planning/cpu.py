@@ -1,10 +1,10 @@
 """CPU towers of one host: seconds of an all-reduce as a few unknowns times what is known, and fitting the unknowns.
 
-Shared memory (``towers/collectives/windows.py``): two meetings, in each of which a tower posts and takes a semaphore
-for each other tower, spinning where each has a core and sleeping where not (``meeting.py``); between them it reads and
-writes its N-th part of all N windows, n bytes each way, at one speed where the windows fit into the last cache and at
-another where they do not. Gloo: a ring, whose messages wait for other threads to wake, and are copied into and out of
-the kernel.
+Shared memory (``towers/collectives/shared_memory/regions.py``): two meetings, in each of which a tower posts and takes
+a semaphore for each other tower, spinning where each has a core and sleeping where not (``barrier.py``); between them
+it reads and writes its N-th part of all N windows, n bytes each way, at one speed where the windows fit into the last
+cache and at another where they do not. Gloo: a ring, whose messages wait for other threads to wake, and are copied into
+and out of the kernel.
 
 With N towers on C < N cores, what needs a core takes turns and lasts N/C times as long. In shared memory that is all
 there is. Of Gloo's time a part waits, which more towers do not make longer; how large it is, is fitted too.

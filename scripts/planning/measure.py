@@ -21,9 +21,9 @@ import torch.distributed as dist
 from units import as_duration, in_ms
 
 import mirrored
-from towers import machine
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Alone, Communicator
+from towers.system import machine
 
 SIZES = {"4KB": 2**12, "64KB": 2**16, "1MB": 2**20, "4MB": 2**22, "16MB": 2**24}
 TOWERS = (2, 3, 4, 6, 8)

@@ -11,7 +11,8 @@ from cluster import Cluster
 from collectives import ALGORITHMS, half
 
 FIRST_BUCKET = float(2**20)
-"""Bytes of the first bucket, as in ``towers/buckets.py``: small, so that the first collective starts early."""
+"""Bytes of the first bucket, as in ``towers/gradients/buckets.py``: small, so that the first collective starts
+early."""
 
 EVEN = ((1.0, 1.0),)
 """A backward in which gradients come at one rate."""

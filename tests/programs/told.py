@@ -12,7 +12,7 @@ import time
 import torch
 
 import mirrored
-from towers.failure import EXIT_PREEMPTED
+from towers.health.failure import EXIT_PREEMPTED
 
 strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(3)])
 told = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 from towers.collectives.communicator import Communicator
-from towers.collectives.sharing import share
+from towers.collectives.shared_memory.sharing import share
 from towers.errors import DisagreementError
 
 _CARD = 256  # bytes: the number of the call, then what it is

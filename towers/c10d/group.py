@@ -16,7 +16,7 @@ from towers.c10d.tensors import one, plain
 from towers.c10d.works import Done, Line, Receiving
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import as_bytes
-from towers.collectives.shared_memory import SharedMemoryCommunicator
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 
 

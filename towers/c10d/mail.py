@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from towers.c10d.streams import FIRST, Letter, Receiver, Sender
-from towers.collectives import semaphores
 from towers.collectives.communicator import Communicator
-from towers.collectives.peers import Peers
-from towers.collectives.segment import Segment, aligned
-from towers.collectives.sharing import share
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.peers import Peers
+from towers.collectives.shared_memory.segment import Segment, aligned
+from towers.collectives.shared_memory.sharing import share
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
 
 _NAP = 0.1  # seconds between two looks whether the others live

@@ -15,7 +15,7 @@ from towers.c10d.sparse_sum import sparse_sum
 from towers.c10d.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
 from towers.c10d.works import Done
 from towers.collectives.communicator import as_bytes
-from towers.collectives.shared_memory import SharedMemoryCommunicator
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import ArgumentError
 
 

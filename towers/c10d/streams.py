@@ -5,7 +5,8 @@ start; when not all was taken, it goes on in a new piece, whose number it leaves
 finds room, and a receiver who never comes costs memory, not time.
 
 Two semaphores tell either side how far the other is, since only they order memory
-(:mod:`towers.collectives.semaphores`): one counts letters that were sent, the other letters that were taken.
+(:mod:`towers.collectives.shared_memory.semaphores`): one counts letters that were sent, the other letters that were
+taken.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from towers.collectives import semaphores
-from towers.collectives.segment import ALIGNMENT, Segment, aligned
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError
 
 FIRST = 2**16

@@ -1,0 +1,1 @@
+"""What towers compute together: one interface, and its implementations."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
-from towers.health import Health
+from towers.health.status import Health
 
 if TYPE_CHECKING:
-    from towers.collectives.windows import Windows
+    from towers.collectives.shared_memory.regions import Windows
 
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")

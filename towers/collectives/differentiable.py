@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from towers import tree as trees
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
+from towers.system import tree as trees
 
 
 def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
-from towers.host_copy import HostCopy, on_device
+from towers.system.host_copy import HostCopy, on_device
 
 _WORDS = 16  # of a message's head: the count, a digest of the purpose, and its text
 _TEXT_BYTES = 8 * (_WORDS - 2)

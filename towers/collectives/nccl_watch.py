@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from towers import failure
-from towers.heartbeat import INTERVAL, main_stack
+from towers.health import failure
+from towers.health.heartbeat import INTERVAL, main_stack
 
 
 @functools.cache

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
-from towers.deadlock import Wait
-from towers.failure import is_peer_lost
-from towers.waiting import connection_lost, timeout_error
+from towers.health.deadlock import Wait
+from towers.health.failure import is_peer_lost
+from towers.health.timeout_messages import connection_lost, timeout_error
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,

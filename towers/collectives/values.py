@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from towers import tree as trees
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.errors import DisagreementError
+from towers.system import tree as trees
 
 Axis = int | tuple[int, ...] | None
 

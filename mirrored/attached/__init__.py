@@ -1,0 +1,1 @@
+"""What a strategy attaches to models: the mirror check, synchronised batch norm, metrics."""

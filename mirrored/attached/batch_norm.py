@@ -1,0 +1,209 @@
+"""BatchNorm layers that normalise over the global batch: ``strategy.scope(sync_batch_norm=True)``.
+
+Such a layer stays the object that the script made, with its parameters, buffers, hooks and ``state_dict``; its class
+becomes a subclass of the class that it had, with another ``forward``, as torch does to its lazy modules.
+``isinstance(layer, nn.BatchNorm2d)`` stays true. A function put on the object instead would belong to the original in
+shallow copies, and be out of sight when the model is printed. A subclass with a forward of its own keeps it; only its
+call of ``F.batch_norm`` is answered here (:mod:`mirrored.attached.batch_norm_calls`).
+
+In training mode ``forward`` and ``backward`` are collectives: all towers make the same ones in the same order, also
+with an empty share, inside ``run`` and outside, and in ``no_sync``. In eval mode, and where there is one tower, a layer
+is the plain one. Copies and pickled layers stay synchronised; a model that is to be scripted or converted gets its
+``state_dict`` into plain layers. What ``nn.SyncBatchNorm`` does already, through c10d, is left to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mirrored.attached.batch_norm_calls import OwnCalls
+from mirrored.context import current_frame, strategy_with_towers
+from mirrored.stand_in import is_stand_in
+from towers import batch_norm
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+from towers.collectives.labelled import LabelledGather
+from towers.errors import ForkedError
+
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+
+
+class BatchNorms:
+    """What the BatchNorm layers of one strategy share.
+
+    Args:
+        communicator: over all towers.
+        name_of: how messages call a layer; None when it is in no mirrored model.
+    """
+
+    def __init__(self, communicator: Communicator, name_of: Callable[[nn.Module], str | None]) -> None:
+        self._communicator = communicator
+        self._name_of = name_of
+        self._gather: LabelledGather | None = None
+        self._widest = 0
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._nameless = 0
+        self._pid = os.getpid()
+
+    def adopt(self, module: nn.Module) -> None:
+        """Make ``module`` normalise over the global batch if it is a BatchNorm layer; may be called again.
+
+        Raises:
+            TypeError: its forward belongs to the object and not to its class.
+        """
+        if not isinstance(module, _BatchNorm) or isinstance(module, (_OverAllTowers, nn.SyncBatchNorm)):
+            return
+        kind: Any = type(module)
+        if any(base.__module__.startswith(_QUANTISED) for base in kind.__mro__):
+            return  # these take running statistics always
+        if "forward" in vars(module):
+            raise TypeError(
+                f"sync_batch_norm=True was asked for a {kind.__qualname__} of {module.num_features} features with a "
+                "forward that was put on the object, which would go on to normalise over each tower's own share. Put "
+                "it there after the layer was made in scope(sync_batch_norm=True), or into a subclass"
+            )
+        self._widest = max(self._widest, module.num_features)
+        module.__class__ = _over_all_towers(kind)
+
+    def train(self, layer: _BatchNorm, x: Tensor, counts: bool) -> Tensor:
+        """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
+
+        Args:
+            counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
+
+        Raises:
+            ValueError, RuntimeError: ``x`` does not fit the layer.
+            ValueError, DisagreementError: as of :func:`towers.batch_norm.normalise`.
+            ForkedError: in a process that was forked from a tower.
+        """
+        layer._check_input_dim(x)
+        running = None
+        if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
+            running = layer.running_mean, layer.running_var
+        momentum: float | Tensor = layer.momentum or 0.0
+        if layer.track_running_stats and layer.num_batches_tracked is not None:
+            layer.num_batches_tracked.add_(1)
+            if layer.momentum is None:  # the mean of all batches
+                momentum = 1.0 / layer.num_batches_tracked.double()
+        return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
+
+    def train_its_own_way(self, layer: _BatchNorm, forward: Callable[[], Any], counts: bool) -> Any:
+        """What ``layer`` makes of this tower's share by a forward of its own; all towers call it.
+
+        Raises:
+            RuntimeError: the forward does not normalise by ``F.batch_norm``; and as of :meth:`train`.
+        """
+        with OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
+            result = forward()
+        if not calls.found:
+            raise RuntimeError(
+                f"{self._name(layer)}: the forward of {_plain(layer).__qualname__} takes the statistics of a batch in "
+                "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
+                "sync_batch_norm=True cannot make them those of the global batch. Make the layer outside of "
+                "scope(sync_batch_norm=True) if the statistics of each tower's own share are meant"
+            )
+        return result
+
+    def _normalise(
+        self,
+        layer: _BatchNorm,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        momentum: float | Tensor,
+        eps: float,
+        *,
+        counts: bool,
+    ) -> Tensor:
+        for tensor in (weight, bias, *(running or ())):
+            if tensor is not None and tensor.numel() != x.shape[1]:
+                raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
+        gather, name = self._connect(), self._name(layer)
+        return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
+
+    def _connect(self) -> LabelledGather:
+        """The layers' own channel, so that their collectives never meet those of buckets or of the script."""
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "a BatchNorm of sync_batch_norm was used in training mode in a process that was forked from a tower; "
+                "call eval() on the model there"
+            )
+        if self._gather is None:
+            announce(self._communicator, "the first BatchNorm over the global batch")
+            self._gather = LabelledGather(self._communicator.channel())
+        self._gather.foresee(2 * self._widest)
+        return self._gather
+
+    def _name(self, layer: _BatchNorm) -> str:
+        name = self._names.get(layer)
+        if name is None:
+            name = self._name_of(layer)
+            if name is None:
+                self._nameless += 1
+                name = f"BatchNorm {self._nameless} in no mirrored model ({layer.num_features} features)"
+            self._names[layer] = name
+        return name
+
+
+def takes_statistics_of_all_towers(module: nn.Module) -> bool:
+    """Whether a layer's running statistics are those of the global batch."""
+    return isinstance(module, (_OverAllTowers, nn.SyncBatchNorm))
+
+
+class _OverAllTowers(_BatchNorm):
+    """Comes before a class of BatchNorm layers in :func:`_over_all_towers`."""
+
+    plain: ClassVar[type[_BatchNorm]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        return _train(self, super().forward, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Copies and pickles: the class was made here and cannot be imported by name.
+        return (_new, (self.plain,), *super().__reduce_ex__(protocol)[2:])  # type: ignore[misc]
+
+
+@functools.cache
+def _over_all_towers(plain: Any) -> Any:
+    """The subclass of ``plain`` that normalises over the global batch."""
+    attributes: dict[str, Any] = {"plain": plain, "__module__": __name__, "__doc__": plain.__doc__}
+    if (later := getattr(plain, "cls_to_become", None)) is not None:  # a lazy one
+        attributes["cls_to_become"] = _over_all_towers(later)
+    return type(f"Sync{plain.__name__}", (_OverAllTowers, plain), attributes)
+
+
+def _new(plain: Any) -> Any:
+    kind = _over_all_towers(plain)
+    return kind.__new__(kind)
+
+
+def _plain(layer: Any) -> type:
+    kind: type = layer.plain
+    return kind
+
+
+@torch._disable_dynamo
+def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
+    frame = current_frame()
+    strategy = frame.strategy if frame is not None else strategy_with_towers()
+    if strategy is None or strategy.engine.batch_norms is None:
+        return forward(*args, **kwargs)
+    x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if x is None:
+        return forward(*args, **kwargs)
+    counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
+    if layer.plain.forward is _BatchNorm.forward:
+        return strategy.engine.batch_norms.train(layer, x, counts)
+    return strategy.engine.batch_norms.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)

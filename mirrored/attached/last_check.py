@@ -1,0 +1,75 @@
+"""The last look whether towers are mirror images: when they end (rule R1, docs/rules.md).
+
+Nobody waits for another there: a tower that ends leaves fingerprints of what it holds in the towers' store, and the
+tower that ends last compares them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+
+from mirrored.attached.mirror_check import MirrorCheck, in_words
+from towers.errors import MirrorError
+from towers.health import failure
+from towers.health.status import Health
+from towers.joining.messages import LARGEST, Card
+from towers.mirroring.equality import Difference, Held, compare, describe, groups_of
+
+_WHAT = "held"
+
+
+class LastCheck:
+    """Compares what the towers of one strategy hold when their programs end without an error.
+
+    Args:
+        check: says what is compared.
+        health: of this tower.
+    """
+
+    def __init__(self, check: MirrorCheck, health: Health) -> None:
+        self._check = check
+        self._health = health
+        self._pid = os.getpid()
+        this = weakref.ref(self)
+
+        def at_exit() -> None:
+            if (living := this()) is not None:
+                living._leave()
+
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit)
+
+    def _leave(self) -> None:
+        """This tower ends; if it is the last one and they do not hold the same, it ends with an error."""
+        heartbeat = self._health.heartbeat
+        if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
+            return
+        held = self._check.held()
+        cards = heartbeat.leave(_WHAT, _card(held))
+        if cards is not None and (differences := _differences(cards, held)):
+            text = in_words(differences, f"This is how it was when the towers ended, {self._health.place}")
+            failure.leave_report(MirrorError(text), "")
+            failure.leave(1)
+
+
+def _card(held: Sequence[Held]) -> Card:
+    description = describe(held)
+    digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
+    # Of tens of thousands of tensors a card can say only whether all are the same.
+    fits = len(json.dumps(description)) < LARGEST // 2
+    return {"digest": digest, "held": description if fits else {}}
+
+
+def _differences(cards: Sequence[Card], held: Sequence[Held]) -> list[Difference]:
+    digests = [card["digest"] for card in cards]
+    if len(set(digests)) == 1:
+        return []
+    if all(card["held"] for card in cards):
+        return compare([card["held"] for card in cards], held)
+    return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]

@@ -1,0 +1,260 @@
+"""Metric objects of torchmetrics over shares that can be empty.
+
+torchmetrics adds its metrics' states up over the ranks of torch.distributed when they are computed, so shares without
+repetition count every example once. Three things go wrong with empty shares: many metrics cannot be updated with them;
+a metric that keeps examples and has none gathers a state of another shape and dtype than the others' (Gloo then
+aborts the process); and lists of which every entry is gathered by itself are of different lengths, so that entries of
+different states meet. The first two have their place in torchmetrics, ``update`` and ``dist_sync_fn``; the third is
+``_sync_dist``, which calls the latter.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirrored.stand_in import current_strategy, is_stand_in
+from towers.collectives import values
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator, as_bytes
+from towers.system import tree as trees
+
+
+def prepare(module: nn.Module, comm: Communicator) -> None:
+    """Let the metrics in ``module``, which can be one itself, take empty shares and stand-ins."""
+    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
+        if not _is_a(part, "Metric", "MetricCollection"):
+            continue
+        metric: Any = part
+        if not isinstance(metric.update, SkipEmpty):
+            metric.update = SkipEmpty(metric, metric.update)
+        if _is_a(part, "Metric") and not isinstance(metric.dist_sync_fn, GatherStates):
+            metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(part).__name__, path))))
+            metric._sync_dist = SyncLists(metric)
+            if not metric.dist_sync_on_step:  # which is a collective
+                metric.forward = ForwardUnlessEmpty(metric)
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """What the metrics in ``module`` have counted, by path: torchmetrics leaves it out of a ``state_dict()``."""
+    found = {}
+    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
+        if _is_a(part, "Metric"):
+            metric: Any = part
+            found[path] = {"state": dict(metric.metric_state), "updates": metric._update_count}
+    return found
+
+
+def problem_of(module: nn.Module, states: Any) -> str | None:
+    """Why ``states`` are none that :func:`states_of` could have told of ``module``; None where they are."""
+    if not isinstance(states, Mapping):
+        return "what its metrics have counted is saved as no dict"
+    parts = dict(module.named_modules()) if states else {}
+    for path, saved in states.items():
+        metric: Any = parts.get(path)
+        if metric is None or not _is_a(metric, "Metric"):
+            return f"{path!r} is no metric here, but one in the checkpoint"
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+            return f"what the metric {path!r} has counted is saved as no dict"
+        updates = saved.get("updates")
+        if isinstance(updates, bool) or not isinstance(updates, int) or updates < 0:
+            return f"the metric {path!r} is saved after {updates!r} updates"
+        for name, value in saved["state"].items():
+            if name not in metric._defaults:
+                return f"the metric {path!r} has no state {name!r}"
+            kinds = (list, Tensor) if isinstance(metric._defaults[name], list) else (int, float, Tensor)
+            if not isinstance(value, kinds):
+                return f"the state {name!r} of the metric {path!r} is saved as a {type(value).__name__}"
+    return None
+
+
+def set_states_of(module: nn.Module, states: Mapping[str, Any]) -> None:
+    """Let the metrics in ``module`` go on where :func:`states_of` was taken.
+
+    Raises:
+        ValueError: there is no such metric or state; nothing has changed.
+    """
+    if problem := problem_of(module, states):
+        raise ValueError(problem)
+    parts = dict(module.named_modules()) if states else {}
+    for path, saved in states.items():
+        metric: Any = parts[path]
+        for name, value in saved["state"].items():
+            setattr(metric, name, trees.map_leaves(functools.partial(_on, metric.device), value))
+        metric._update_count, metric._computed = saved["updates"], None
+
+
+def _on(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_a(module: nn.Module, *names: str) -> bool:
+    bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(module).__mro__}
+    return not bases.isdisjoint(f"torchmetrics.{name}" for name in names)
+
+
+def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a metric is given an empty share or a stand-in."""
+    sizes = [len(leaf) for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:  # texts, detections
+        sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    if sizes and not any(sizes):
+        return True
+    strategy = current_strategy()
+    entries = sizes[0] if sizes else None
+    return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "what a metric was given")
+
+
+class SkipEmpty:
+    """A metric's or a collection's ``update`` that does nothing when it is given no examples."""
+
+    def __init__(self, owner: Any, update: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._update = update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return None if _has_no_examples(args, kwargs) else self._update(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> SkipEmpty:
+        owner: Any = copy.deepcopy(self._owner, memo)  # it is being copied: a collection, since metrics leave it out
+        return SkipEmpty(owner, functools.partial(type(owner).update, owner))
+
+
+class ForwardUnlessEmpty:
+    """A metric's ``forward``, whose value of no examples is NaN; the metric is not changed by them."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _has_no_examples(args, kwargs):
+            return torch.full((), torch.nan, device=self._owner.device)
+        return type(self._owner).forward(self._owner, *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> ForwardUnlessEmpty:
+        return ForwardUnlessEmpty(copy.deepcopy(self._owner, memo))
+
+
+class SyncLists:
+    """A metric's ``_sync_dist`` for lists of any length, which differ between towers where shares are empty.
+
+    Lists of tensors that are not to be concatenated (``dist_reduce_fx`` None or a function of one's own) are exchanged
+    whole. Joined, they hold the first entries of all towers in tower order, then the second ones, and so on, as
+    torchmetrics does with lists of one length.
+
+    Raises:
+        DisagreementError: towers are doing different things; on all of them.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __call__(self, dist_sync_fn: Any = None, process_group: object = None) -> None:
+        from torchmetrics.utilities.data import dim_zero_cat
+
+        metric = self._owner
+        apart = {
+            name: value
+            for name, value in metric.metric_state.items()
+            if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
+        }
+        joined = {}
+        if apart and isinstance(dist_sync_fn, GatherStates):
+            joined = dist_sync_fn.join_lists(apart, metric.device)
+        for name in joined:
+            setattr(metric, name, [])
+        type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
+        for name, entries in joined.items():
+            reduce = metric._reductions[name]
+            setattr(metric, name, entries if reduce is None or not entries else reduce(entries))
+
+    def __deepcopy__(self, memo: Any) -> SyncLists:
+        return SyncLists(copy.deepcopy(self._owner, memo))
+
+
+class GatherStates:
+    """A ``dist_sync_fn`` of torchmetrics: every tower's state, of any size along the first dimension.
+
+    Args:
+        name: of the metric, for messages; the same on all towers.
+
+    Raises:
+        DisagreementError: towers are doing different things; on all of them.
+    """
+
+    def __init__(self, comm: Communicator, name: str) -> None:
+        self._comm = comm
+        self._call = f"compute() of the metric {name}"
+
+    def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
+        said = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
+        described = [other.details for other in said]
+        # Who has kept no examples does not know what they would have looked like.
+        dtype, like = next((found for found in described if not _is_nothing(found)), described[0])
+        state = state.to(_dtype(dtype))
+        shapes = [[0, *like[1:]] if _is_nothing(found) else found[1] for found in described]
+        state = state.reshape(shapes[self._comm.index]).contiguous()
+        if not like:
+            return list(self._comm.all_gather(state).unbind())
+        joined = values.join(self._comm, state, shapes, 0)
+        return list(joined.split([shape[0] for shape in shapes]))
+
+    def join_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:
+        """Every tower's lists joined, but those that hold something else than tensors on any tower."""
+        described = {
+            name: [[str(entry.dtype), list(entry.shape)] if isinstance(entry, Tensor) else None for entry in entries]
+            for name, entries in lists.items()
+        }
+        names = [name for name, entries in described.items() if None not in entries]
+        body = b"".join(_bytes(entry) for name in names for entry in lists[name])
+        said = announce(self._comm, self._call, described, body)
+        common = [name for name in lists if all(None not in other.details[name] for other in said)]
+        towers: list[dict[str, list[Tensor]]] = []
+        for other in said:
+            at = 0
+            found: dict[str, list[Tensor]] = {}
+            for name, entries in other.details.items():
+                if None in entries:
+                    continue
+                found[name] = []
+                for dtype, shape in entries:
+                    kind = _dtype(dtype)
+                    end = at + math.prod(shape) * kind.itemsize
+                    flat = torch.frombuffer(bytearray(other.body[at:end]), dtype=kind) if end > at else torch.empty(0)
+                    found[name].append(flat.to(kind).view(shape).to(device))
+                    at = end
+            towers.append(found)
+        return {
+            name: [
+                entry
+                for row in itertools.zip_longest(*(found[name] for found in towers))
+                for entry in row
+                if entry is not None
+            ]
+            for name in common
+        }
+
+    def __deepcopy__(self, memo: object) -> GatherStates:
+        return self
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return as_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes()
+
+
+def _is_nothing(described: list[Any]) -> bool:
+    shape: list[int] = described[1]
+    return shape == [0]

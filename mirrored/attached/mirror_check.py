@@ -1,0 +1,299 @@
+"""Are the towers still mirror images? Looked at now and then while they train (rule R1, docs/rules.md).
+
+Runs are counted, not optimizer steps: all towers come to a check together, also when one of them has stepped alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from towers.collectives.communicator import Communicator
+from towers.errors import MirrorError
+from towers.mirroring.equality import Comparison, Difference, Held, name_towers, start_comparison, who_differs
+from towers.mirroring.extremes import extremes, what_is_not_finite
+from towers.mirroring.mirror import Named
+from towers.system.host_copy import HostCopy
+from towers.system.log import get_logger
+
+log = get_logger("mirrored")
+
+DEFAULT_INTERVAL = 1000
+
+PARTS = 4
+"""Into how many parts parameters and state are cut in an interval that is long enough for it."""
+
+_IN_PARTS_FROM = 1000
+
+_EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start shows it
+_READ_AFTER = 10  # runs, by when a GPU has done what it was given before
+
+_PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
+
+
+def check_interval(interval: int | None) -> None:
+    """See that ``interval`` is one.
+
+    Raises:
+        ValueError: it is neither None nor a positive whole number.
+    """
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+        raise ValueError(f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None")
+
+
+_SEVERAL = {
+    _PARAMETER: "parameters",
+    _STRANGE: "parameters that are not mirrored",
+    _STATE: "optimizer states",
+    _SETTING: "settings",
+}
+
+_LOOK_FOR = (
+    "Look for what one tower does alone or in its own way: optimizer.step(), an average of parameters (EMA), a "
+    "scheduler or a loaded state under `if strategy.is_chief:`, gradients that no backward() has averaged, parameters "
+    "or averaged gradients changed by its own random numbers or data, a GPU or memory that fails. What one tower alone "
+    "is to keep, make outside the scope."
+)
+
+_PUT_IN_LATER = (
+    "It was put into a mirrored model after the first run, and every tower has made its own: call "
+    "strategy.mirror(module) on all towers for what is new."
+)
+
+
+class MirrorCheck:
+    """Compares parameters, optimizer state and optimizer settings between the towers.
+
+    Args:
+        comm: the towers.
+        interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one
+            this is done in parts: what differs is most often everything, which is then found sooner.
+        unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
+        with_state: whether optimizer state is the same on all towers.
+        meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
+
+    Attributes:
+        due: the number of the run in which there is something to do; 0 for none.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        interval: int | None,
+        unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        with_state: bool = True,
+        meet: Callable[[str], None] | None = None,
+    ) -> None:
+        self._comm = comm
+        self._unmirrored = unmirrored
+        self._meet = meet
+        self._in_parts = interval is not None and interval >= _IN_PARTS_FROM
+        self._every = interval // PARTS if interval is not None and self._in_parts else interval
+        self._with_state = with_state
+        self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._class_names: Counter[str] = Counter()
+        self._under_way: _Check | None = None
+        self._last_equal: dict[int | None, tuple[int, str]] = {}  # by part: the run, and when that was
+        self._warned: set[str] = set()
+        self._read_later = comm.device.type == "cuda"
+        self.due = self._next(0)
+
+    def add(self, parameters: Sequence[Named]) -> None:
+        """These are mirrored from now on."""
+        self._parameters += [(named.name, weakref.ref(named.tensor)) for named in parameters]
+
+    def notice(self, optimizer: Optimizer) -> None:
+        """An optimizer of mirrored parameters is about to step."""
+        if optimizer not in self._optimizers:
+            name = type(optimizer).__name__
+            number = self._class_names[name]
+            self._class_names[name] += 1
+            self._optimizers[optimizer] = f"{name}[{number}]" if number else name
+
+    # -- when --------------------------------------------------------------------------------------------
+
+    def _next(self, run: int) -> int:
+        """The first check after ``run``."""
+        if self._every is None:
+            return 0
+        regular = (run // self._every + 1) * self._every
+        return min([regular, *(early for early in _EARLY if early > run)])
+
+    def come_to(self, run: int) -> None:
+        """Do what is due at the beginning of ``run``.
+
+        Raises:
+            MirrorError: on all towers with one text: they are not mirror images any more.
+            DisagreementError: on all towers: some are not at this run.
+        """
+        earlier, self._under_way = self._under_way, None
+        self.due = self._next(run)
+        if earlier is not None:
+            self._judge(earlier)
+        if self._next(run - 1) == run:
+            assert self._every is not None
+            regular = run not in _EARLY
+            part = (run // self._every - 1) % PARTS if regular and self._in_parts else None
+            check = self._start(f"run() number {run}", run, f"when run {run} began", quick=regular, part=part)
+            if self._read_later:
+                self._under_way = check
+                self.due = min(self.due, run + _READ_AFTER)
+            else:
+                self._judge(check)
+
+    def check_now(self, call: str, runs: int) -> None:
+        """Check all at once, after so many runs have begun.
+
+        Args:
+            call: what a person would say is being done.
+
+        Raises:
+            MirrorError, DisagreementError: on all towers with one text.
+        """
+        when = f"after run {runs} had begun" if runs else "before the first run"
+        self._judge(self._start(call, runs, when, quick=False))
+
+    # -- what --------------------------------------------------------------------------------------------
+
+    def held(self, part: int | None = None) -> list[Held]:
+        """What has to be the same on all towers.
+
+        Args:
+            part: only what is in this part; None for all.
+        """
+        optimizers = list(self._optimizers.items())
+        living = self._living(part)
+        held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
+        held += [Held(name, _PARAMETER, p.detach()) for name, p in living]
+        strange = [(name, p) for name, p in self._unmirrored() if part in (None, _part_of(name))]
+        held += [Held(name, _STRANGE, p.detach()) for name, p in strange if _has_bits(p)]
+        if self._with_state:
+            names = {id(p): name for name, p in living}
+            held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
+        return held
+
+    def _living(self, part: int | None) -> list[tuple[str, Tensor]]:
+        self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
+        chosen = self._parameters if part is None else [one for one in self._parameters if _part_of(one[0]) == part]
+        return [(name, p) for name, reference in chosen if _has_bits(p := reference())]
+
+    def _start(self, call: str, run: int, when: str, *, quick: bool, part: int | None = None) -> _Check:
+        held = self.held(part)
+        if self._meet is not None:
+            self._meet(f"comes to {call}")
+        comparison = start_comparison(self._comm, call, held, quick=quick)
+        stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]
+        highest = HostCopy(extremes([p for _, p in trained]))
+        return _Check(run, when, part, comparison, [name for name, _ in trained], highest)
+
+    def _judge(self, check: _Check) -> None:
+        if differences := check.comparison.differences():
+            equal = [found for part, found in self._last_equal.items() if part in (None, check.part)]
+            before = f"; the towers were equal {max(equal)[1]}" if equal else ""
+            raise MirrorError(in_words(differences, f"This is how it was {check.when}{before}"))
+        self._last_equal[check.part] = check.run, check.when
+        self._say_if_not_finite(check)
+
+    def _say_if_not_finite(self, check: _Check) -> None:
+        if "not finite" in self._warned:
+            return
+        found = what_is_not_finite(check.names, check.highest.get())
+        if found:
+            self._warned.add("not finite")
+            if self._comm.index:  # it is the same on all towers, and one says so
+                return
+            name, kind = next(iter(found.items()))
+            among = "parameters" if check.part is None else "parameters of those looked at"
+            more = f", and {len(found) - 1} more {among} are not finite" if len(found) > 1 else ""
+            log.warning(
+                "parameter %s holds %s on all towers%s, found %s. MirroredStrategy(nonfinite_gradients="
+                '"raise") says which tower and which gradient it comes from',
+                name,
+                kind,
+                more,
+                check.when,
+            )
+
+
+class _Check:
+    """A check that was started.
+
+    Attributes:
+        run: the last run that had begun, or was about to begin.
+        when: in words.
+        part: which part was compared; None for all.
+        names, highest: parameters that an optimizer steps, and their extremes.
+    """
+
+    def __init__(
+        self, run: int, when: str, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
+    ) -> None:
+        self.run, self.when, self.part = run, when, part
+        self.comparison, self.names, self.highest = comparison, names, highest
+
+
+def _part_of(name: str) -> int:
+    """In which part a parameter and its state are compared; by name, for towers need not hold the same."""
+    return zlib.crc32(name.encode()) % PARTS
+
+
+def in_words(differences: Sequence[Difference], when: str) -> str:
+    """What is said of towers that are not mirror images any more.
+
+    Args:
+        when: a sentence without its full stop.
+    """
+    first, *others = differences
+    kind = first.kinds[0]
+    values = ""
+    if first.values is not None:
+        said = (f"{first.values[towers[0]]} on {name_towers(towers)}" for towers in first.groups)
+        values = f" ({', '.join(said)})"
+    counts = Counter(other.kinds[0] for other in others)
+    counted = ", ".join(f"{count} {_SEVERAL[kind] if count > 1 else kind}" for kind, count in counts.items())
+    also = f" Also different: {counted}." if others else ""
+    return (
+        f"{kind} {first.name} is no longer the same on all towers: {who_differs(first.groups)}{values}.{also} {when}. "
+        f"{_PUT_IN_LATER if kind == _STRANGE else _LOOK_FOR} Then start again from the last checkpoint"
+    )
+
+
+def _settings(optimizer: Optimizer, label: str) -> Iterator[Held]:
+    """The numbers with which an optimizer was made, as schedulers and scripts may have changed them since."""
+    for number, group in enumerate(optimizer.param_groups):
+        where = label if len(optimizer.param_groups) == 1 else f"group {number} of {label}"
+        for name in optimizer.defaults:
+            value = group.get(name)
+            if isinstance(value, Tensor) or _is_plain(value):
+                yield Held(f"{name} of {where}", _SETTING, value)
+
+
+def _has_bits(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, (int, float))
+
+
+def _states(optimizer: Optimizer, label: str, names: dict[int, str]) -> Iterator[Held]:
+    """The tensors that an optimizer keeps for mirrored parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                continue
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if _has_bits(value):
+                    yield Held(f"{key} of {names[id(parameter)]} ({label})", _STATE, value.detach())

@@ -1,0 +1,1 @@
+"""The strategies: what a script calls, and what they put together for it."""

@@ -1,0 +1,108 @@
+"""What can be wrong with a call of a strategy's methods, above all of ``run``."""
+
+from __future__ import annotations
+
+import os
+import threading
+import types
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from mirrored.context import current_frame
+from towers.errors import ForkedError
+
+RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+"""What a function returns whose body has not run yet."""
+
+
+class CheckedCalls:
+    """Methods that belong to the process and to the strategy's own scope and run."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._runs_in: int | None = None  # the thread that is inside run
+
+    def _begin_run(self) -> int | None:
+        """This thread begins a ``run``; returns what :attr:`_runs_in` has to be after it.
+
+        Raises:
+            RuntimeError: another thread is inside one.
+        """
+        outer, me = self._runs_in, threading.get_ident()
+        if outer is not None and outer != me:
+            raise RuntimeError(
+                "strategy.run was called in a thread while another thread is inside it: the gradients of two steps "
+                "would be averaged as one. A tower trains in one thread; others may load data. Train two models in "
+                "turn, or start a program for each"
+            )
+        self._runs_in = me
+        return outer
+
+    def _check_here(self, call: str) -> None:
+        """See that this process and this context may make a call.
+
+        Raises:
+            ForkedError: in a process that was forked from a tower.
+            RuntimeError: inside another strategy's scope or run.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"{call} was called in a process that was forked after the strategy was made; it is no tower. "
+                "Use the strategy in the process that made it"
+            )
+        current = current_frame()
+        if current is not None and current.strategy is not self:
+            raise RuntimeError(
+                f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
+                "cannot be mixed"
+            )
+
+
+def check_arguments(fn: object, args: object, kwargs: object) -> None:
+    """See that ``strategy.run(fn, args, kwargs)`` means ``fn(*args, **kwargs)``.
+
+    Raises:
+        TypeError: ``fn`` is no function, ``args`` is no tuple or list, or ``kwargs`` is no mapping.
+    """
+    sequence = isinstance(args, (tuple, list))
+    if callable(fn) and sequence and (kwargs is None or isinstance(kwargs, Mapping)):
+        return
+    if not callable(fn):
+        raise TypeError(
+            f"strategy.run was given {_described(fn)} as the function to call; give it the function and its arguments: "
+            "strategy.run(step, args=(x, y))"
+        )
+    name = getattr(fn, "__name__", "step").replace("<lambda>", "step")
+    if sequence:
+        wrong, right = f"{_described(kwargs)} as kwargs", "kwargs is a dict of the keyword arguments"
+    else:
+        wrong, right = f"{_described(args)} as args", "args is a tuple or list of the positional arguments"
+    way = f"strategy.run({name}, args=(x, y))"
+    if isinstance(args, Mapping):
+        way = f"strategy.run({name}, args=(batch,)), or strategy.run({name}, kwargs=batch)"
+    raise TypeError(f"strategy.run({name}, …) was given {wrong}, but {right}: {way}")
+
+
+def refuse_what_runs_later(fn: object, result: Any) -> NoReturn:
+    """Refuse a result of one of ``RUNS_LATER``.
+
+    Raises:
+        TypeError: always.
+    """
+    kind, way = "generator", "Write the step without yield, or return the generator's values as a list"
+    if not isinstance(result, types.GeneratorType):
+        kind, way = "async generator", "Write the step as a plain function, without async"
+    if isinstance(result, types.CoroutineType):
+        kind = "coroutine"
+        result.close()  # else Python warns that nobody has awaited it
+    name = getattr(fn, "__name__", type(fn).__name__)
+    raise TypeError(
+        f"the function {name} of strategy.run returned a {kind}, whose body would run after strategy.run has returned, "
+        f"outside of the replica context. {way}"
+    )
+
+
+def _described(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    size = f" and shape {tuple(shape)}" if isinstance(shape, tuple) else ""
+    return f"a value of type {type(value).__name__}{size}"

@@ -1,0 +1,266 @@
+"""The strategies: how each finds its towers."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from mirrored import cluster
+from mirrored.attached.mirror_check import DEFAULT_INTERVAL
+from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.observer import observer
+from mirrored.strategy.base import Strategy
+from mirrored.strategy.engine import TrainingOptions
+from towers.collectives.communicator import Alone, Communicator
+from towers.collectives.connecting import default_group
+from towers.collectives.connecting.connect import connect
+from towers.health import failure
+from towers.launching import become, parent_watchdog
+from towers.launching.job import Job
+from towers.options import CommunicationOptions
+from towers.system import devices, machine
+from towers.system.devices import Device
+from towers.system.log import get_logger
+from towers.tensorflow_names import instead_of
+from towers.topology import DEVICES, STARTED_BY, Topology
+
+log = get_logger("mirrored")
+
+_COMMUNICATION = (
+    "communication=mirrored.CommunicationOptions(implementation=…, algorithm=…, bucket_bytes=…, timeout_seconds=…), "
+    "or leave it out: NCCL is used between GPUs"
+)
+
+
+class OneDeviceStrategy(Strategy):
+    """The same script on one device: no process group, no hooks, nothing to wait for.
+
+    Args:
+        device: ``"cuda:0"``, ``"cpu:0"``, ``"/gpu:0"`` or a ``torch.device``.
+        virtual_towers: as of :class:`MirroredStrategy`.
+        seed: as of :class:`MirroredStrategy`.
+    """
+
+    def __init__(self, device: Device = "cpu:0", *, virtual_towers: int | None = None, seed: int | None = None) -> None:
+        chosen = devices.parse(device)
+        devices.check_exist([chosen], devices.count_gpus())
+        training = TrainingOptions(virtual_towers=virtual_towers)
+        super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed, training)
+        if virtual_towers is not None:
+            machine.share_out_threads(1, alone=True)
+
+
+class MirroredStrategy(Strategy):
+    """One model on all devices of this machine, or on all processes of a launcher.
+
+    Without a launcher, several devices make the constructor start this script again, once per device
+    (``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun or srun it
+    spans their processes. It does not read ``TF_CONFIG``.
+
+    Args:
+        devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
+            visible GPU, else one CPU tower.
+        communication: see :class:`CommunicationOptions`.
+        shard_optimizer: every tower updates its part of the parameters only, so that the optimizer's time and memory
+            divide by the number of towers; the numbers stay the same. For optimizers that update each element for
+            itself (SGD, Adam, AdamW, RMSprop, …); others are an error at their first step. ``state_dict()`` is the
+            ordinary one.
+        virtual_towers: how many parts the work of a step is cut into, a power of two that the number of towers divides.
+            With :meth:`Strategy.backward` a run then has the same bits on any such number of towers, 1 included. CPU
+            towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
+        mirror_check_interval: within so many ``run`` calls (and in the second, tenth and hundredth) the towers compare
+            their parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a
+            difference is a MirrorError on all towers. From 1,000 on, the default, a quarter is compared at a time, and
+            the settings each time. All is compared when a checkpoint is saved, too, and when the program ends.
+            Parameters that are not finite only give a warning. None: no such checks. Between GPUs the result is read by
+            the tenth run after.
+        nonfinite_gradients: "ignore" (the default: a ``GradScaler`` makes infinities on purpose, and what it decides is
+            the same on all towers), "warn" or "raise": at the end of each backward say which tower contributed NaN or
+            infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero
+            the gradients and go on. It costs reading all gradients and one small collective a backward; GPUs are waited
+            for.
+        seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
+            With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
+            tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
+            the number of towers, and tower i draws the same ones inside ``run``. The change of generators takes some
+            30 µs a ``run``; one tower without a seed has nothing to change.
+
+    Raises:
+        ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher
+            started; ``virtual_towers`` does not fit the number of towers; or an option is none of its values.
+        DisagreementError: the towers were given different options.
+        CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).
+        ClusterError: the launcher's variables are wrong.
+        StartupError, HandshakeError: the towers did not all come, or do not belong together.
+    """
+
+    @instead_of(cross_device_ops=_COMMUNICATION, communication_options=_COMMUNICATION)
+    def __init__(
+        self,
+        devices: Sequence[Device] | None = None,
+        *,
+        communication: CommunicationOptions | None = None,
+        shard_optimizer: bool = False,
+        virtual_towers: int | None = None,
+        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        nonfinite_gradients: str = "ignore",
+        seed: int | None = None,
+    ) -> None:
+        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
+        launcher = cluster.from_launcher(os.environ)
+        is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
+        if is_first and os.environ.get("TF_CONFIG"):
+            log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
+        resolver = launcher or LocalClusterResolver()
+        options = _checked(communication)
+        topology, communicator = _find_towers(resolver, devices, options)
+        super().__init__(topology, communicator, resolver, options, seed, training)
+        _announce(self)
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """One model on all devices of all workers (machines) of a cluster.
+
+    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
+    else it is this machine alone. With ``TF_CONFIG`` the same script is started on every worker; each becomes
+    its towers, and they meet at the chief's address.
+
+    Args:
+        cluster_resolver: for example ``TFConfigClusterResolver()``.
+        devices, communication, shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, seed: as of
+            :class:`MirroredStrategy`; ``devices`` are this worker's.
+
+    Raises:
+        ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
+        ValueError, CannotStartError, StartupError, HandshakeError: as of :class:`MirroredStrategy`.
+    """
+
+    @instead_of(communication_options=_COMMUNICATION)
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        devices: Sequence[Device] | None = None,
+        communication: CommunicationOptions | None = None,
+        shard_optimizer: bool = False,
+        virtual_towers: int | None = None,
+        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        nonfinite_gradients: str = "ignore",
+        seed: int | None = None,
+    ) -> None:
+        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
+        resolver = cluster.resolve(os.environ, cluster_resolver)
+        options = _checked(communication)
+        topology, communicator = _find_towers(resolver, devices, options)
+        super().__init__(topology, communicator, resolver, options, seed, training)
+        _announce(self)
+
+
+def _checked(communication: object) -> CommunicationOptions:
+    if communication is None:
+        return CommunicationOptions()
+    if isinstance(communication, CommunicationOptions):
+        return communication
+    raise TypeError(
+        f"communication is {communication!r}, but has to be mirrored.CommunicationOptions(implementation='nccl', …)"
+    )
+
+
+@functools.cache
+def default_strategy() -> Strategy:
+    """The strategy outside of all scopes: one replica, which does nothing."""
+    return OneDeviceStrategy()
+
+
+def _find_towers(
+    resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
+) -> tuple[Topology, Communicator]:
+    """This tower's place and its communicator; starts the towers first when nobody has yet."""
+    gpus = devices.count_gpus()
+    if requested is None and (named := os.environ.get(DEVICES)):
+        requested = named.split(",")
+    if (watching := observer()) is not None:
+        requested = watching.devices(requested)
+    chosen = devices.parse_all(requested) if requested is not None else None
+    topology = resolver.topology
+    if topology is not None:
+        failure.leave_report_on_failure(quiet=_by_own_agent())
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            parent_watchdog.end_with_parent()
+        device = devices.for_tower(
+            topology.local_index,
+            topology.local_size,
+            chosen,
+            gpus,
+            topology.origin,
+            sees_all=STARTED_BY in os.environ,  # those that we start do
+        )
+        if device.type == "cpu" and topology.size > 1:
+            machine.keep_freed_memory()
+        return topology, connect(topology, _use(device), options)
+    default_group.refuse_unknown_peers()
+    if chosen is not None:
+        devices.check_exist(chosen, gpus)
+    chosen = chosen or devices.visible(gpus)
+    if len(chosen) > 1 or resolver.workers > 1:
+        _become(resolver, chosen, options)
+    return Topology(started_by=_how(resolver)), Alone(_use(chosen[0]))
+
+
+def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
+    become.become(
+        Job(
+            towers=len(chosen),
+            worker=resolver.worker,
+            workers=resolver.workers,
+            addresses=resolver.addresses,
+            origin=resolver.origin,
+            started_by=_how(resolver),
+            startup_seconds=options.startup_timeout_seconds,
+        )
+    )
+
+
+def _how(resolver: ClusterResolver) -> str:
+    """How a person would say the program was started."""
+    return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
+
+
+def _by_own_agent() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
+
+
+def _use(device: torch.device) -> torch.device:
+    """Make ``device`` the current one of its kind. CPU towers all compute on the one CPU device of torch."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _announce(strategy: Strategy) -> None:
+    """The one line at the start that says how many towers, on what, by which backend, started how."""
+    topology = strategy.topology
+    threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
+    if not strategy.is_chief:
+        return
+    where = strategy.device.type
+    if where == "cuda":
+        where = torch.cuda.get_device_name(strategy.device)
+    workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
+    virtual = f" ({strategy.virtual_towers} virtual)" if strategy.virtual_towers is not None else ""
+    log.info(
+        "%d tower%s%s%s on %s, %s, %s, started by %s",
+        topology.size,
+        "s" if topology.size > 1 else "",
+        virtual,
+        workers,
+        where,
+        strategy.communicator.backend,
+        threads,
+        topology.started_by,
+    )

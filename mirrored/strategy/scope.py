@@ -1,0 +1,230 @@
+"""What is created in a strategy's scope: recorded by registration hooks, later made equal on all towers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
+
+from towers.mirroring.mirror import Named
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+class Recorder:
+    """Records every parameter that is registered in a module while recording is on.
+
+    Nothing is kept alive: what the script throws away is forgotten. Only the global registration hooks of
+    ``torch.nn`` are used, and only inside the scope; modules are changed by what ``start`` is given at most.
+    """
+
+    def __init__(self) -> None:
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._mirrored: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._scopes: list[Callable[[nn.Module], None] | None] = []
+        self._hooks: list[Any] = []
+        self._class_names: Counter[str] = Counter()
+        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self.pending = False
+
+    def start(self, adopt: Callable[[nn.Module], None] | None = None) -> None:
+        """Begin to record; may be nested.
+
+        Args:
+            adopt: is called with every module that is recorded inside, more than once; default the outer start's.
+        """
+        self._scopes.append(adopt or (self._scopes[-1] if self._scopes else None))
+        if len(self._scopes) == 1:
+            self._hooks = [
+                register_module_parameter_registration_hook(self._on_parameter),
+                register_module_buffer_registration_hook(self._on_buffer),
+                register_module_module_registration_hook(self._on_child),
+            ]
+
+    def stop(self) -> None:
+        """End what the matching :meth:`start` began."""
+        self._scopes.pop()
+        if not self._scopes:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+
+    def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
+        self._remember(module)
+        if parameter is not None and not self.is_mirrored(parameter):
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        self._remember(module)
+
+    def _on_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._remember(module)
+        if child is not None:
+            self.add(child)  # it may be a copy, whose parameters nobody registered (nn.TransformerEncoder)
+
+    def _remember(self, module: nn.Module) -> None:
+        known = self._modules.get(id(module))
+        if known is None or known() is not module:
+            # A dead module's id may come back: its successor goes to the end, not to its place.
+            self._modules.pop(id(module), None)
+            self._modules[id(module)] = weakref.ref(module)
+        self.pending = True
+        if self._scopes and (adopt := self._scopes[-1]) is not None:
+            adopt(module)
+
+    def add(self, module: nn.Module) -> None:
+        """Record a module that exists already, with all in it."""
+        for part in module.modules():
+            self._remember(part)
+            for name, parameter in part.named_parameters(recurse=False):
+                self._on_parameter(part, name, parameter)
+
+    def is_mirrored(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was recorded and taken."""
+        return self._mirrored.get(id(parameter)) is parameter
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was recorded and not yet taken."""
+        found = self._parameters.get(id(parameter))
+        return found is not None and found() is parameter
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` was recorded, taken or not."""
+        return self.is_mirrored(parameter) or parameter in self
+
+    def untaken(self) -> list[torch.Tensor]:
+        """The parameters that were recorded, have values and were not yet taken."""
+        parameters = (reference() for reference in self._parameters.values())
+        return [parameter for parameter in parameters if parameter is not None and not is_lazy(parameter)]
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        """How a message calls a parameter that was recorded and not yet taken."""
+        for reference in self._modules.values():
+            module = reference()
+            for name, candidate in module.named_parameters(recurse=False) if module is not None else ():
+                if candidate is parameter:
+                    return f"{name} of a {type(module).__name__}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def take(self) -> tuple[list[Named], list[nn.Module]]:
+        """All recorded parameters and buffers that have values, named, in order of creation.
+
+        They count as mirrored from now on. Returned too, once, are lazy modules that have not seen a batch yet.
+        """
+        # Garbage that one tower has collected and another has not would look like different models.
+        gc.collect()
+        modules = [m for reference in self._modules.values() if (m := reference()) is not None]
+        lazy = [module for module in modules if _has_uninitialized(module)]
+        named: dict[int, Named] = {}
+        sparse = {id(m.weight) for m in modules if isinstance(m, _EMBEDDINGS) and m.sparse}
+        for name, root in self._name_roots(modules):
+            for path, parameter in root.named_parameters():
+                if parameter in self and not is_lazy(parameter):
+                    trainable = parameter.requires_grad
+                    entry = Named(f"{name}.{path}", parameter, "parameter", trainable, id(parameter) in sparse)
+                    named.setdefault(id(parameter), entry)
+            recorded = {id(module) for module in modules}
+            for path, module in root.named_modules():
+                for own, buffer in module.named_buffers(recurse=False) if id(module) in recorded else ():
+                    if not is_lazy(buffer):
+                        full = ".".join(filter(None, (name, path, own)))
+                        named.setdefault(id(buffer), Named(full, buffer, "buffer"))
+        self._modules = {id(module): weakref.ref(module) for module in lazy}
+        self._parameters = {
+            id(p): weakref.ref(p) for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self
+        }
+        self.pending = False
+        for entry in named.values():
+            if entry.kind == "parameter":
+                self._mirrored[id(entry.tensor)] = entry.tensor
+        newly_awaited = [module for module in lazy if module not in self._awaited]
+        self._awaited.update(newly_awaited)
+        return list(named.values()), newly_awaited
+
+    def _name_roots(self, modules: list[nn.Module]) -> list[tuple[str, nn.Module]]:
+        """The outermost of the recorded modules, with names: their classes, numbered when one recurs."""
+        children = {id(child) for module in modules for child in module.children()}
+        roots = []
+        for module in modules:
+            if id(module) in children:
+                continue
+            name = type(module).__name__
+            number = self._class_names[name]
+            self._class_names[name] += 1
+            roots.append((f"{name}[{number}]" if number else name, module))
+        self._roots += [(name, weakref.ref(module)) for name, module in roots]
+        return roots
+
+    def unmirrored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters of the modules that were taken that were not recorded, with names: put in or replaced later."""
+        for name, root in self.roots():
+            for path, parameter in root.named_parameters():
+                if not self.is_mirrored(parameter) and parameter not in self and not is_lazy(parameter):
+                    yield f"{name}.{path}", parameter
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """How a message calls a parameter that is not mirrored: its path in a mirrored model, if it is in one."""
+        for name, root in self.roots():
+            for path, candidate in root.named_parameters(remove_duplicate=False):
+                if candidate is parameter:
+                    return f"{name}.{path}"
+        return f"a parameter of shape {tuple(parameter.shape)} that is in no mirrored model"
+
+    def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
+        """What was taken and still lives, with names, each module once, in order of creation of the outermost."""
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for name, root in self.roots():
+            for path, module in root.named_modules():
+                if module._buffers:
+                    found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
+        return list(found.values())
+
+    def name_of_module(self, module: nn.Module) -> str | None:
+        """How a message calls a module: its path in a mirrored model, if it is in one."""
+        for name, root in self.roots():
+            for path, candidate in root.named_modules():
+                if candidate is module:
+                    return f"{name}.{path}" if path else name
+        return None
+
+    def roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """The outermost modules of all that was taken and still lives, with their names."""
+        for name, reference in self._roots:
+            if (root := reference()) is not None:
+                yield name, root
+
+
+def _has_uninitialized(module: nn.Module) -> bool:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and is_lazy(tensor) for tensor in own)
+
+
+class AfterFirstForward:
+    """A forward pre-hook for a lazy module: once its parameters have shapes, calls back, and removes itself.
+
+    Copies of the module (``copy.deepcopy``) share it, so that copying a model does not copy the strategy.
+    """
+
+    def __init__(self, module: nn.Module, ready: Any) -> None:
+        self._ready = ready
+        self._handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        self._handle.remove()
+        self._ready(module)
+
+    def __deepcopy__(self, memo: object) -> AfterFirstForward:
+        return self

@@ -1,0 +1,266 @@
+"""Buffers while the virtual towers of a step run one after the other.
+
+Every virtual tower starts from the buffers as they were before the step. Afterwards a floating-point buffer that some
+have changed is the mean of what it became on those that had examples (batch norm's running statistics), and an integer
+one is what those that changed it made of it, which must be the same (batch norm's counter).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirrored.virtual.packs import Buffer, IntegerPack, Pack, narrow, real, wide
+from towers.errors import MirrorError
+from towers.mirroring.extremes import joined
+from towers.system.host_copy import HostCopy
+
+
+class StepBuffers:
+    """All buffers of some modules, in one order.
+
+    Args:
+        modules: with their names.
+
+    Attributes:
+        count: how many tensors :meth:`take` gives.
+        layout: a digest of what buffers there are.
+        names: of all buffers.
+        written: how many of this tower's virtual towers have changed a large floating-point buffer in this step.
+        differing: names of integer buffers of which this tower's virtual towers made different things, on a CPU in this
+            step, on a GPU in an earlier one.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        modules = list(modules)
+        self._tensors = registered(module for _, module in modules)
+        self._shapes = list(map(Tensor.size, self._tensors))
+        found = [
+            Buffer(f"{name}.{key}", module, key, tensor)
+            for name, module in modules
+            for key, tensor in module._buffers.items()
+            if tensor is not None
+        ]
+        self._alone = [buffer for buffer in found if not buffer.is_small]
+        self._large = [buffer for buffer in self._alone if not buffer.is_integer]
+        self._integers = {buffer.name: buffer for buffer in found if buffer.is_integer}
+        small: dict[tuple[torch.device, torch.dtype], list[Buffer]] = {}
+        for buffer in found:
+            if buffer.is_small:
+                dtype = buffer.tensor.dtype if buffer.is_integer else wide(buffer.tensor).dtype
+                small.setdefault((buffer.tensor.device, dtype), []).append(buffer)
+        self._small = [Pack(buffers) for (_, dtype), buffers in small.items() if dtype.is_floating_point]
+        self._counters = [IntegerPack(buffers) for (_, dtype), buffers in small.items() if not dtype.is_floating_point]
+        self._firsts: dict[str, Tensor] = {}
+        self._doubts: dict[str, Tensor] = {}
+        self._unread: deque[tuple[list[str], HostCopy]] = deque()  # doubts of earlier steps
+        self.written: dict[str, int] = {}
+        self.differing: list[str] = []
+        self.count = 2 * len(self._small) + len(self._large)
+        described = [(b.name, str(b.tensor.dtype), tuple(b.tensor.shape)) for b in found]
+        self.layout = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+        self.names = [buffer.name for buffer in found]
+
+    def holds(self, tensors: list[Tensor]) -> bool:
+        """Whether these are all the buffers there are, in their shapes."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return same and list(map(Tensor.size, tensors)) == self._shapes
+
+    @property
+    def counted(self) -> list[str]:
+        """Names of the integer buffers that this step has changed on this tower."""
+        return list(self._firsts)
+
+    def begin(self) -> None:
+        """A step begins: remember the values."""
+        if self._doubts:
+            values = joined([doubt.view(1) for doubt in self._doubts.values()])
+            self._unread.append((list(self._doubts), HostCopy(values)))
+        self._doubts, self._firsts, self.written, self.differing = {}, {}, {}, []
+        while self._unread and self._unread[0][1].has_come():
+            names, copy = self._unread.popleft()
+            self.differing += itertools.compress(names, copy.get().tolist())
+        for pack in (*self._small, *self._counters):
+            pack.begin()
+        for buffer in self._alone:
+            buffer.begin()
+
+    def restore(self) -> None:
+        """Give back the values from before the step."""
+        for pack in self._small:
+            pack.write(pack.before)
+        for counters in self._counters:
+            counters.restore()
+        for buffer in self._alone:
+            if buffer.was_written:
+                buffer.set(buffer.before)
+
+    def take(self) -> list[Tensor | None]:
+        """After a virtual tower's forward, to be added up: what the floating-point buffers have become.
+
+        Small ones of a dtype as one tensor, and another one that says which of their elements have changed; of the
+        large ones those that were written to.
+        """
+        found: list[Tensor | None] = []
+        for pack in self._small:
+            now = pack.read()
+            found += [now, (now != pack.before).to(now.dtype)]
+        for buffer in self._large:
+            written = buffer.was_written
+            found.append(wide(buffer.now).clone() if written else None)
+            if written:
+                self.written[buffer.name] = self.written.get(buffer.name, 0) + 1
+        integers = [pair for counters in self._counters for pair in counters.written()]
+        integers += [(b, b.now.clone()) for b in self._alone if b.is_integer and b.was_written]
+        for buffer, value in integers:
+            if buffer.name in self._firsts:
+                self._compare(buffer.name, self._firsts[buffer.name], value)
+            else:
+                self._firsts[buffer.name] = value
+        return found
+
+    def travelling(
+        self, sums: Sequence[Tensor | None], kept: set[str], written: set[str], counted: Sequence[str]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What towers exchange: floating-point sums, which are added up, and integers, for :meth:`agreed`.
+
+        Args:
+            sums: of what :meth:`take` gave, None for zeros.
+            kept: the names of buffers that all towers have.
+            written, counted: those of large and integer ones that any tower has changed.
+        """
+        like = [t for pack in self._small for t in (pack.before, pack.before)]
+        like += [wide(buffer.before) for buffer in self._large]
+        full = [torch.zeros_like(a) if b is None else b for a, b in zip(like, sums, strict=True)]
+        floats = []
+        for number, pack in enumerate(self._small):
+            chosen = _mask(pack.buffers, kept)
+            floats += [full[2 * number][chosen], full[2 * number + 1][chosen]]
+        large = zip(self._large, full[2 * len(self._small) :], strict=True)
+        floats += [total for buffer, total in large if buffer.name in written]
+        own = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
+        return floats, [torch.cat([own[name].reshape(-1) for name in names]) for names in self._together(counted)]
+
+    def _together(self, counted: Sequence[str]) -> list[list[str]]:
+        """Names of integer buffers in the groups that travel as one tensor."""
+        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+        for name in counted:
+            tensor = self._integers[name].tensor
+            groups.setdefault((tensor.device, tensor.dtype), []).append(name)
+        return list(groups.values())
+
+    def _named(self, counted: Sequence[str], packed: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The integers that travelled as ``packed``, by name."""
+        found = {}
+        for names, values in zip(self._together(counted), packed, strict=True):
+            likes = [self._integers[name].tensor for name in names]
+            for name, like, value in zip(names, likes, values.split([like.numel() for like in likes]), strict=True):
+                found[name] = value.view(like.shape)
+        return found
+
+    def agreed(
+        self, counted: Sequence[str], rows: Sequence[Sequence[Tensor]], changed: Sequence[Sequence[str]]
+    ) -> dict[str, Tensor]:
+        """The integers that towers have changed, by name.
+
+        Args:
+            counted: as of :meth:`travelling`.
+            rows: by tower, the integers that travelled.
+            changed: by tower, names of those that it has changed.
+
+        Raises:
+            MirrorError: on all towers alike, where several have made different things of one. On GPUs it is among
+                :attr:`differing` in a later step.
+        """
+        readable = all(map(_can_be_read, rows[0]))
+        if readable and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
+            return self._named(counted, rows[0])
+        found: dict[str, Tensor] = {}
+        for row, names in zip(rows, changed, strict=True):
+            named = self._named(counted, row)
+            for name in counted:
+                if name in names:
+                    self._compare(name, found.setdefault(name, named[name]), named[name])
+        for name in self.differing:
+            self.refuse(name)
+        return found
+
+    def settle(
+        self,
+        floats: Sequence[Tensor],
+        integers: Mapping[str, Tensor],
+        kept: set[str],
+        written: Mapping[str, int],
+        leaves: int,
+    ) -> None:
+        """Give the buffers the values after the step.
+
+        Args:
+            floats, kept: as of :meth:`travelling`, the floats added up over all towers.
+            integers: what :meth:`agreed` returned.
+            written: how many virtual towers have changed a large buffer.
+            leaves: how many virtual towers had examples.
+        """
+        remaining = iter(floats)
+        for pack in self._small:
+            chosen = _mask(pack.buffers, kept)
+            after = pack.before.clone()
+            total, changes = next(remaining), next(remaining)
+            after[chosen] = torch.where(changes == 0, pack.before[chosen], total / leaves)
+            pack.write(after)
+        for buffer in self._large:
+            if (count := written.get(buffer.name, 0)) > 0:
+                total = next(remaining)
+                if count < leaves:
+                    total = total + wide(buffer.before) * (leaves - count)
+                buffer.set(narrow(total / leaves, buffer.tensor))
+        for counters in self._counters:
+            counters.set(integers)
+        for buffer in self._alone:
+            if buffer.name in integers:
+                buffer.set(integers[buffer.name])
+
+    def _compare(self, name: str, first: Tensor, other: Tensor) -> None:
+        """Note whether an integer buffer is the same twice; on a GPU in a later step, so that nobody waits for it."""
+        if _can_be_read(first):
+            if not torch.equal(first, other):
+                self.differing.append(name)
+        else:
+            doubt = (first != other).any()
+            self._doubts[name] = self._doubts[name] | doubt if name in self._doubts else doubt
+
+    def refuse(self, name: str) -> None:
+        """Say that a buffer differs.
+
+        Raises:
+            MirrorError: always.
+        """
+        raise MirrorError(
+            f"buffer {name}, an integer one, is not the same after all virtual towers of a step that changed it; "
+            "integers cannot be averaged: let it count steps, not examples"
+        )
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    """Whether looking at the values does not wait for a GPU."""
+    return tensor.device.type == "cpu"
+
+
+def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The buffers that some modules have."""
+    return [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
+
+
+def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:
+    """Which elements of the buffers' values, one after the other, belong to those that all towers have."""
+    if all(buffer.name in kept for buffer in buffers):
+        return slice(None)
+    flags = [torch.full((real(b.tensor).numel(),), b.name in kept, device=b.tensor.device) for b in buffers]
+    return torch.cat(flags)

@@ -1,0 +1,329 @@
+"""Virtual towers: the work of a step is cut in the same way, and added up in the same order, on any number of towers.
+
+A global batch is cut into V parts, whatever the number of towers. For each part the random generators are seeded from
+(seed, step, part), the buffers are those from before the step, and forward and backward run on a fixed shape.
+Gradients, losses and buffers are added up by one balanced binary tree over the V parts: subtrees inside a
+tower first, then across towers. As the tree is the same for every number of towers, so is every bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import operator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from mirrored import seeds
+from mirrored.context import ReplicaContext
+from mirrored.data.shares import Cut, KnownShares
+from mirrored.losses import expand_weights, global_count, sum_over
+from mirrored.stand_in import is_stand_in
+from mirrored.virtual.buffers import StepBuffers, registered
+from towers.collectives.agreement import announce
+from towers.collectives.arithmetic import add_by_tree
+from towers.collectives.communicator import Communicator, as_bytes
+from towers.gradients.averager import GradientAverager
+from towers.gradients.sparse import add_sparse
+from towers.gradients.tree_sum import Subtree
+from towers.system import tree as trees
+from towers.system.host_copy import on_device
+from towers.topology import Topology
+
+
+@dataclasses.dataclass
+class _Card:
+    """What one tower tells the others of its part of a step.
+
+    Attributes:
+        leaves: how many of its virtual towers had examples.
+        traced: whether a loss required a gradient.
+        dtype: of the losses.
+        layout, written, counted, differing: as of :class:`StepBuffers`.
+        names: of its buffers; asked for only where layouts differ: one tower may keep a model that others dropped.
+    """
+
+    leaves: int
+    traced: bool
+    dtype: str
+    layout: str
+    written: dict[str, int]
+    counted: list[str]
+    differing: list[str]
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+def cut_for(topology: Topology, virtual_towers: int | None) -> Cut:
+    """How batches are cut on one of several towers.
+
+    Raises:
+        ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
+    """
+    if virtual_towers is None:
+        return Cut(topology.size, topology.index, topology.index + 1)
+    count = operator.index(virtual_towers)
+    if count < 1 or count & (count - 1):
+        raise ValueError(f"virtual_towers is {count}, but must be a power of two")
+    if count % topology.size:
+        raise ValueError(
+            f"virtual_towers is {count}, which {topology.size} towers cannot share evenly; the number of towers has to "
+            "be a power of two that is not larger"
+        )
+    own = count // topology.size
+    return Cut(count, own * topology.index, own * (topology.index + 1), virtual=True)
+
+
+class VirtualTowers:
+    """The virtual towers of one strategy.
+
+    Args:
+        comm: the real towers.
+        cut: how batches are cut; one part for each virtual tower.
+        known: what virtual towers' parts of certain batches are.
+        averager: adds up gradients over several towers.
+
+    Attributes:
+        step: counts the backwards; together with the seed it says what is random in the next one.
+    """
+
+    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, averager: GradientAverager | None) -> None:
+        self._comm = comm
+        self._known = known
+        self._cut = cut
+        self._averager = averager
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._buffers: StepBuffers | None = None
+        self.step = 0
+
+    def add(self, parameters: Sequence[Tensor], modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Take part in every backward from now on.
+
+        Args:
+            parameters: gradients are added up for these, too.
+            modules: with their names, all that have buffers.
+        """
+        self._parameters += [weakref.ref(parameter) for parameter in parameters]
+        self._modules = [(name, weakref.ref(module)) for name, module in modules]
+        self._buffers = None
+
+    def backward(
+        self,
+        loss_fn: Callable[..., Tensor],
+        batch: Sequence[Any],
+        sample_weight: Tensor | float | None,
+        denominator: Literal["examples", "weights"],
+        replica: ReplicaContext,
+        seed: int,
+    ) -> Tensor:
+        """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
+        if not batch:
+            raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
+        local = self._known.local_of(batch)
+        if is_stand_in(replica.strategy, batch, local, "the batch"):
+            local = 0
+            if isinstance(sample_weight, Tensor) and sample_weight.dim():
+                sample_weight = sample_weight[:0]
+        total = self._total(local, sample_weight, denominator, replica)
+        parameters = [p for reference in self._parameters if (p := reference()) is not None]
+        buffers = self._step_buffers()
+        buffers.begin()
+        kept = [parameter.grad for parameter in parameters]
+        self.step += 1
+        aside = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
+        try:
+            with aside, seeds.undisturbed(self._comm.device):
+                sums, card = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
+            _give(parameters, sums[: len(parameters)])
+            said = self._tell(card, buffers)
+            if self._averager is not None:
+                self._averager.sum_by_tree()
+            mean = self._combine(buffers, sums[len(parameters) :], said)
+        except BaseException:
+            _give(parameters, kept)
+            buffers.restore()
+            raise
+        _add(parameters, kept)
+        return mean
+
+    def _compute(
+        self,
+        loss_fn: Callable[..., Tensor],
+        batch: Sequence[Any],
+        sample_weight: Tensor | float | None,
+        local: int,
+        total: Tensor | float,
+        seed: int,
+        parameters: Sequence[Tensor],
+        buffers: StepBuffers,
+    ) -> tuple[list[Tensor | None], _Card]:
+        """Forward and backward of this tower's virtual towers, one after the other.
+
+        Args:
+            local: examples of this tower's share.
+            total: what the sum of all losses is divided by.
+
+        Returns:
+            The sums over them of gradients, losses (float64) and what ``StepBuffers.take`` gives; and how it went.
+        """
+        subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
+        for own, (start, end) in enumerate(self._cut.parts_of(local)):
+            if start == end:
+                subtree.add([None] * (len(parameters) + 1 + buffers.count))
+                continue
+            _give(parameters, [None] * len(parameters))
+            if leaves:
+                buffers.restore()
+            seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
+            *inputs, weight = self._part(batch, sample_weight, local, own)
+            loss = _loss(loss_fn(*inputs), weight, end - start, total)
+            if loss.requires_grad:  # a part may have nothing to learn from
+                loss.backward()
+            leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
+            gradients = [parameter.grad for parameter in parameters]
+            subtree.add([*gradients, loss.detach().double(), *buffers.take()])
+        counts = buffers.layout, buffers.written, buffers.counted, buffers.differing
+        return subtree.total(), _Card(leaves, traced, str(dtype), *counts)
+
+    def _total(
+        self, local: int, weight: Tensor | float | None, denominator: str, replica: ReplicaContext
+    ) -> Tensor | float:
+        """What the sum of all losses is divided by: the examples of all towers, or their weights."""
+        tensor = weight if isinstance(weight, Tensor) and weight.dim() else None
+        if tensor is not None and tensor.shape[0] != local:
+            raise ValueError(f"sample_weight of shape {tuple(tensor.shape)} does not fit {local} examples")
+        if denominator == "examples":
+            return global_count(local, replica, "the batch")
+        if denominator == "weights" and tensor is not None:
+            return self._total_weight(tensor, local)
+        raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
+
+    def _part(self, batch: Sequence[Any], weight: Any, local: int, own: int) -> list[Any]:
+        """What one virtual tower gets of batch and weight: copies, for views have other strides and alignment."""
+        parts = [self._known.part(value, self._cut, local, own) for value in batch]
+        parts.append(self._known.part(weight, self._cut, local, own, derived=True))
+        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, parts)
+        return copied
+
+    @torch.no_grad()
+    def _total_weight(self, weight: Tensor, local: int) -> Tensor:
+        """The sum of a weight of each example (or of its tokens) over all towers, in float64; 1 where it is 0."""
+        sums = [weight[start:end].double().sum() for start, end in self._cut.parts_of(local)]
+        everybodys = self._comm.all_gather(torch.stack(sums)).flatten()
+        total = torch.empty_like(sums[0])
+        add_by_tree(total, list(everybodys.unbind()))
+        return torch.where(total == 0, torch.ones_like(total), total)
+
+    def _step_buffers(self) -> StepBuffers:
+        modules = [(name, module) for name, reference in self._modules if (module := reference()) is not None]
+        if self._buffers is None or not self._buffers.holds(registered(module for _, module in modules)):
+            self._buffers = StepBuffers(modules)
+        return self._buffers
+
+    def _tell(self, mine: _Card, buffers: StepBuffers) -> list[_Card]:
+        """What every tower did.
+
+        Raises:
+            MirrorError, RuntimeError: on all towers alike.
+        """
+        cards = [mine]
+        if self._comm.size > 1:
+            call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
+            cards = [_Card(**said.details) for said in announce(self._comm, call, dataclasses.asdict(mine))]
+        if len({card.layout for card in cards}) > 1:
+            for card, names in zip(cards, self._comm.all_gather_bytes(json.dumps(buffers.names).encode()), strict=True):
+                card.names = json.loads(names)
+        for name in itertools.chain.from_iterable(card.differing for card in cards):
+            buffers.refuse(name)
+        if any(card.leaves for card in cards) and not any(card.traced for card in cards):
+            raise RuntimeError("no loss that loss_fn returned requires a gradient; are all parameters frozen?")
+        return cards
+
+    @torch.no_grad()
+    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], said: list[_Card]) -> Tensor:
+        """Add up losses and buffers over the towers; gives the buffers their new values.
+
+        Args:
+            sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
+        """
+        kept = set.intersection(*(set(card.names or buffers.names) for card in said))
+        written: Counter[str] = Counter()
+        for card in said:
+            written.update({name: count for name, count in card.written.items() if name in kept})
+        counted = sorted({name for card in said for name in card.counted if name in kept})
+        loss = sums[0] if sums[0] is not None else torch.zeros((), dtype=torch.float64, device=self._comm.device)
+        floats, integers = buffers.travelling(sums[1:], kept, set(written), counted)
+        rows = self._everybodys([loss, *floats, *integers])
+        for column in zip(*(row[: 1 + len(floats)] for row in rows), strict=True):
+            add_by_tree(column[0], column)
+        mean, *floats = rows[0][: 1 + len(floats)]
+        active = [tower for tower, card in enumerate(said) if card.leaves]
+        if active:
+            packed = [row[1 + len(floats) :] for row in rows]
+            agreed = buffers.agreed(counted, packed, [card.counted for card in said])
+            leaves = sum(card.leaves for card in said)
+            buffers.settle(floats, agreed, kept, written, leaves)
+        dtype = said[active[0] if active else 0].dtype
+        return mean.to(getattr(torch, dtype.removeprefix("torch.")))
+
+    def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Every tower's tensors, of which all have the same kinds, by one collective on this tower's device."""
+        if self._comm.size == 1:
+            return [list(tensors)]
+        packed = torch.cat([on_device(as_bytes(tensor), self._comm.device) for tensor in tensors])
+        return [
+            [
+                piece.clone().view(tensor.dtype).view(tensor.shape).to(tensor.device)
+                for piece, tensor in zip(row.split([tensor.nbytes for tensor in tensors]), tensors, strict=True)
+            ]
+            for row in self._comm.all_gather(packed)
+        ]
+
+
+def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: Tensor | float) -> Tensor:
+    """One virtual tower's part of the global mean.
+
+    Raises:
+        ValueError: not one loss for each of its examples.
+    """
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else None
+    if shape is None or not shape or shape[0] != examples:
+        found = f"losses of shape {shape}" if shape is not None else f"a {type(losses).__name__}"
+        raise ValueError(
+            f"loss_fn was given {examples} examples and returned {found}: it has to return one loss per example, "
+            "computed with reduction='none'"
+        )
+    if weight is None:
+        return sum_over(losses, total)
+    weights = expand_weights(weight, losses)
+    if isinstance(total, Tensor) and weights.shape != losses.shape:
+        raise ValueError(
+            f"sample_weight of shape {tuple(weights.shape)} needs the shape of the losses, {tuple(losses.shape)}, if "
+            "the mean is to be over the weights"
+        )
+    return sum_over(losses * weights, total)
+
+
+def _give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+@torch.no_grad()
+def _add(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
+    """Add new gradients to those that were there before, as backward does."""
+    for parameter, before in zip(parameters, kept, strict=True):
+        if before is not None:
+            if parameter.grad is None:
+                parameter.grad = before
+            elif before.is_sparse or parameter.grad.is_sparse:
+                parameter.grad = add_sparse(before, parameter.grad)
+            else:
+                parameter.grad = before.add_(parameter.grad)

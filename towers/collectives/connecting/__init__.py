@@ -1,0 +1,1 @@
+"""Connecting the towers: the only place that chooses how they communicate."""

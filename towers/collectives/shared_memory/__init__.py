@@ -1,0 +1,1 @@
+"""Collectives of the CPU towers of one host, through memory that they share."""

@@ -1,0 +1,287 @@
+"""Towers of one host that communicate through memory they share, without a socket between them.
+
+Every tower has a segment with an inbox of semaphores (one for each other tower,
+:mod:`towers.collectives.shared_memory.barrier`), a table that says where its windows are
+(:mod:`towers.collectives.shared_memory.regions`: what is averaged in place), and a staging area for everything else.
+Staging areas have two halves, which take turns, so that one meeting for each piece is enough: who writes a half again
+has met everybody since, so everybody has read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from towers.collectives.arithmetic import check_reducible, reduce_into
+from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, keep_from_forks, whole
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.barrier import BOARD_BYTES, Meeting
+from towers.collectives.shared_memory.regions import TABLE_BYTES, Windows, part
+from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
+from towers.collectives.shared_memory.sharing import share
+from towers.errors import DisagreementError
+from towers.system import machine
+
+SEVERAL_HOSTS = "the towers run on several hosts"
+
+_HALF = 2**20  # bytes of one half of a staging area
+_ALONE = 2**15  # bytes up to which every tower reduces all for itself, which saves a meeting
+
+
+class _Layout:
+    """Where things lie in a tower's segment, in bytes."""
+
+    def __init__(self, towers: int) -> None:
+        self.inbox = 0
+        self.board = aligned(semaphores.BYTES * towers)
+        self.table = self.board + aligned(BOARD_BYTES)
+        self.staging = aligned(self.table + TABLE_BYTES)
+        self.total = self.staging + 2 * _HALF
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Collectives of towers that are processes of one host; made by :func:`join`."""
+
+    windows: Windows
+
+    def __init__(
+        self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
+    ) -> None:
+        self.index, self.size, self.device = base.index, base.size, base.device
+        self.towers, self.health = base.towers, base.health
+        self.backend = "shared memory"
+        self._timeout = timeout
+        self._segments = list(segments)
+        self._layout = layout = _Layout(self.size)
+        inboxes = [segment.address + layout.inbox for segment in segments]
+        boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
+        self.name = base.next_name()
+        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout, self.towers, self.health, self.name)
+        keep_from_forks(self._meeting)
+        tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
+        self.windows = Windows(self.index, self._meeting, tables, processes)
+        self._half = 0
+        self._staging: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
+        self._queue: list[Tensor] = []
+
+    # -- windows -----------------------------------------------------------------------------------------
+
+    def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if numel and device.type == "cpu":
+            window = self.windows.allocate(key, numel, dtype)
+            if window is not None:
+                return window
+        return super().allocate(key, numel, dtype, device)
+
+    def release(self, key: int) -> None:
+        self.windows.release(key)
+
+    def start_average(self, tensor: Tensor) -> Pending:
+        self._queue.append(tensor)
+        return Deferred(self.finish_started)
+
+    @whole
+    def finish_started(self) -> None:
+        """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
+        queue, self._queue = self._queue, []
+        if queue:
+            for tensor in self.windows.average(queue):
+                self.all_reduce(tensor.mul_(1.0 / self.size))
+
+    @whole
+    def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
+        super().sum_by_tree(self.windows.sum_by_tree(tensors))
+
+    # -- staging -----------------------------------------------------------------------------------------
+
+    def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """Every tower's half of the staging area whose turn it is, as tensors."""
+        halves = self._staging.get((dtype, numel))
+        if halves is None:
+            if len(self._staging) > 64:
+                self._staging.clear()
+            at = self._layout.staging
+            first, second = (
+                [segment.tensor(dtype, numel, at + half * _HALF) for segment in self._segments] for half in (0, 1)
+            )
+            halves = self._staging[dtype, numel] = first, second
+        self._half ^= 1
+        return halves[self._half]
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        if tensor.numel() == 0:
+            return
+        check_reducible(op, tensor.dtype)
+        dense = tensor.detach().contiguous()
+        self._all_reduce_flat(dense.view(-1), op)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    @whole
+    def _all_reduce_flat(self, flat: Tensor, op: str) -> None:
+        if flat.nbytes <= _ALONE:
+            slots = self._slots(flat.dtype, flat.numel())
+            slots[self.index].copy_(flat)
+            self._meeting.meet()
+            reduce_into(flat, slots, op)
+            return
+        for piece in flat.split(_HALF // flat.element_size()):
+            slots = self._slots(flat.dtype, piece.numel())
+            slots[self.index].copy_(piece)
+            self._meeting.meet()
+            bounds = [part(piece.numel(), flat.element_size(), self.size, tower) for tower in range(self.size)]
+            start, end = bounds[self.index]
+            parts = [slot[start:end] for slot in slots]
+            total = torch.empty_like(parts[0])
+            reduce_into(total, parts, op)
+            parts[self.index].copy_(total)  # nobody else touches this part of any half
+            self._meeting.meet()
+            for slot, (start, end) in zip(slots, bounds, strict=True):
+                piece[start:end].copy_(slot[start:end])
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device="cpu")
+        self.all_gather_into(gathered.unbind(0), tensor)
+        return gathered
+
+    @whole
+    def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
+        """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
+        mine = as_bytes(tensor)
+        rows = [as_bytes(row) for row in gathered]
+        for start in range(0, mine.numel(), _HALF):
+            piece = mine[start : start + _HALF]
+            slots = self._slots(torch.uint8, piece.numel())
+            slots[self.index].copy_(piece)
+            self._meeting.meet()
+            for row, slot in zip(rows, slots, strict=True):
+                row[start : start + _HALF].copy_(slot)
+
+    @whole
+    def reduce_scatter(self, rows: Tensor, op: str = "sum") -> Tensor:
+        """Reduce one row for each tower over all towers; returns this tower's row.
+
+        Args:
+            rows: shape ``(size, *row)``, of one shape and dtype on all towers.
+        """
+        check_reducible(op, rows.dtype)
+        result = torch.empty(rows.shape[1:], dtype=rows.dtype, device="cpu")
+        for piece, parts in self._exchange(rows, result):
+            reduce_into(piece, parts, op)
+        return result
+
+    @whole
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """Give row i to tower i; returns, in tower order, what the towers gave to this one. Shapes as of the rows."""
+        result = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        flat = result.view(self.size, -1)
+        done = 0
+        for piece, parts in self._exchange(rows, result[0]):
+            for tower, given in enumerate(parts):
+                flat[tower, done : done + piece.numel()].copy_(given)
+            done += piece.numel()
+        return result
+
+    def _exchange(self, rows: Tensor, row: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Piece by piece of ``row`` (one row's shape): that piece, and what every tower has there for this one."""
+        if row.numel() == 0:
+            return
+        mine = rows.detach().reshape(self.size, -1)
+        at = 0
+        for piece in row.view(-1).split(max(1, _HALF // (self.size * row.element_size()))):
+            slots = self._slots(row.dtype, self.size * piece.numel())
+            slots[self.index].view(self.size, -1).copy_(mine[:, at : at + piece.numel()])
+            self._meeting.meet()
+            yield piece, [slot.view(self.size, -1)[self.index] for slot in slots]
+            at += piece.numel()
+
+    @whole
+    def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+        """Give ``given[i]`` to tower i, and fill ``taken[i]`` with what tower i gives to this one.
+
+        Args:
+            given, taken: flat tensors of bytes, one for each tower; any lengths.
+
+        Raises:
+            DisagreementError: on all towers, when one gives more or less than the other takes.
+        """
+        mine = torch.tensor([[part.numel() for part in given], [part.numel() for part in taken]], device="cpu")
+        lengths = self.all_gather(mine)
+        wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero()
+        if wrong.numel():
+            one, other = (int(tower) for tower in wrong[0])
+            raise DisagreementError(
+                f"tower {one} gives {lengths[one, 0, other]} bytes to tower {other}, which takes "
+                f"{lengths[other, 1, one]}"
+            )
+        taken[self.index].copy_(given[self.index])
+        room = _HALF // self.size // ALIGNMENT * ALIGNMENT
+        others = [tower for tower in range(self.size) if tower != self.index]
+        for start in range(0, int(lengths[:, 0].fill_diagonal_(0).max()), room):
+            slots = self._slots(torch.uint8, self.size * room)
+            for tower in others:
+                piece = given[tower][start : start + room]
+                slots[self.index][tower * room : tower * room + piece.numel()].copy_(piece)
+            self._meeting.meet()
+            for tower in others:
+                piece = taken[tower][start : start + room]
+                piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dense = tensor.detach().contiguous()
+        self._broadcast_bytes(as_bytes(dense), source)
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(dense)
+
+    @whole
+    def _broadcast_bytes(self, data: Tensor, source: int) -> None:
+        for piece in data.split(_HALF) if data.numel() else ():
+            slot = self._slots(torch.uint8, piece.numel())[source]
+            if self.index == source:
+                slot.copy_(piece)
+            self._meeting.meet()
+            if self.index != source:
+                piece.copy_(slot)
+
+    def barrier(self) -> None:
+        self._meeting.meet()
+
+    def check_whole(self) -> None:
+        self._meeting.check_whole()
+
+    def break_off(self, error: BaseException) -> None:
+        self._meeting.break_off(error)
+
+    def channel(self) -> Communicator:
+        found = join(self, self._timeout)
+        if isinstance(found, str):
+            raise OSError(f"a second channel through shared memory cannot be made: {found}")
+        return found
+
+    def close(self) -> None:
+        self._meeting.close()
+        self.windows.close()
+
+
+def join(base: Communicator, timeout: float) -> SharedMemoryCommunicator | str:
+    """Share memory among all towers of ``base``, or say why they cannot; all towers get the same answer.
+
+    Beside equal boot ids that takes memory of the others that can be mapped (:func:`share`).
+
+    Args:
+        timeout: seconds that a collective may take.
+    """
+    mine = {"host": machine.host_identity(), "device": base.device.type}
+    towers = [json.loads(text) for text in base.all_gather_bytes(json.dumps(mine).encode())]
+    if len({tower["host"] for tower in towers}) > 1:
+        return SEVERAL_HOSTS
+    if any(tower["device"] != "cpu" for tower in towers):
+        return "only CPU towers share memory"
+    try:
+        segments, processes = share(base, _Layout(base.size).total, waiting=base.size)
+    except OSError as error:
+        return str(error)
+    return SharedMemoryCommunicator(base, timeout, segments, processes)

@@ -1,0 +1,1 @@
+"""Averaging gradients over the towers while backward is still running."""

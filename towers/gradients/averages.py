@@ -1,0 +1,108 @@
+"""Averaging gradients that a script has computed itself, all at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator, WholeCall
+from towers.errors import DisagreementError
+from towers.gradients.sparse import average_rows, to_dense, without_rows
+from towers.system.memory_layout import gradient_dtype
+
+
+@torch.no_grad()
+def average(
+    comm: Communicator,
+    call: str,
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    name_of: Callable[[Tensor], str],
+) -> list[Tensor | None]:
+    """The mean over the towers of every gradient; all towers call it.
+
+    Args:
+        call: what messages call it; the same on all towers.
+        tensors: what the gradients belong to, with the same shapes and dtypes in the same order on all towers.
+        gradients: dense or sparse; None counts as zero where another tower has a gradient.
+        name_of: what messages call one of the tensors.
+
+    Returns:
+        New tensors, sparse where no tower's gradient is dense; None where no tower has a gradient.
+
+    Raises:
+        DisagreementError: on all towers, when some call something else, or give other tensors.
+    """
+    kinds = [[str(gradient_dtype(tensor)), list(tensor.shape)] for tensor in tensors]
+    digest = hashlib.blake2b(json.dumps(kinds).encode(), digest_size=16).hexdigest()
+    own = [digest, _mask([g is not None for g in gradients]), _mask([_is_dense(g) for g in gradients])]
+    said = [other.details for other in announce(comm, call, own)]
+    if any(other[0] != digest for other in said):
+        raise _difference(comm, call, [[name_of(t), *kind] for t, kind in zip(tensors, kinds, strict=True)])
+    means: list[Tensor | None] = [None] * len(tensors)
+    dense: dict[int, Tensor] = {}
+    with WholeCall(comm):
+        for i, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+            if not any(other[1] >> i & 1 for other in said):
+                continue
+            if any(other[2] >> i & 1 for other in said):
+                dense[i] = _densely(tensor, gradient)
+            else:
+                nothing = without_rows(tensor.shape, gradient_dtype(tensor), tensor.device)
+                means[i] = average_rows(comm, nothing if gradient is None else gradient)
+        for i, mean in zip(dense, _average_dense(comm, list(dense.values())), strict=True):
+            means[i] = mean
+    return means
+
+
+def _mask(flags: Sequence[bool]) -> int:
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    """Whether a gradient cannot be averaged row by row."""
+    return gradient is not None and not (gradient.is_sparse and gradient.sparse_dim() == 1)
+
+
+def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros(tensor.shape, dtype=gradient_dtype(tensor), device=tensor.device)
+    return to_dense(gradient) if gradient.is_sparse else gradient
+
+
+def _average_dense(comm: Communicator, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Means of dense tensors, by one collective for each dtype and device among them."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, gradient in enumerate(gradients):
+        groups.setdefault((gradient.dtype, gradient.device), []).append(i)
+    means = list(gradients)
+    for members in groups.values():
+        flat = torch.cat([gradients[i].reshape(-1).resolve_conj().resolve_neg() for i in members])
+        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        comm.start_average(real.mul_(comm.prescale)).wait()
+        for i, piece in zip(members, flat.split([gradients[i].numel() for i in members]), strict=True):
+            means[i] = piece.view(gradients[i].shape)
+    return means
+
+
+def _difference(comm: Communicator, call: str, described: Sequence[Sequence[object]]) -> DisagreementError:
+    """The error of towers that give different tensors, with one text on all of them; all towers call it."""
+    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(described).encode())]
+    advice = "every tower must give the same tensors in the same order"
+    for tower, other in enumerate(towers):
+        if len(other) != len(towers[0]):
+            return DisagreementError(
+                f"{call}: {len(towers[0])} gradients on tower 0, but {len(other)} on tower {tower}; {advice}"
+            )
+        for (name, dtype, shape), (_, other_dtype, other_shape) in zip(towers[0], other, strict=True):
+            if [dtype, shape] != [other_dtype, other_shape]:
+                return DisagreementError(
+                    f"{call}: the gradient of {name} is {dtype} of shape {tuple(shape)} on tower 0, but {other_dtype} "
+                    f"of shape {tuple(other_shape)} on tower {tower}; {advice}"
+                )
+    return DisagreementError(f"{call}: the towers gave different tensors; {advice}")

@@ -1,0 +1,149 @@
+"""Gradients that are NaN or infinite: which, and of which tower.
+
+Averaging spreads them to all towers, so afterwards nobody can tell where they came from. Each tower therefore looks at
+what it contributes before that is averaged, and at the end of each backward the towers tell each other. (Finite
+contributions whose sum overflows are not seen.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from towers.collectives.communicator import Communicator
+from towers.errors import NonFiniteGradientError
+from towers.gradients.slots import Slot
+from towers.mirroring.equality import name_towers
+from towers.mirroring.extremes import extremes, joined, what_is_not_finite
+from towers.mirroring.mirror import Named
+from towers.system.log import get_logger
+
+log = get_logger("towers")
+
+_NAMED = 3
+_ACTIONS = ("ignore", "warn", "raise")
+
+
+def check_action(action: str) -> None:
+    """See that ``action`` is one of those that there are.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if action not in _ACTIONS:
+        raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")
+
+
+class GradientWatch:
+    """Looks at this tower's contributions to the gradients.
+
+    Args:
+        comm: the towers; who has found something is exchanged in every backward.
+        raises: whether what is found is an error, or a warning (the first, the tenth, the hundredth … time).
+    """
+
+    def __init__(self, comm: Communicator, *, raises: bool) -> None:
+        self._comm = comm
+        self._raises = raises
+        self._names: list[str] = []
+        self._highest: list[torch.Tensor] = []
+        self._backward = 0
+        self._found = 0
+
+    def look(self, slots: Iterable[Slot]) -> None:
+        """Before they are averaged: look at gradients that hold something of this tower's own."""
+        fresh = [(slot.name, slot.parameter) for slot in slots if slot.fresh]
+        gradients = [(name, p.grad) for name, p in fresh if p is not None and p.grad is not None]
+        if gradients:
+            self._names += [name for name, _ in gradients]
+            self._highest.append(extremes([gradient for _, gradient in gradients]))
+
+    def tell(self) -> None:
+        """At the end of a backward: tell the others what was found. All towers call it.
+
+        Raises:
+            NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
+        """
+        self._backward += 1
+        highest = joined(self._highest) if self._highest else torch.zeros(0, device="cpu")
+        mine = what_is_not_finite(self._names, highest)
+        self._names, self._highest = [], []
+        if not self._comm.all_gather(torch.tensor([len(mine)], device="cpu")).any():
+            return
+        towers = [json.loads(data) for data in self._comm.all_gather_bytes(json.dumps(mine).encode())]
+        text = _describe(towers, self._backward)
+        if self._raises:
+            raise NonFiniteGradientError(text)
+        self._found += 1
+        if str(self._found).strip("0") == "1":  # 1, 10, 100, …
+            again = f" ({self._found} backwards so far)" if self._found > 1 else ""
+            log.warning("%s%s", text, again)
+
+
+def watch_for(comm: Communicator, action: str) -> GradientWatch | None:
+    """What ``nonfinite_gradients=action`` needs."""
+    return None if action == "ignore" else GradientWatch(comm, raises=action == "raise")
+
+
+def _describe(towers: Sequence[dict[str, str]], backward: int) -> str:
+    names = list(dict.fromkeys(name for found in towers for name in found))
+    described = []
+    for name in names[:_NAMED]:
+        by_kind: dict[str, list[int]] = {}
+        for tower, found in enumerate(towers):
+            if name in found:
+                by_kind.setdefault(found[name], []).append(tower)
+        kinds = ", ".join(f"{kind} on {name_towers(which)}" for kind, which in by_kind.items())
+        described.append(f"{name} ({kinds})")
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"gradients are not finite in backward() number {backward}: {', '.join(described)}{more}. Look at that tower's "
+        "batch, loss and learning rate; torch.autograd.set_detect_anomaly(True) finds the operation. Averaged, the "
+        "gradient is not finite on any tower: zero_grad() before going on"
+    )
+
+
+class LoneWatch:
+    """Watches the gradients of a single tower, which nobody averages.
+
+    Args:
+        watch: what looks at them.
+    """
+
+    def __init__(self, watch: GradientWatch) -> None:
+        self._watch = watch
+        self._arrived: list[Slot] = []
+        self._task = -1
+
+    def add(self, parameters: Sequence[Named]) -> None:
+        """Watch the gradients of these too."""
+        for named in parameters:
+            if named.tensor.is_floating_point() or named.tensor.is_complex():
+                self._hook(Slot(named))
+
+    def _hook(self, slot: Slot) -> None:
+        parameter = slot.parameter
+        assert parameter is not None
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch hooks no others, and a frozen one may be thawed
+        parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(slot))
+        parameter.requires_grad_(trainable)
+
+    @torch._disable_dynamo
+    def _arrive(self, slot: Slot) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # also after a backward that ended in an exception
+            self._task = task
+            self._arrived = []
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+        slot.arrived = True
+        self._arrived.append(slot)
+
+    @torch._disable_dynamo
+    def _finish(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        with torch.no_grad():
+            self._watch.look(arrived)
+        self._watch.tell()

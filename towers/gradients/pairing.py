@@ -1,0 +1,69 @@
+"""Which backward a gradient belongs to, so that gradients of different backwards are never averaged together.
+
+A backward is known by the step that it runs in (``strategy.run`` calls are counted) and by its number among the
+averaged backwards of that step. The two travel with the gradients, in the tail of the bucket that closes a backward.
+There they are written as flags, each bit followed by its opposite: after a sum over towers exactly one of the two is
+zero where all towers agree, and zero is exact in every dtype, however the sum was rounded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from towers.collectives.communicator import Communicator
+from towers.errors import DECIDE_TOGETHER, DisagreementError
+from towers.health.status import Health
+from towers.mirroring.equality import name_towers
+
+_BITS = 16  # of the step's number, and as many of the backward's in its step; the first difference is a small one
+
+_OF_BYTE = [[flag for bit in range(8) for flag in (bool(byte >> bit & 1), not byte >> bit & 1)] for byte in range(256)]
+
+FLAGS = 4 * _BITS
+"""How many flags tell one backward from the others."""
+
+
+class BackwardCounter:
+    """Counts the backwards of one tower.
+
+    Args:
+        health: says which step this tower is in.
+    """
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        self._step = health.step
+        self._number = 0
+
+    def begin(self) -> None:
+        """A backward begins."""
+        if self._step != self._health.step:
+            self._step, self._number = self._health.step, 0
+        self._number += 1
+
+    def flags(self) -> list[bool]:
+        """The present backward, as :data:`FLAGS` flags."""
+        return [
+            flag for number in (self._step, self._number) for half in (0, 8) for flag in _OF_BYTE[number >> half & 255]
+        ]
+
+    def __str__(self) -> str:
+        return f"backward() {self._number} of step {self._step}"
+
+
+def agree(counts: Sequence[float]) -> bool:
+    """Whether all towers are in the same backward, of the sums of all towers' flags."""
+    return all(yes == 0 or no == 0 for yes, no in zip(counts[::2], counts[1::2], strict=True))
+
+
+def difference(channel: Communicator, backward: BackwardCounter) -> DisagreementError:
+    """The error of towers that are in different backwards, with one text on all of them; all towers call it."""
+    towers: dict[str, list[int]] = {}
+    for tower, said in enumerate(channel.all_gather_bytes(json.dumps(str(backward)).encode())):
+        towers.setdefault(json.loads(said), []).append(channel.towers[tower])
+    places = ", ".join(f"{place} on {name_towers(where)}" for place, where in towers.items())
+    return DisagreementError(
+        f"gradients of different backwards would be averaged: {places}. Some tower has left out a backward(), or has "
+        f"made one more than the others; every tower must make the same ones in every step. {DECIDE_TOGETHER}"
+    )

@@ -1,0 +1,50 @@
+"""What is known of one parameter's gradient between two steps."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+
+from towers.mirroring.mirror import Named
+from towers.system.memory_layout import gradient_dtype
+
+
+class Slot:
+    """One parameter and the state of its gradient. It does not keep the parameter alive.
+
+    Attributes:
+        name, trainable: as of :class:`towers.mirroring.mirror.Named`.
+        shape: the parameter's, also when it is gone.
+        dtype: of its gradient.
+        arrived: its gradient of this backward is there.
+        unsynced: gradients of its own tower alone were accumulated in it (``no_sync``).
+        averaged: the number of the last backward that any tower had a gradient for it in.
+    """
+
+    __slots__ = ("_parameter", "arrived", "averaged", "dtype", "name", "shape", "trainable", "unsynced")
+
+    def __init__(self, named: Named) -> None:
+        self.name = named.name
+        self.trainable = named.trainable
+        self._parameter = weakref.ref(named.tensor)
+        self.shape = named.tensor.shape
+        self.dtype = gradient_dtype(named.tensor)
+        self.arrived = False
+        self.unsynced = False
+        self.averaged = 0
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """The parameter; None when its model is gone."""
+        return self._parameter()
+
+    @property
+    def holds_unsynced(self) -> bool:
+        """Whether there still is a gradient of this tower alone: ``zero_grad`` may have thrown it away."""
+        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this tower has something of its own to contribute."""
+        return self.arrived or self.holds_unsynced

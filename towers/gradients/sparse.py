@@ -1,0 +1,111 @@
+"""Averaging gradients that come as sparse tensors (``nn.Embedding(sparse=True)``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from towers.collectives import values
+from towers.collectives.communicator import Communicator
+from towers.gradients.slots import Slot
+
+
+class SparseSlot(Slot):
+    """A parameter with sparse gradients. Its rows are gathered, not reduced: only those that exist travel."""
+
+    __slots__ = ()
+
+    def average(self, channel: Communicator) -> None:
+        """Replace the gradient by the mean over towers; a tower without one contributes zero.
+
+        The result is sparse and coalesced, unless some tower's gradient is dense (the embedding is also used
+        as an ordinary matrix): then it is dense on all.
+        """
+        gradient, all_sparse = self._gradient(channel)
+        if all_sparse:
+            mean = average_rows(channel, gradient)
+        else:
+            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
+            channel.all_reduce(mean)
+            mean /= channel.size
+        self._hand_out(mean)
+
+    def sum_by_tree(self, channel: Communicator) -> None:
+        """Replace the gradient by the sum over towers, in the order of a balanced tree, as :meth:`average` does."""
+        gradient, all_sparse = self._gradient(channel)
+        if all_sparse:
+            level = self._everybodys(channel, gradient.coalesce())
+            while len(level) > 1:
+                level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+            total = level[0]
+        else:
+            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+            channel.sum_by_tree([total.view(-1)])
+        self._hand_out(total)
+
+    def _gradient(self, channel: Communicator) -> tuple[Tensor, bool]:
+        """What this tower contributes, and whether all towers' are sparse."""
+        parameter = self.parameter
+        gradient = None if parameter is None else parameter.grad
+        if gradient is None:
+            gradient = without_rows(self.shape, self.dtype, channel.device)
+        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1], device="cpu"))
+        return gradient, not dense_somewhere.any()
+
+    def _hand_out(self, gradient: Tensor) -> None:
+        if (parameter := self.parameter) is not None:
+            parameter.grad = gradient
+        self.arrived = self.unsynced = False
+
+    def _everybodys(self, channel: Communicator, gradient: Tensor) -> list[Tensor]:
+        """The coalesced gradient of every tower."""
+        indices, rows, counts = _gather_rows(channel, gradient)
+        return [
+            _from_rows(i, r, gradient.shape, is_coalesced=True)
+            for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
+        ]
+
+
+def without_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A sparse gradient of a tower that has used no row."""
+    indices = torch.empty((1, 0), dtype=torch.int64, device=device)
+    rows = torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+    return torch.sparse_coo_tensor(indices, rows, shape, device=device, check_invariants=False)
+
+
+def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
+    """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
+    indices, rows, _ = _gather_rows(channel, gradient.coalesce())
+    return _from_rows(indices, rows / channel.size, gradient.shape).coalesce()
+
+
+def _from_rows(indices: Tensor, rows: Tensor, shape: torch.Size, is_coalesced: bool = False) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices.T, rows, shape, device=rows.device, is_coalesced=is_coalesced, check_invariants=False
+    )
+
+
+def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    """The indices and rows of all towers, and how many each has."""
+    indices, rows = gradient.indices().T.contiguous(), gradient.values()
+    counts = channel.all_gather(torch.tensor([indices.shape[0]], device="cpu")).flatten().tolist()
+    all_indices = values.join(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
+    return all_indices, values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0), counts
+
+
+def add_sparse(left: Tensor, right: Tensor) -> Tensor:
+    """The sum of two tensors of which one at least is sparse: coalesced, unless the other is dense."""
+    if left.is_sparse and right.is_sparse:
+        return (left.coalesce() + right.coalesce()).coalesce()
+    return (to_dense(left) if left.is_sparse else left) + (to_dense(right) if right.is_sparse else right)
+
+
+def to_dense(gradient: Tensor) -> Tensor:
+    """A sparse tensor as a dense one.
+
+    ``Tensor.to_dense`` loses values that are an expanded scalar (seen with torch 2.13, the gradient of
+    ``Embedding(4, 1, sparse=True)(x).sum()``).
+    """
+    gradient = gradient.coalesce()
+    dense = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return dense.index_put_(tuple(gradient.indices()), gradient.values().contiguous())

@@ -1,0 +1,62 @@
+"""Sums of what comes one after the other, in the order of a balanced binary tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from towers.gradients.sparse import add_sparse
+
+Leaf = Sequence[Tensor | None]
+
+
+class Subtree:
+    """The sum of 2^k leaves, in the memory of k + 1 of them: ``((0 + 1) + (2 + 3)) + …``.
+
+    With the sums of several such subtrees added up in the same way (``Communicator.sum_by_tree``) the bits of the whole
+    do not depend on how the leaves were shared out. Every sum is rounded to the tensors' dtype.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[int, list[Tensor | None]]] = []
+
+    def add(self, leaf: Leaf) -> None:
+        """The next leaf: as many tensors as the others, of their shapes and dtypes. It is kept, and written to.
+
+        None stands for zeros; where all leaves have it, the sum is None too.
+        """
+        height, node = 0, list(leaf)
+        while self._nodes and self._nodes[-1][0] == height:
+            _, left = self._nodes.pop()
+            node = _join(left, node)
+            height += 1
+        self._nodes.append((height, node))
+
+    def total(self) -> list[Tensor | None]:
+        """The sum of all leaves.
+
+        Raises:
+            ValueError: their number is no power of two.
+        """
+        if len(self._nodes) != 1:
+            raise ValueError("the number of leaves of a subtree must be a power of two")
+        return self._nodes[0][1]
+
+
+def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    dense = [(a, b) for a, b in both if not a.is_sparse and not b.is_sparse]
+    if dense:
+        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+    if len(dense) < len(both):
+        left = [
+            add_sparse(a, b) if a is not None and b is not None and (a.is_sparse or b.is_sparse) else a
+            for a, b in zip(left, right, strict=True)
+        ]
+    joined = [b if a is None else a for a, b in zip(left, right, strict=True)]
+    for a, b, one in zip(left, right, joined, strict=True):
+        if one is not None and (a is None or b is None) and not one.is_sparse:
+            one.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
+    return joined

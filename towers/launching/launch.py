@@ -1,0 +1,365 @@
+"""Run a function on several towers, from a test or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import multiprocessing
+import os
+import pathlib
+import pickle
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+
+from towers import topology
+from towers.errors import CannotStartError, TowerFailedError
+from towers.health import failure, status_record
+from towers.joining import handshake
+from towers.joining.messages import JOB_TOKEN
+from towers.launching import console, job_control, parent_watchdog
+from towers.system import devices, machine, network
+
+DEFAULT_TIMEOUT = 3600.0
+"""Seconds after which :func:`launch` gives up when it was given no timeout."""
+
+_GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
+_END = 1.0  # seconds between asking a tower to end and killing it
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why one tower failed.
+
+    Attributes:
+        tower: its index.
+        exception: the exception itself; None when the tower died of something else or it does not pickle.
+        traceback: the traceback as text, or a sentence that says how the tower ended.
+        consequence: whether it failed only because another tower was gone.
+    """
+
+    tower: int
+    exception: BaseException | None
+    traceback: str
+    consequence: bool = False
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    towers: int | None = None,
+    devices: Sequence[devices.Device] | None = None,
+    timeout: float | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` in N fresh processes, one per tower, and return the results in tower order.
+
+    Inside, ``MirroredStrategy()`` finds the towers as it does under torchrun. The processes come from a fork
+    server that has torch loaded: the first call takes seconds, the next ones a few hundredths.
+
+    Args:
+        fn: a function that pickles (module level; in a notebook the extra ``mirrored[notebook]`` also takes
+            functions from cells). A script that calls ``launch`` needs ``if __name__ == "__main__":``.
+        args, kwargs: its arguments; tensors travel by value, each tower gets its own.
+        towers: how many; default: as many as ``devices``, else 2.
+        devices: one device per tower; default: GPUs, or CPUs where there is none.
+        timeout: seconds for the whole call, default 3,600; ``float("inf")`` for no limit.
+
+    Returns:
+        ``fn``'s results, one per tower; they must pickle.
+
+    Raises:
+        TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
+            traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No process is left.
+        SystemExit: this process was sent SIGTERM or SIGHUP, which went on to the towers, and they have saved and ended
+            with exit code 75, which is this one's. (Towers that have not end it by the signal.)
+        ValueError: ``towers`` is not positive or does not match ``devices``.
+        TypeError: ``fn`` or its arguments do not pickle.
+        CannotStartError: called inside a tower.
+    """
+    names = _device_names(towers, devices)
+    count = towers if towers is not None else len(names) or 2
+    if "RANK" in os.environ:
+        raise CannotStartError("launch was called inside a tower (RANK is set); towers cannot have towers")
+    payload = _dump((fn, tuple(args), dict(kwargs or {})))
+    limit = DEFAULT_TIMEOUT if timeout is None else timeout
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    context = multiprocessing.get_context("forkserver")
+    # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
+    context.set_forkserver_preload(["towers.launching.launch", "torch._dynamo"])
+    token = secrets.token_hex()
+    store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
+    processes: list[ForkServerProcess] = []
+    with job_control.PassedOn(processes) as told, console.Relay() as relay, contextlib.ExitStack() as opened:
+        reports: list[Connection] = []
+        try:
+            for tower in range(count):
+                receiver, sender = context.Pipe(duplex=False)
+                opened.callback(receiver.close)
+                variables = _environment(tower, count, store.port, token, names)
+                variables[failure.ERROR_FILE] = str(failure.report_in(relay.directory, tower))
+                variables[topology.WHEREABOUTS] = str(status_record.path_in(relay.directory, tower))
+                arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
+                process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
+                with _importable_main():
+                    process.start()
+                sender.close()
+                processes.append(process)
+                reports.append(receiver)
+            deadline = time.monotonic() + limit
+            results, failures = _await(processes, reports, deadline, limit)
+            places = {failed.tower: status_record.find(relay.directory, failed.tower) for failed in failures}
+            failures = [_with_report(failed, relay.directory) for failed in failures]
+            if not failures:  # threads may have something left to do, as in any program
+                _join(processes, deadline - time.monotonic())
+        finally:
+            if start_method is None:  # starting a process has decided on one
+                multiprocessing.set_start_method(None, force=True)
+            _end(processes, relay.directory)
+    told.end(preempted=any(_is_preempted(failed) for failed in failures))
+    if failures:
+        first = min(failures, key=lambda f: f.consequence)
+        record = places[first.tower]
+        where = f", {record.read()}" if record is not None else ""
+        raise TowerFailedError(
+            f"tower {first.tower} of {count} failed{where}:\n{first.traceback.rstrip()}",
+            first.tower,
+            tuple(failures),
+        ) from first.exception
+    return [results[tower] for tower in range(count)]
+
+
+def _device_names(towers: int | None, requested: Sequence[devices.Device] | None) -> list[str]:
+    if towers is not None and (not isinstance(towers, int) or isinstance(towers, bool) or towers < 1):
+        raise ValueError(f"towers must be a positive whole number, not {towers!r}")
+    names = [str(device) for device in devices.parse_all(requested)] if requested is not None else []
+    if names and towers is not None and towers != len(names):
+        raise ValueError(f"towers is {towers}, but devices names {len(names)}: {', '.join(names)}")
+    return names
+
+
+def _environment(tower: int, count: int, port: int, token: str, names: Sequence[str]) -> dict[str, str]:
+    """The caller's environment with the variables that torchrun would set."""
+    variables = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    variables |= {
+        "RANK": str(tower),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(tower),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        topology.STARTED_BY: "launch",
+        JOB_TOKEN: token,
+        **network.variables(machine.loopback_interface(), os.environ),
+    }
+    if names:
+        variables[topology.DEVICES] = ",".join(names)
+    return variables
+
+
+def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
+    """Where the tower's standard output and error go: paths to write to."""
+    if tower == 0:
+        return (
+            relay.pipe("stdout0", console.standard("stdout")),
+            relay.pipe("stderr0", console.standard("stderr")),
+        )
+    errors = console.PrefixedLines(f"[tower {tower}] ", console.standard("stderr"))
+    return os.devnull, relay.pipe(f"stderr{tower}", errors)
+
+
+def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> bytes:
+    """Pickle the call by value (not with multiprocessing's pickler, which would share tensors' memory)."""
+    fn = call[0]
+    in_notebook = getattr(fn, "__module__", None) == "__main__" and not _main_is_a_file()
+    try:
+        if not in_notebook:
+            return pickle.dumps(call)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"launch cannot send {fn!r} and its arguments to other processes: {error}; define the function at "
+            "the top level of a module"
+        ) from None
+    try:
+        import cloudpickle
+    except ImportError:
+        raise TypeError(
+            f"{fn!r} was defined in a notebook cell, which other processes cannot import: install "
+            "'mirrored[notebook]' (cloudpickle), or put the function into a .py file"
+        ) from None
+    return bytes(cloudpickle.dumps(call))
+
+
+def _main_is_a_file() -> bool:
+    """Whether other processes can import what this program defines (not from a notebook or standard input)."""
+    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Inside, multiprocessing does not try to import a program that came on standard input."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or _main_is_a_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
+
+
+def _be_tower(
+    sender: Connection,
+    variables: dict[str, str],
+    directory: str,
+    streams: tuple[str, str],
+    start_method: str | None,
+    payload: bytes,
+) -> None:
+    """What the process of a tower runs."""
+    parent_watchdog.end_with_parent()
+    os.register_at_fork(after_in_child=sender.close)  # or this tower's end would go unseen while its child lives
+    for number, path in enumerate(streams, start=1):
+        target = os.open(path, os.O_WRONLY)
+        os.dup2(target, number)
+        os.close(target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    # As the caller's would, not as this one: loader workers from a fork server of each tower take seconds to come, and
+    # datasets would have to pickle.
+    multiprocessing.set_start_method(start_method, force=True)
+    gc.freeze()  # what the fork server has loaded is no garbage: looking at it takes a tenth of a second each time
+    try:
+        _check_gpus(variables.get(topology.DEVICES, ""))
+        fn, args, kwargs = pickle.loads(payload)
+        message = ("result", pickle.dumps(fn(*args, **kwargs)))
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException as error:
+        message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+    sender.send(message)
+
+
+def _check_gpus(names: str) -> None:
+    """See that this process, which was forked, can use GPUs, unless it is for CPUs only.
+
+    Raises:
+        CannotStartError: it cannot.
+    """
+    only_cpus = names != "" and all(devices.parse(name).type == "cpu" for name in names.split(","))
+    if not only_cpus and torch.cuda._is_in_bad_fork():
+        raise CannotStartError(
+            "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
+            "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "
+            "that out, or give launch devices=['cpu:0', …]"
+        )
+
+
+def _describe(tower: int, error: BaseException) -> Failure:
+    told = failure.told_by(failure.report(error))
+    carried: BaseException | None = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a stranger's exception class does when it is copied
+        carried = None
+    return Failure(tower, carried, told.trace, told.consequence)
+
+
+def _await(
+    processes: Sequence[ForkServerProcess], reports: Sequence[Connection], deadline: float, limit: float
+) -> tuple[dict[int, Any], list[Failure]]:
+    """Collect results and failures; after the first failure only for a short grace."""
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    open_towers = set(range(len(processes)))
+    while open_towers:
+        now = time.monotonic()
+        if now >= deadline:
+            if not failures:
+                missing = ", ".join(map(str, sorted(open_towers)))
+                text = f"it was not done after {limit:.0f} s (not done: towers {missing}); see launch's timeout"
+                failures.append(Failure(min(open_towers), TimeoutError(text), text))
+            break
+        waiting = [reports[tower] for tower in open_towers]
+        ready = wait(waiting, timeout=min(deadline - now, 60.0))
+        for tower in sorted(open_towers):
+            if reports[tower] not in ready:
+                continue
+            open_towers.remove(tower)
+            outcome = _receive(tower, processes[tower], reports[tower])
+            if isinstance(outcome, Failure):
+                failures.append(outcome)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            else:
+                results[tower] = outcome[0]
+    return results, failures
+
+
+def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tuple[Any] | Failure:
+    try:
+        kind, data = report.recv()
+    except EOFError:  # the process is gone without a word
+        process.join(_END)
+        code = process.exitcode
+        how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
+        hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
+        return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
+    try:
+        outcome = pickle.loads(data)
+    except Exception as error:
+        return Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
+    return outcome if kind == "failure" else (outcome,)
+
+
+def _with_report(failed: Failure, directory: pathlib.Path) -> Failure:
+    """Of a tower that ended without a word, what it has left in its report."""
+    told = failure.read_report(failure.report_in(directory, failed.tower))
+    return failed if told is None else dataclasses.replace(failed, traceback=told.trace, consequence=told.consequence)
+
+
+def _is_preempted(failed: Failure) -> bool:
+    return isinstance(failed.exception, SystemExit) and failed.exception.code == failure.EXIT_PREEMPTED
+
+
+def _end(processes: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
+    """Leave no process behind: wait for those that are done, and for checkpoints under way, and end the others."""
+    _join(processes, 0.5)
+    end = time.monotonic() + failure.SAVING_SECONDS
+    while any(_saves(process, directory, tower) for tower, process in enumerate(processes)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for ask in (ForkServerProcess.terminate, ForkServerProcess.kill):
+        alive = [process for process in processes if process.is_alive()]
+        for process in alive:
+            ask(process)
+        _join(alive, _END)
+    for process in processes:
+        if not process.is_alive():
+            process.close()
+
+
+def _saves(process: ForkServerProcess, directory: pathlib.Path, tower: int) -> bool:
+    record = status_record.find(directory, tower) if process.is_alive() else None
+    return record is not None and record.saves
+
+
+def _join(processes: Sequence[ForkServerProcess], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(None if math.isinf(end) else max(0.0, end - time.monotonic()))

@@ -1,0 +1,71 @@
+"""Plays a TF_CONFIG cluster on this machine: starts a script once per worker, each with its own TF_CONFIG.
+
+The first worker has the terminal, the others' lines come behind their name. GPUs are shared out among the
+workers; without enough of them, and on the CPU, each worker is one CPU tower.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+import torch
+
+from towers.launching import console
+from towers.system import machine
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on at this moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def _environment(index: int, addresses: list[str]) -> dict[str, str]:
+    """What worker ``index`` finds in its environment."""
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    gpus = torch.cuda.device_count() // len(addresses)
+    visible = ",".join(str(index * gpus + i) for i in range(gpus))
+    variables = {**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": visible}
+    variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(len(addresses))))
+    return variables
+
+
+def play(program: Sequence[str], workers: int) -> int:
+    """Run ``program``, a whole command, as that many workers to their end; returns the largest exit code."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+    with console.Relay() as relay:
+        jobs: list[subprocess.Popen[bytes]] = []
+        for index in range(workers):
+            streams: dict[str, int] = {}
+            if index:
+                for stream in ("stdout", "stderr"):
+                    sink = console.PrefixedLines(f"[worker {index}] ", console.standard(stream))
+                    streams[stream] = os.open(relay.pipe(f"{stream}{index}", sink), os.O_WRONLY)
+            stdout, stderr = streams.get("stdout"), streams.get("stderr")
+            jobs.append(subprocess.Popen(program, env=_environment(index, addresses), stdout=stdout, stderr=stderr))
+            for number in streams.values():
+                os.close(number)
+        try:
+            while any(job.poll() is None for job in jobs):
+                time.sleep(0.05)
+                if any(job.poll() for job in jobs):
+                    break
+            return max(abs(job.wait(timeout=10)) for job in jobs)
+        except subprocess.TimeoutExpired:
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            for job in jobs:
+                if job.poll() is None:
+                    job.terminate()
+            for job in jobs:
+                job.wait()

@@ -1,0 +1,170 @@
+"""Comparing what all towers hold, and saying which towers hold something else (rule R1, docs/rules.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+from towers.mirroring.fingerprint import fingerprints
+from towers.system.host_copy import HostCopy
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that a tower holds.
+
+    Attributes:
+        name: tells it apart, and is how messages call it.
+        kind: a word for what it is.
+        value: a tensor, or a plain value, which is compared as it is written.
+    """
+
+    name: str
+    kind: str
+    value: object
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same on all towers.
+
+    Attributes:
+        name: as of :class:`Held`.
+        kinds: what it is, on one tower or another.
+        groups: towers that hold the same: the largest group first, and of equally large ones that with the first tower.
+        values: by tower, what a plain value is; None for tensors.
+    """
+
+    name: str
+    kinds: list[str]
+    groups: list[list[int]]
+    values: list[str] | None = None
+
+
+class Comparison:
+    """What all towers hold has been exchanged; a GPU may still be at it.
+
+    Args:
+        held: what is compared.
+        prints: every tower's fingerprints of it, shape ``(towers, len(held))``.
+        differences: what is known to differ already.
+    """
+
+    def __init__(self, held: Sequence[Held], prints: HostCopy | None, differences: Sequence[Difference] = ()) -> None:
+        self._labels = [(one.name, one.kind) for one in held]
+        self._prints = prints
+        self._found = list(differences)
+
+    def differences(self) -> list[Difference]:
+        """What differs, in order; the same on all towers. Waits for a GPU that is still at it."""
+        if self._prints is not None:
+            rows, self._prints = self._prints.get(), None
+            for number in (rows != rows[0]).any(0).nonzero().flatten().tolist():
+                name, kind = self._labels[number]
+                self._found.append(Difference(name, [kind], groups_of(rows[:, number].tolist())))
+        return self._found
+
+
+def start_comparison(comm: Communicator, call: str, held: Sequence[Held], *, quick: bool = False) -> Comparison:
+    """Compare what this tower holds with what the others do; all towers call it.
+
+    Fingerprints of tensors on the communicator's device are made there and gathered from there, which on a GPU nobody
+    waits for. What some towers do not hold at all is not compared: garbage is collected on some earlier than on others.
+
+    Args:
+        quick: by the quicker :func:`fingerprints`.
+
+    Raises:
+        DisagreementError: on all towers, when some call something else.
+    """
+    near = [one for one in held if isinstance(one.value, Tensor) and one.value.device == comm.device]
+    far = [one for one in held if not isinstance(one.value, Tensor) or one.value.device != comm.device]
+    prints = fingerprints([one.value for one in near if isinstance(one.value, Tensor)], quick=quick)
+    texts = _texts(far)
+    description = json.dumps([[(one.name, one.kind) for one in held], texts])
+    digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    digests = [said.details for said in announce(comm, call, digest)]
+    if all(other == digest for other in digests):
+        if not near:
+            return Comparison([], None)
+        pending, rows = comm.start_all_gather(prints)
+        pending.wait()
+        return Comparison(near, HostCopy(rows))
+    texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
+    card = {one.name: [one.kind, texts[one.name]] for one in held}
+    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(card).encode())]
+    return Comparison([], None, compare(towers, held))
+
+
+Description = dict[str, list[str]]
+"""By name of what a tower holds, its kind and a text that is equal for equal values."""
+
+
+def describe(held: Sequence[Held]) -> Description:
+    """What a tower holds, as :func:`compare` wants it. Waits for a GPU."""
+    texts = _texts(held)
+    return {one.name: [one.kind, texts[one.name]] for one in held}
+
+
+def _texts(held: Sequence[Held]) -> dict[str, str]:
+    """By name, what is compared of plain values and of tensors whose fingerprints the host can have at once."""
+    texts = {one.name: repr(one.value) for one in held if not isinstance(one.value, Tensor)}
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for one in held:
+        if isinstance(one.value, Tensor):
+            by_device.setdefault(one.value.device, []).append((one.name, one.value))
+    for tensors in by_device.values():
+        prints = fingerprints([tensor for _, tensor in tensors]).tolist()
+        texts.update(zip((name for name, _ in tensors), map(str, prints), strict=True))
+    return texts
+
+
+def compare(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
+    """What is not the same on all towers, of what all of them hold.
+
+    Args:
+        held: by this tower.
+    """
+    plain = {one.name for one in held if not isinstance(one.value, Tensor)}
+    found = []
+    for name in towers[0]:
+        if not all(name in card for card in towers):
+            continue
+        kinds, values = ([card[name][part] for card in towers] for part in (0, 1))
+        if any(value != values[0] for value in values):
+            found.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
+    return found
+
+
+def groups_of(values: Sequence[object]) -> list[list[int]]:
+    """Towers that hold the same, the largest group first."""
+    groups: dict[object, list[int]] = {}
+    for tower, value in enumerate(values):
+        groups.setdefault(value, []).append(tower)
+    return sorted(groups.values(), key=lambda towers: -len(towers))
+
+
+def who_differs(groups: Sequence[Sequence[int]]) -> str:
+    """``tower 2 differs from towers 0, 1 and 3``, where most agree; else which hold what."""
+    if all(len(towers) == 1 for towers in groups) and len(groups) > 2:
+        return "it is different on every tower"
+    majority, *others = groups
+    if len(others) == 1 and len(others[0]) == len(majority):
+        return f"{name_towers(majority)} differ{'s' * (len(majority) == 1)} from {name_towers(others[0])}"
+    odd = sorted(tower for towers in others for tower in towers)
+    apart = ", and from each other" if len(others) > 1 else ""
+    return f"{name_towers(odd)} differ{'s' * (len(odd) == 1)} from {name_towers(majority)}{apart}"
+
+
+def name_towers(towers: Sequence[int]) -> str:
+    """``tower 2``, ``towers 0, 1 and 3``."""
+    if len(towers) == 1:
+        return f"tower {towers[0]}"
+    return f"towers {', '.join(map(str, towers[:-1]))} and {towers[-1]}"

@@ -1,0 +1,105 @@
+"""Fingerprints: 64 bits that tell whether a tensor is the same on all towers (rule R1, docs/rules.md).
+
+The bits count, not the values: 0.0 and -0.0 differ, and so do two NaNs with different payloads. A large tensor is
+first folded, as a matrix of words, into the sums of its columns and of its rows. One changed word changes one column,
+two swapped words change two columns or two rows; only changes at the four corners of a rectangle can cancel. What
+remains is mixed with its position, so that the order counts, and added up. Different words agree with a chance of about
+2^-64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from towers.collectives.communicator import as_bytes
+from towers.system.host_copy import on_device
+
+COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the one before
+
+_WORDS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
+    """One fingerprint for each tensor; it depends on the bits and their order, not on strides or on other tensors.
+
+    Args:
+        tensors: strided, on one device, of any dtype and shape.
+        quick: leave the sums of columns out, which take most of the time on a CPU: of a large tensor, words that were
+            swapped within a row are then not seen, nor are changes of a row that cancel.
+
+    Returns:
+        int64, shape ``(len(tensors),)``, on the tensors' device. Nothing waits for a GPU.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    device = tensors[0].device
+    by_size: dict[int, list[_Piece]] = {size: [] for size in _WORDS}
+    for owner, tensor in enumerate(tensors):
+        for piece in _pieces(owner, tensor, quick):
+            by_size[piece.words.element_size()].append(piece)
+    pieces = [piece for group in by_size.values() for piece in group]
+    if not pieces:
+        return torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    words = torch.cat([torch.cat([p.words for p in group]).long() for group in by_size.values() if group])
+    lengths = [piece.words.numel() for piece in pieces]
+    ends, total = [], 0
+    for length in lengths:
+        total += length
+        ends.append(total)
+    offsets = [piece.offset - end + length for piece, end, length in zip(pieces, ends, lengths, strict=True)]
+    rows = [[piece.owner for piece in pieces], lengths, ends, offsets]
+    plan = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+    positions = torch.repeat_interleave(plan[3], plan[1], output_size=total)
+    positions += torch.arange(total, device=device)
+    sums = _mix(words.add_(positions.mul_(_signed(_GOLDEN)))).cumsum(0)[plan[2] - 1]
+    sums[1:] -= sums[:-1].clone()
+    return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, plan[0], sums)
+
+
+class _Piece:
+    """Flat words of tensor number ``owner``, the first of which stands at position ``offset`` in it."""
+
+    __slots__ = ("offset", "owner", "words")
+
+    def __init__(self, owner: int, words: Tensor, offset: int) -> None:
+        self.owner, self.words, self.offset = owner, words, offset
+
+
+def _pieces(owner: int, tensor: Tensor, quick: bool) -> list[_Piece]:
+    """What of a tensor is mixed: all of a small one; of a large one its folded part and the rest."""
+    memory = as_bytes(tensor)
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    width = 8 if memory.numel() % 8 == 0 else 4 if memory.numel() % 4 == 0 else 1
+    rows = memory.numel() // (8 * COLUMNS)
+    if rows < 2:
+        return [_Piece(owner, memory.view(_WORDS[width]), 0)] if memory.numel() else []
+    folded = 8 * COLUMNS * rows
+    matrix = memory[:folded].view(torch.int64).view(rows, COLUMNS)
+    pieces = [_Piece(owner, matrix.sum(1), 1 << 41)]
+    if not quick:
+        pieces.append(_Piece(owner, matrix.sum(0), 1 << 40))
+    if folded < memory.numel():
+        pieces.append(_Piece(owner, memory[folded:].view(_WORDS[width]), 0))
+    return pieces
+
+
+def _mix(words: Tensor) -> Tensor:
+    """Mix each int64 in place: SplitMix64's finalizer (Steele, Lea, Flood, 2014), which is one to one."""
+    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(_FIRST))
+    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(_SECOND))
+    return words.bitwise_xor_(_shifted(words, 31))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros; torch's brings in the sign."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned number."""
+    return value - (1 << 64) if value >> 63 else value

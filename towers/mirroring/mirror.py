@@ -1,0 +1,128 @@
+"""Making the towers mirror images: the same parameters and buffers, by name, shape, dtype, order and value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator, as_bytes
+from towers.errors import MirrorError
+from towers.system.memory_layout import gradient_dtype
+
+_CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter or buffer with the name that messages use.
+
+    Attributes:
+        name: path below its outermost module, which stands in front: ``"Net.conv1.weight"``.
+        kind: "parameter" or "buffer".
+        trainable: whether it required a gradient when it was compared; it may be frozen or thawed since.
+        sparse: whether its gradients come as sparse tensors.
+    """
+
+    name: str
+    tensor: Tensor
+    kind: str
+    trainable: bool = False
+    sparse: bool = False
+
+    def describe(self) -> list[object]:
+        """What must be equal on all towers."""
+        tensor = self.tensor
+        layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
+        gradients = gradient_dtype(tensor)
+        dtype = str(tensor.dtype) if gradients == tensor.dtype else f"{tensor.dtype} with gradients of {gradients}"
+        return [self.name, list(tensor.shape), dtype, self.kind, self.trainable, layout]
+
+
+def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
+    """See that all towers hold the same tensors in the same order; one small collective when they do.
+
+    Raises:
+        MirrorError: on all towers with the same text, naming the first tensor that differs.
+    """
+    description = json.dumps([tensor.describe() for tensor in tensors]).encode()
+    digest = hashlib.blake2b(description, digest_size=16).hexdigest()
+    digests = [said.details for said in announce(comm, "the first run() of a model", digest)]
+    if all(digest == digests[0] for digest in digests):
+        return
+    lists = [json.loads(data) for data in comm.all_gather_bytes(description)]
+    other = next(tower for tower, digest in enumerate(digests) if digest != digests[0])
+    raise MirrorError(_difference(lists[0], lists[other], other))
+
+
+def _difference(first: list[list[object]], second: list[list[object]], tower: int) -> str:
+    """The first way in which tower ``tower``'s tensors differ from tower 0's, in a sentence."""
+    advice = "; build the same model on all towers, in the same order"
+    for mine, other in zip(first, second, strict=False):
+        if mine == other:
+            continue
+        name, shape, dtype, kind, trainable, layout = mine
+        if name != other[0]:
+            names = {str(row[0]) for row in first}, {str(row[0]) for row in second}
+            if names[0] == names[1]:
+                return f"the order of parameters differs: {name} on tower 0 is {other[0]} on tower {tower}{advice}"
+            only = sorted(names[0] - names[1]) or sorted(names[1] - names[0])
+            has = 0 if names[0] - names[1] else tower
+            hasnt = tower if has == 0 else 0
+            return f"{kind} {only[0]} is on tower {has} but not on tower {hasnt}{advice}"
+        differences = [("shape", shape, other[1]), ("dtype", dtype, other[2]), ("kind", kind, other[3])]
+        for what, a, b in [*differences, ("layout", layout, other[5])]:
+            if a != b:
+                return f"{kind} {name} has {what} {_show(a)} on tower 0, but {_show(b)} on tower {tower}{advice}"
+        return (
+            f"parameter {name} is {'trainable' if trainable else 'frozen'} on tower 0, but not on tower {tower}; "
+            "freeze the same parameters on all towers"
+        )
+    longer, missing = (first, tower) if len(first) > len(second) else (second, 0)
+    row = longer[min(len(first), len(second))]
+    counts = f"{len(first)} tensors on tower 0, {len(second)} on tower {tower}"
+    return f"{row[3]} {row[0]} is missing on tower {missing}: {counts}{advice}"
+
+
+def _show(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, list) else str(value)
+
+
+@torch.no_grad()
+def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Overwrite every tower's ``tensors`` by tower 0's, in place, in flat pieces of one dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        flat = _once(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        groups.setdefault((flat.dtype, flat.device), []).append(flat)
+    for group in groups.values():
+        chunk: list[Tensor] = []
+        for tensor in group:
+            chunk.append(tensor)
+            if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
+                _broadcast_chunk(comm, chunk)
+                chunk = []
+        if chunk:
+            _broadcast_chunk(comm, chunk)
+
+
+def _once(tensor: Tensor) -> Tensor:
+    """The same memory without the repetitions of ``expand``, which cannot be written to."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor]) -> None:
+    # As bytes: every dtype travels, also those that a backend knows no arithmetic for.
+    flat = torch.cat([as_bytes(tensor) for tensor in chunk])
+    comm.broadcast(flat)
+    pieces = flat.split([tensor.nbytes for tensor in chunk])
+    for tensor, piece in zip(chunk, pieces, strict=True):
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

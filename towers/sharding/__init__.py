@@ -1,0 +1,1 @@
+"""Optimizers whose step and state are shared out among the towers."""

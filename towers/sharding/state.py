@@ -1,0 +1,124 @@
+"""An optimizer's state in shards: cut from the ordinary one, and put together to it again.
+
+A tower keeps the state of its shards as one block of bytes, which on one host lies where the others can read it::
+
+    | length of the header (8 bytes) | header: JSON, an entry for each value | values |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from towers.collectives.communicator import as_bytes
+from towers.collectives.shared_memory.regions import PART_ALIGNMENT
+from towers.gradients.buckets import DenseSlot
+from towers.sharding.shards import Shard
+
+State = MutableMapping[Any, dict[str, Any]]
+"""As ``Optimizer.state``: values by name, for each parameter."""
+
+
+def cut(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """The part of a parameter's state that belongs to a shard; copies.
+
+    Raises:
+        TypeError: a value has neither the parameter's shape nor none.
+    """
+    parameter = shard.parameter
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+            laid_out = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            found[name] = shard.of(laid_out).clone()
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            raise TypeError(
+                f"state {name!r} of parameter {shard.slot.name} has shape {tuple(value.shape)}, not the parameter's: "
+                "the optimizer does not update each element for itself and cannot be shared out"
+            )
+        else:
+            found[name] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def encode(
+    state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor], *, move: bool = False
+) -> Tensor:
+    """The state of shards as one block.
+
+    Args:
+        parameters: the shards.
+        allocate: gives a flat tensor of bytes on the CPU, at least as long as asked.
+        move: the state's tensors lie in the block from now on.
+
+    Raises:
+        TypeError: a value is neither a tensor nor anything that JSON knows.
+    """
+    header: list[list[Any]] = []
+    tensors: list[tuple[int, str, Tensor, int]] = []
+    end = 0
+    for number, parameter in enumerate(parameters):
+        for name, value in state[parameter].items() if parameter in state else ():
+            if isinstance(value, Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                header.append([number, name, dtype, list(value.shape), value.device == parameter.device, end])
+                tensors.append((number, name, value, end))
+                end += -(-value.nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+            else:
+                header.append([number, name, value])
+    text = json.dumps(header).encode()
+    start = -(-(8 + len(text)) // PART_ALIGNMENT) * PART_ALIGNMENT
+    block = allocate(start + end)
+    block[:8].view(torch.int64)[0] = len(text)
+    block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    for number, name, value, at in tensors:
+        place = block[start + at : start + at + value.nbytes]
+        place.copy_(as_bytes(value))
+        if move:
+            state[parameters[number]][name] = place.view(value.dtype).view(value.shape)
+    return block
+
+
+def join(
+    shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], layouts: Mapping[DenseSlot, Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    """The whole state, by parameter; copies, on the devices where it was.
+
+    Args:
+        shards, blocks: of every tower.
+        layouts: tensors with the shape and strides that a parameter had when it was cut.
+    """
+    whole: dict[Tensor, dict[str, Any]] = {}
+    for own, block in zip(shards, blocks, strict=True):
+        for number, name, value, on_device in _values(block) if block is not None else ():
+            shard = own[number]
+            if shard.slot.parameter is None:  # its optimizer and its model have dropped it
+                continue
+            state = whole.setdefault(shard.parameter, {})
+            if isinstance(value, Tensor) and value.dim() > 0:
+                if name not in state:
+                    like = layouts[shard.slot]
+                    state[name] = torch.empty_like(like, dtype=value.dtype, device=shard.parameter.device)
+                shard.of(state[name]).copy_(value)
+            elif isinstance(value, Tensor):
+                state[name] = value.clone().to(shard.parameter.device if on_device else value.device)
+            else:
+                state[name] = value
+    return whole
+
+
+def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
+    """What a block holds: number of the shard, name, value (tensors are views), whether on the parameter's device."""
+    length = int(block[:8].view(torch.int64)[0])
+    start = -(-(8 + length) // PART_ALIGNMENT) * PART_ALIGNMENT
+    for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
+        if not where:
+            yield number, name, value, False
+            continue
+        dtype, (shape, on_device, at) = getattr(torch, value), where
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        yield number, name, block[start + at : start + at + nbytes].view(dtype).view(shape), on_device
