@@ -253,7 +253,7 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
 CANNOT_LEAVE = """
 import atexit, sys, threading, time
 import torch
-from towers.collectives import leaving, process_group
+from towers.collectives import process_group, shutdown
 from towers.collectives.communicator import Alone
 
 class Group:
@@ -264,10 +264,10 @@ def starts_no_threads(self: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 group = Group()
-leaving.leave_process_group = lambda: time.sleep(1000)
+shutdown.leave_process_group = lambda: time.sleep(1000)
 process_group.open_communicators.add(communicator := Alone(torch.device("cpu")))
-leaving._LEAVING_SECONDS = 0.3
-leaving.leave_at_exit(may_hang=True)
+shutdown._LEAVING_SECONDS = 0.3
+shutdown.leave_at_exit(may_hang=True)
 atexit.register(setattr, threading.Thread, "start", starts_no_threads)
 print("last words")
 {how}

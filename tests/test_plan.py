@@ -23,8 +23,8 @@ import units  # noqa: E402
 from cluster import Cluster, Link  # noqa: E402
 
 from towers import options  # noqa: E402
-from towers.gradients.averager import buckets  # noqa: E402
-from towers.health.status import heartbeat  # noqa: E402
+from towers.gradients import buckets  # noqa: E402
+from towers.health import heartbeat  # noqa: E402
 
 INSIDE, ACROSS = Link(1e-6, 100e9), Link(10e-6, 10e9)
 
