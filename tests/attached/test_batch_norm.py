@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.ao.nn.quantized as quantised
 import torch.nn.functional as F
-from jobs import assert_close, parameters_of, towers
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, parameters_of, towers
 
 SHARES = {1: [11], 2: [7, 4], 3: [5, 0, 6], 5: [1, 1, 1, 1, 0]}
 """How many examples each tower has, by the number of towers."""

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from jobs import ROOT, failures, make_data, make_mlp, run_program
 from torch import nn
 
 import mirrored
+from tests.support.jobs import ROOT, failures, make_data, make_mlp, run_program
 
 DRIFTS = str(ROOT / "tests" / "programs" / "drifts.py")
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from jobs import failures, make_data, make_mlp, towers
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 import mirrored
+from tests.support.jobs import failures, make_data, make_mlp, towers
 
 EXAMPLES, BATCH = 66, 32
 """The last batch has 2 examples, fewer than there are towers in most of these tests."""

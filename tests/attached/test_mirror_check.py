@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import failures, make_data, make_mlp, towers
-from test_bad_training import Records
 from torch import Tensor, nn
 
 import mirrored
 from mirrored.attached.mirror_check import MirrorCheck
+from tests.strategy.test_bad_training import Records
+from tests.support.jobs import failures, make_data, make_mlp, towers
 from towers.collectives.communicator import Alone
 from towers.mirroring.fingerprint import COLUMNS, fingerprints
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import at_most, wait_until
-from jobs import assert_close, make_data, make_mlp, parameters_of
-from test_shared_memory import DTYPES, agrees, fixed_order, random_tensor
 from torch import Tensor, nn
 
 import mirrored
 import towers.backend
+from tests.collectives.test_shared_memory import DTYPES, agrees, fixed_order, random_tensor
+from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of
+from tests.support.waiting import at_most, wait_until
 from towers.c10d.group import Group
 from towers.c10d.store import StoreCommunicator
 from towers.errors import (

@@ -13,7 +13,6 @@ import pickle
 import shutil
 import signal
 import stat
-import sys
 import time
 from typing import Any
 
@@ -22,8 +21,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from faulty_disk import FaultyDisk, save_values, saved_value
-from jobs import ROOT, run_program, towers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -33,10 +30,9 @@ from mirrored.checkpoint.codec import Encoder, Malformed, decode
 from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.folder import Folder, Opened, name_of
 from mirrored.checkpoint.tensors import Layout, TensorFile
-
-sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
-
-from training import Interrupted, make_model, steps_of, train
+from tests.faults.training import Interrupted, make_model, steps_of, train
+from tests.support.faulty_disk import FaultyDisk, save_values, saved_value
+from tests.support.jobs import run_program, towers
 
 STEPS = steps_of()
 

@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
-from test_meeting_attacks import Jumps
 from torch import nn
 
 import mirrored
 from mirrored.checkpoint.folder import name_of
 from mirrored.checkpoint.table import inspect
+from tests.joining.test_attacks import Jumps
 
 NOBODY = 65534
 _DUMPABLE = 4  # PR_SET_DUMPABLE

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hostile_checkpoints import Run, forge, forge_manifest
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 import mirrored
+from tests.support.hostile_checkpoints import Run, forge, forge_manifest
 
 
 @pytest.fixture

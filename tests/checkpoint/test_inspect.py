@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_checkpoints import forge, forge_manifest
 from torch import nn
 
 import mirrored
@@ -19,6 +18,7 @@ from mirrored import cli
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.folder import name_of
 from mirrored.checkpoint.table import inspect
+from tests.support.hostile_checkpoints import forge, forge_manifest
 
 NASTY = "a\x1b[2J\x1b]0;title\x07\r\nb\u202e\ud800\x9b31m"
 

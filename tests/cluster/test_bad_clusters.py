@@ -16,8 +16,6 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import at_most
-from jobs import run_program
 from torch.distributed import HashStore
 
 import mirrored
@@ -30,6 +28,8 @@ from mirrored.cluster import (
     slurm,
 )
 from mirrored.doctor import cores
+from tests.support.jobs import run_program
+from tests.support.waiting import at_most
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.collectives.connecting import default_group
 from towers.joining import handshake

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 
 import pytest
-from jobs import ROOT
+
+from tests.support.jobs import ROOT
 
 MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "pickletools"}
 OF_TORCH_AND_NUMPY = {"save", "load"}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import failures, towers
 from torch import Tensor
 
 import mirrored
+from tests.support.jobs import failures, towers
 
 
 def through_all_reduce(strategy: mirrored.Strategy, op: str) -> tuple[float, float]:

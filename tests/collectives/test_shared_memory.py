@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import at_most, wait_until
-from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
 from torch import Tensor
 
 import mirrored
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import at_most, wait_until
 from towers import errors as towers_errors
 from towers.collectives import values
 from towers.collectives.hierarchical import HierarchicalCommunicator
@@ -344,28 +344,9 @@ def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
     assert "Invalid scalar type" in elsewhere
 
 
-def reduce_for_long(folder: str) -> None:
-    strategy = mirrored.MirroredStrategy()
-    pathlib.Path(folder, str(strategy.topology.index)).write_text(str(os.getpid()))
-    window = strategy.communicator.allocate(0, 1_000_000, torch.float32, strategy.device)
-    while True:
-        strategy.communicator.start_average(window).wait()
-
-
-PROGRAM = """
-import sys
-sys.path.insert(0, sys.argv[2])
-import mirrored, test_shared_memory
-if __name__ == "__main__":
-    mirrored.launch(test_shared_memory.reduce_for_long, (sys.argv[1],), devices=["cpu:0", "cpu:1"])
-"""
-
-
 def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(PROGRAM)
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, str(script), str(tmp_path), str(ROOT / "tests")]
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)

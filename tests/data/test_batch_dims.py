@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, parameters_of, towers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 import mirrored
 from mirrored.data.batch_dims import BatchDims
+from tests.support.jobs import assert_close, parameters_of, towers
 
 Pair = namedtuple("Pair", "x y")
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import failures, towers
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
@@ -38,6 +37,7 @@ import mirrored
 from mirrored.data import transfer
 from mirrored.data.distribute import distribute
 from mirrored.data.shares import Cut, KnownShares, Share, bounds
+from tests.support.jobs import failures, towers
 from towers.collectives.communicator import Alone
 
 

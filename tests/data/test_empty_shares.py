@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs import towers
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
 import mirrored
+from tests.support.jobs import towers
 
 Pair = namedtuple("Pair", "tokens length")
 

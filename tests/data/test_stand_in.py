@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from jobs import assert_close, make_data, parameters_of, towers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import mirrored
+from tests.support.jobs import assert_close, make_data, parameters_of, towers
 
 
 class Words(nn.Module):

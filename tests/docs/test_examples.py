@@ -7,8 +7,9 @@ import re
 
 import pytest
 import torch
-from jobs import ROOT, run_program
 from safetensors.torch import load_file
+
+from tests.support.jobs import ROOT, run_program
 
 EXAMPLES = ROOT / "examples"
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 
-from jobs import ROOT, run_program
+from tests.support.jobs import ROOT, run_program
 
 README = (ROOT / "README.md").read_text()
 

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from conftest import at_most
-from jobs import ROOT, run_program
 
 from mirrored.doctor import Finding, Severity, cores, examine, interfaces, launchers, tf_config, variables, versions
 from mirrored.doctor.finding import Check, ok
+from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import at_most
 from towers.system.run_with_timeout import within
 
 NOWHERE = "no-such-host.invalid"

@@ -7,10 +7,10 @@ import itertools
 import sys
 import time
 
-from deaths import play_deaths
-from faults import ACTIONS, PHASES, Fault
-from kills import random_kills
-from play import play, undisturbed
+from tests.faults.deaths import play_deaths
+from tests.faults.faults import ACTIONS, PHASES, Fault
+from tests.faults.kills import random_kills
+from tests.faults.play import play, undisturbed
 
 STEP = 7  # of 15, the last before the second checkpoint
 

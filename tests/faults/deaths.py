@@ -12,9 +12,9 @@ import sys
 import tempfile
 import time
 
-from faults import DEATHS, Fault
+from tests.faults.faults import DEATHS, Fault
+from tests.faults.play import PROGRAM
 
-PROGRAM = pathlib.Path(__file__).with_name("program.py")
 STARTERS = ("mirrored run", "launch", "torchrun", "TF_CONFIG")
 LIMIT = 10.0  # seconds; five are promised, and machines are noisy
 
@@ -42,7 +42,7 @@ def _play(starter: str, fault: Fault) -> tuple[float, list[int], list[str]]:
     """The seconds from the fault to the end of all processes; their exit codes; what each has printed as errors."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "run")
-        words = [str(PROGRAM), str(folder), "--deadline", "60", "--fault", str(fault)]
+        words = [*PROGRAM, str(folder), "--deadline", "60", "--fault", str(fault)]
         jobs = [
             subprocess.Popen(
                 [sys.executable, *command],

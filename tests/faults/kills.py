@@ -12,9 +12,8 @@ import threading
 import time
 from typing import Any
 
-from training import train
-
 import mirrored
+from tests.faults.training import train
 
 TOWERS, EPOCHS = 3, 800  # long enough for 200 kills
 

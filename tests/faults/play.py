@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from faults import Fault
+from tests.faults.faults import Fault
 
-PROGRAM = pathlib.Path(__file__).with_name("program.py")
+PROGRAM = ["-m", "tests.faults.program"]
 DEADLINE = 3.0  # seconds that a collective may take
 _MARK = "FAULT_INJECTION_RUN"
 
@@ -51,7 +51,7 @@ class Ended:
 
 def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, arguments: Sequence[str] = ()) -> Ended:
     """Run the program to its end, or to that of the fault."""
-    words = [sys.executable, str(PROGRAM), str(folder), "--towers", str(towers), "--deadline", str(DEADLINE)]
+    words = [sys.executable, *PROGRAM, str(folder), "--towers", str(towers), "--deadline", str(DEADLINE)]
     if fault is not None:
         words += ["--fault", str(fault)]
     mark = secrets.token_hex(8)

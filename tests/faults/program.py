@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from faults import Fault
-from training import EPOCHS, train
-
 import mirrored
+from tests.faults.faults import Fault
+from tests.faults.training import EPOCHS, train
 
 
 def main() -> None:

@@ -11,17 +11,13 @@ import sys
 from typing import Any
 
 import pytest
-from conftest import at_most, wait_until
-from jobs import ROOT
 
 import mirrored
+from tests.faults.faults import PHASES, Fault
+from tests.faults.play import DEADLINE, PROGRAM, differences, play
+from tests.faults.training import train
+from tests.support.waiting import at_most, wait_until
 from towers.launching.play_cluster import free_ports
-
-sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
-
-from faults import PHASES, Fault
-from play import DEADLINE, PROGRAM, differences, play
-from training import train
 
 
 def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
@@ -88,7 +84,7 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("towers", [1, 2])
 def test_row_43_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towers: int) -> None:
-    words = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--towers", str(towers)]
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers)]
     process = start(*words, "--fault", f"slow:forward:{towers - 1}:5", "--every", "100")
     wait_until((tmp_path / "run.fault").exists, 60)
     process.send_signal(signal.SIGTERM if towers == 2 else signal.SIGINT)
@@ -106,7 +102,7 @@ def test_row_43_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Pat
 
 @pytest.mark.parametrize(("towers", "why"), [(2, "second signal"), (1, "grace is over")])
 def test_row_43_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
-    words = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--towers", str(towers), "--deadline", "100"]
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers), "--deadline", "100"]
     grace = "100" if why == "second signal" else "0.5"
     process = start(*words, "--fault", f"hang:forward:{towers - 1}:1", "--grace", grace)
     wait_until((tmp_path / "run.fault").exists, 60)
@@ -124,7 +120,7 @@ def test_row_43_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int
 
 def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    program = [str(PROGRAM), str(tmp_path / "run"), "--towers", "0"]
+    program = [*PROGRAM, str(tmp_path / "run"), "--towers", "0"]
     output, errors = end(start(*torchrun, *program, "--fault", "SIGKILL:forward:1:7"))
     assert "goes on from" in errors
     assert (tmp_path / "run.fault").exists()
@@ -133,7 +129,7 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_
 
 def test_workers_that_are_started_again_go_on(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
     cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
-    words = [sys.executable, str(PROGRAM), str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
     for fault in (["--fault", "SIGKILL:all-reduce:1:7"], []):
         workers = [
             start(*words, *fault, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}))

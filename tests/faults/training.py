@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from faults import Fault, Injector, WatchedDisk
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import mirrored
+from tests.faults.faults import Fault, Injector, WatchedDisk
 
 EXAMPLES, BATCH, EPOCHS = 74, 16, 3
 

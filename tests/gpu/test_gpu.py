@@ -19,17 +19,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.faults import training
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 from towers.mirroring.extremes import extremes
-
-sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
-
-import training
 
 pytestmark = pytest.mark.gpu
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
+from tests.support.jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
 from towers.collectives.communicator import Alone
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import assert_close, failures, make_data, make_mlp, towers
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.jobs import assert_close, failures, make_data, make_mlp, towers
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},

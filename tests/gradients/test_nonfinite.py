@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import make_mlp
-from test_bad_training import Records
 from torch import Tensor, nn
 
 import mirrored
+from tests.strategy.test_bad_training import Records
+from tests.support.jobs import make_mlp
 from towers.mirroring.extremes import extremes
 
 NAN, INF = float("nan"), float("inf")

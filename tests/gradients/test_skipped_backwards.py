@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import failures, make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
+from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
 
 RUNS = 20
 SKIPS = {5: 0, 15: 1}

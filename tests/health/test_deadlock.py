@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import at_most
-from jobs import make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.jobs import make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import at_most
 from towers.health.deadlock import Standing, Wait, find
 from towers.health.status_record import Place
 

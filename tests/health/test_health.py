@@ -18,10 +18,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import at_most, wait_until
-from jobs import ROOT, run_program, towers
 
 import mirrored
+from tests.support.jobs import ROOT, run_program, towers
+from tests.support.waiting import at_most, wait_until
 from towers.collectives import nccl_watch, process_group
 from towers.health import failure, status_record
 from towers.health.failure import EXIT_PREEMPTED

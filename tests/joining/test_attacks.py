@@ -15,10 +15,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import at_most, wait_until
 from torch.distributed import HashStore, Store, TCPStore
 
 import mirrored
+from tests.support.waiting import at_most, wait_until
 from towers import HandshakeError, StartupError
 from towers.joining import handshake, messages
 

@@ -13,13 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from conftest import at_most
-from jobs import ROOT, run_program
-from sockets import family, listening
-from test_bad_clusters import free_port, torchrun_variables
 from torch.distributed import PrefixStore, TCPStore
 
 from mirrored.cluster import TorchrunClusterResolver
+from tests.cluster.test_bad_clusters import free_port, torchrun_variables
+from tests.support.jobs import ROOT, run_program
+from tests.support.sockets import family, listening
+from tests.support.waiting import at_most
 from towers import HandshakeError, StartupError
 from towers.collectives.connecting import default_group
 from towers.joining import handshake, messages

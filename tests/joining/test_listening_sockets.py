@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from jobs import ROOT
-from sockets import family, listening, unix_sockets
-from test_two_hosts import ip
 
+from tests.joining.test_two_hosts import ip
+from tests.support.jobs import ROOT
+from tests.support.sockets import family, listening, unix_sockets
 from towers.system import machine, network
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")

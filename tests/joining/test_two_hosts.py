@@ -12,14 +12,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import wait_until
-from jobs import ROOT
-from sockets import family, listening
-from test_faults import launched
 
-sys.path.insert(0, str(ROOT / "scripts" / "fault_injection"))
-
-from play import DEADLINE, PROGRAM, differences
+from tests.faults.play import DEADLINE, PROGRAM, differences
+from tests.faults.test_faults import launched
+from tests.support.jobs import ROOT
+from tests.support.sockets import family, listening
+from tests.support.waiting import wait_until
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
@@ -99,9 +97,9 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
 
 
 def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[subprocess.Popen[str]]:
-    """Start scripts/fault_injection/program.py with one tower on each host."""
+    """Start tests/faults/program.py with one tower on each host."""
     cluster = {"worker": [f"{address}:4001" for _, address in hosts]}
-    program = [sys.executable, str(PROGRAM), str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
+    program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
     return [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *program],

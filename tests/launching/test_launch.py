@@ -15,10 +15,10 @@ import time
 
 import pytest
 import torch
-from conftest import at_most, wait_until
-from jobs import ROOT, run_program
 
 import mirrored
+from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import at_most, wait_until
 from towers import launch
 
 

@@ -16,11 +16,11 @@ import sys
 import time
 
 import pytest
-from conftest import at_most, wait_until
-from jobs import ROOT, run_program
 
 import mirrored
 from mirrored import cli
+from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import at_most, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
 from towers.launching import become

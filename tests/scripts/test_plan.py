@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import pathlib
 import subprocess
 import sys
 
+import bookkeeping
+import collectives
+import cpu
+import failures
+import presets
 import pytest
+import steptime
+import units
+from cluster import Cluster, Link
 
-PLANNING = pathlib.Path(__file__).parents[1] / "scripts" / "planning"
-sys.path.insert(0, str(PLANNING))
-
-import bookkeeping  # noqa: E402
-import collectives  # noqa: E402
-import cpu  # noqa: E402
-import failures  # noqa: E402
-import presets  # noqa: E402
-import steptime  # noqa: E402
-import units  # noqa: E402
-from cluster import Cluster, Link  # noqa: E402
-
-from towers import options  # noqa: E402
-from towers.gradients.averager import buckets  # noqa: E402
-from towers.health.status import heartbeat  # noqa: E402
+from tests.support.jobs import ROOT
+from towers import options
+from towers.gradients import buckets
+from towers.health import heartbeat
 
 INSIDE, ACROSS = Link(1e-6, 100e9), Link(10e-6, 10e9)
 
@@ -274,8 +270,9 @@ def test_presets_are_whole(model: presets.Preset) -> None:
 
 
 def test_the_command_prints_its_tables() -> None:
-    command = [sys.executable, str(PLANNING), "--hosts", "2", "--devices", "4", "--gradients", "100MB"]
-    command += ["--inside-latency", "1us", "--inside-bandwidth", "100GB/s", "--across-bandwidth", "100Gb/s"]
+    cluster = "--hosts 2 --devices 4 --inside-latency 1us --inside-bandwidth 100GB/s"
+    cluster += " --across-bandwidth 100Gb/s"
+    command = [sys.executable, str(ROOT / "scripts" / "planning"), *cluster.split(), "--gradients", "100MB"]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "model: ResNet-50" in text
     assert "(changed)" in text

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import at_most
-from jobs import assert_close, make_data
 from safetensors.torch import save_model
-from test_plain_pytorch import FEATURES, mlp, train
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, make_data
+from tests.support.waiting import at_most
+from tests.training.test_plain_pytorch import FEATURES, mlp, train
 from towers.collectives.shared_memory import regions
 from towers.gradients import buckets
 from towers.sharding.optimizer import SharedOut

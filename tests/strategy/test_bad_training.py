@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import at_most
-from jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import at_most
 
 
 @pytest.fixture(autouse=True)

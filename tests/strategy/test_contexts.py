@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import mirrored
+from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 
 
 def look_around() -> tuple[bool, bool, bool, int]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import towers
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import towers
 
 
 def share_of(strategy: mirrored.Strategy, values: list[float], **options: object) -> tuple[float, float]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import make_data, make_mlp, towers
 from torch import Tensor
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import make_data, make_mlp, towers
 
 EXAMPLES = 7
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, failures, make_data, make_mlp, towers
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, failures, make_data, make_mlp, towers
 
 Inputs = list[Tensor]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import make_data, make_mlp, towers
 from torch.utils.data import random_split
 
 import mirrored
 from mirrored import generators
+from tests.support.jobs import make_data, make_mlp, towers
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from jobs import failures, towers
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.jobs import failures, towers
 
 
 def each(strategy: mirrored.Strategy) -> object:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from jobs import failures, make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
 
 
 def _loss(model: nn.Module, strategy: mirrored.Strategy) -> Tensor:

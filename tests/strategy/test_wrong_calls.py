@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import failures, towers
 
 import mirrored
+from tests.support.jobs import failures, towers
 
 
 def two_arguments(x: Any, y: Any = None) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 import mirrored
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def towers(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 60.0) -> list[Any]:

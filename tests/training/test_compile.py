@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import assert_close, parameters_of
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.jobs import assert_close, parameters_of
 
 Step = Callable[[Tensor, Tensor], Tensor]
 RUNS, EXAMPLES = 4, 7

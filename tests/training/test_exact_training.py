@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, make_data, make_mlp, parameters_of, towers
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of, towers
 
 EXAMPLES, GLOBAL_BATCH, EPOCHS, L2 = 66, 32, 2, 0.01
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, make_data, parameters_of, towers
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.jobs import assert_close, make_data, parameters_of, towers
 
 Result = dict[str, list[Tensor]]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, parameters_of, towers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import mirrored
+from tests.support.jobs import assert_close, parameters_of, towers
 
 WORDS, CLASSES, EXAMPLES, BATCH = 40, 3, 6, 4
 """The last batch has 2 examples, for 3 towers."""

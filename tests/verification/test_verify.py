@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import ROOT, make_data, make_mlp, run_program
 from torch import Tensor, nn
 
 import mirrored
@@ -24,8 +23,9 @@ from mirrored.verification.reduced_values import differing
 from mirrored.verification.report import make_report
 from mirrored.verification.runs import Play
 from mirrored.verification.trace import Raised, Result, Seen, Step, rows, sketch
+from tests.support.jobs import ROOT, make_data, make_mlp, run_program
 
-SCRIPTS = ROOT / "tests" / "verify_scripts"
+SCRIPTS = ROOT / "tests" / "programs" / "verification"
 
 
 def line_of(script: str, text: str) -> int:

@@ -6,29 +6,24 @@ import contextlib
 import gc
 import hashlib
 import os
-import pathlib
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import exactness
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import assert_close, failures, make_data, make_mlp
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import mirrored
 from mirrored.data.shares import Cut, bounds
 from mirrored.virtual import buffers
+from tests.support.jobs import assert_close, failures, make_data, make_mlp
 from towers.gradients.tree_sum import Subtree
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-
-import exactness
 
 V = 8
 
