@@ -1,9 +1,9 @@
 """The private names of torch that this project uses: all of them, and none elsewhere.
 
 Each has the reason why no public name does, and who else relies on it. All were checked against torch 2.9.1 and 2.13.0;
-``tests/system/test_torch_private.py`` uses each of them on whatever torch is installed. What c10d calls of a process
-group by a private name, :mod:`towers.c10d.group` has to define under that name; and torchrun's agent is extended by
-the methods that its documentation leaves to subclasses (:mod:`towers.launching.supervision`).
+``tests/code_rules/test_torch_private.py`` uses each of them on whatever torch is installed. What c10d calls of a
+process group by a private name, :mod:`towers.c10d.group` has to define under that name; and torchrun's agent is
+extended by the methods that its documentation leaves to subclasses (:mod:`towers.launching.supervision`).
 
 Nothing here imports torch's compiler, which takes a second to load.
 """
