@@ -8,7 +8,7 @@ import pathlib
 import tokenize
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests.support.jobs import ROOT
 
 PRODUCT, CORE = 18_500, 9_000
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and what every run needs of it."""
