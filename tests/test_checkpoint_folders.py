@@ -17,7 +17,7 @@ from test_meeting_attacks import Jumps
 from torch import nn
 
 import mirrored
-from mirrored.checkpoint.folder import name_of
+from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
 
 NOBODY = 65534
