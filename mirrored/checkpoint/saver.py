@@ -98,7 +98,7 @@ class Saver:
         """
         self.wait()
         engine = self._strategy.engine
-        complete = self.writes or not engine.state_is_shared_out or self._comm.windows is None
+        complete = self.writes or not engine.state_is_shared_out or self._comm.regions is None
         captured = _capture(self._comm, self._tracked, step, self.writes, complete)
         # Mirrored state is written once, as tower 0 has it, so it has to be the same on all.
         engine.check_before("saves a checkpoint of what all towers hold")
@@ -132,7 +132,11 @@ class Saver:
             "towers": self._comm.size,
             "virtual_towers": self._strategy.virtual_towers,
             "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.version.__version__,
+                "numpy": np.__version__,
+            },
             "objects": captured.objects,
             "own": captured.own,
         }

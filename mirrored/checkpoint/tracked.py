@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
 from mirrored.checkpoint.rollback import Rollback, module_rollback, object_rollback, optimizer_rollback
+from towers.system.torch_private import inner_schedules, set_state_versions, state_versions
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -83,7 +84,7 @@ class TrackedModule(Tracked):
         self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
         state = self._module.state_dict()
         # Versions, which torch keeps beside the state: modules need them to read states of older versions.
-        extra = {_VERSIONS: dict(getattr(state, "_metadata", {}))}
+        extra = {_VERSIONS: state_versions(state)}
         if metric_states := metrics.states_of(self._module):
             extra[_METRICS] = metric_states
         return {**state, **extra}
@@ -104,7 +105,7 @@ class TrackedModule(Tracked):
 
     def load(self, state: Any) -> None:
         tensors = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
-        tensors._metadata = state.get(_VERSIONS, {})  # type: ignore[attr-defined]
+        set_state_versions(tensors, state.get(_VERSIONS, {}))
         self._module.load_state_dict(tensors)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
@@ -279,7 +280,7 @@ def _schedule_problem(schedule: Any, state: Any) -> str | None:
     for key in state.keys() - here.keys():
         if not isinstance(key, str) or key in vars(schedule) or callable(getattr(schedule, key, None)):
             return f"it has no state {key!r}"
-    saved, inner = state.get("_schedulers", []), getattr(schedule, "_schedulers", [])
+    saved, inner = inner_schedules(state), inner_schedules(schedule)
     if not isinstance(saved, list) or len(saved) != len(inner):
         return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
     return next(filter(None, map(_schedule_problem, inner, saved)), None)
