@@ -51,7 +51,9 @@ class SharedMemoryGroup(Group):
             raise ArgumentError("all_reduce: sparse tensors can only be summed (ReduceOp.SUM)")
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            tensor.copy_(sum_rows(comm, tensor))  # not detached: that would be another sparse tensor
+            # copy_ gives a sparse tensor the memory of its source, which the caller can use only outside inference mode.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(sum_rows(comm, tensor))  # not detached: that would be another sparse tensor
 
         return self.do("all_reduce", opts, task, [tensor], f"sparse {signature(tensor)}")
 
