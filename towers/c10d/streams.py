@@ -67,7 +67,7 @@ class Sender:
         """
         while semaphores.take(self._taken):
             self._unread -= 1
-        self._withdraw()
+        self._close_files()
         needed = _HEAD + aligned(content.numel())
         if self._at + needed + _HEAD > self._end:
             self._make_room(needed + _HEAD)
@@ -94,10 +94,10 @@ class Sender:
         head = self._segment.memory(24, self._at).cast("q")
         head[0], head[1], head[2] = kind, one, other
 
-    def _withdraw(self) -> None:
+    def _close_files(self) -> None:
         # Of n letters taken one at least is the n-th or a later one, and who took that has mapped its memory.
         while self._offered and self._offered[0][0] <= self._count - self._unread:
-            self._offered.pop(0)[1].withdraw()
+            self._offered.pop(0)[1].close_file()
 
     def close(self, seconds: float, there: Callable[[], bool]) -> None:
         """Put nothing any more; returns when the receiver has mapped the memory of all letters, which outlives us then.
@@ -110,11 +110,11 @@ class Sender:
         while self._offered and time.monotonic() < deadline:
             if semaphores.sleep_until_taken(self._taken, _NAP):
                 self._unread -= 1
-                self._withdraw()
+                self._close_files()
             elif not there():
                 break
         for _, segment in self._offered:
-            segment.withdraw()
+            segment.close_file()
         self._offered = []
 
 
