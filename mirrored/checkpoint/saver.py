@@ -85,7 +85,7 @@ class Saver:
         """
         self.wait()
         shared_out = self._strategy.engine.state_is_shared_out
-        complete = self.writes or not shared_out or self._comm.windows is None
+        complete = self.writes or not shared_out or self._comm.regions is None
         captured = capture(self._comm, tracked, step, self.writes, complete)
         # What is mirrored is written once, as tower 0 has it.
         self._strategy.engine.check_before("saves a checkpoint of what all towers hold")
@@ -122,7 +122,11 @@ class Saver:
             "towers": self._comm.size,
             "virtual_towers": self._strategy.virtual_towers,
             "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.version.__version__,
+                "numpy": np.__version__,
+            },
             "objects": objects,
             "own": own,
         }

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import _pop_mode_temporarily
 from torch.utils.hooks import RemovableHandle
 
 from mirrored.context import strategy_with_towers
@@ -61,6 +60,7 @@ from mirrored.verification.trace import (
 from mirrored.verification.watch import Recording, Watcher, current_replica, in_a_graph, script_line
 from towers.system import tree as trees
 from towers.system.devices import Device
+from towers.system.torch_private import pop_mode_temporarily
 from towers.topology import DEVICES
 
 _MOST_FURTHER_EPOCHS = 100
@@ -209,7 +209,7 @@ class TraceRecorder(StepLimit):
             for handle in self._handles:
                 handle.remove()
             try:
-                with _pop_mode_temporarily():
+                with pop_mode_temporarily():
                     return export(*args, **kwargs)
             finally:
                 self._hook_modules()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import os
 import runpy
 import sys
@@ -228,7 +229,8 @@ def _silence() -> None:
 
 def _raised(error: BaseException, script: str) -> Raised:
     frames = traceback.extract_tb(error.__traceback__)
-    packages = tuple(os.path.dirname(path) + os.sep for path in (seeds.__file__, errors.__file__, torch.__file__))
+    modules = seeds, errors, torch
+    packages = tuple(os.path.dirname(inspect.getfile(module)) + os.sep for module in modules)
     of_script = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen", runpy.__file__))]
     kind = type(error).__name__
     text = "".join(traceback.format_list(of_script or frames))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from mirrored.attached.batch_norm import takes_statistics_of_all_towers
@@ -31,6 +30,7 @@ from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
+from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
@@ -65,11 +65,6 @@ def current_replica() -> ReplicaContext | None:
     """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
     frame = current_frame()
     return frame.replica if frame is not None else None
-
-
-def _in_a_transform() -> bool:
-    """Whether a transform of ``torch.func`` is at work, within which no tensor's memory can be read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class Modules:
@@ -152,9 +147,9 @@ class Modules:
         """
         for name, root in self.roots():
             for path, module in root.named_modules():
-                local = several and isinstance(module, _NormBase) and not takes_statistics_of_all_towers(module)
-                for key, buffer in module._buffers.items():
-                    if buffer is None or not has_values(buffer) or key in module._non_persistent_buffers_set:
+                local = several and isinstance(module, NormBase) and not takes_statistics_of_all_towers(module)
+                for key, buffer in own_buffers(module).items():
+                    if buffer is None or not has_values(buffer) or key in unsaved_buffers(module):
                         continue
                     if not (local and key in _STATISTICS):
                         yield ".".join(filter(None, (name, path, key))), buffer
@@ -227,7 +222,7 @@ class Watcher(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(func, args, named)
         recording = self._recording
-        if name in DRAWING and recording.call is not None and not _in_a_transform():
+        if name in DRAWING and recording.call is not None and not in_functorch_transform():
             return self._random(recording.call, name, func, args, named)
         if args and _writes(name, func) and not recording.stepping:
             if (parameter := recording.modules.written(args[0])) is not None:
@@ -337,7 +332,7 @@ class Watcher(TorchFunctionMode):
 
     def _leave_out(self, dropout: str, value: Tensor) -> None:
         self._recording.trace.dropouts += 1
-        if self._recording.call is not None and not _in_a_transform():
+        if self._recording.call is not None and not in_functorch_transform():
             state = generator_state(value.device)
             examples = len(value) if value.dim() else 0
             self._recording.call.draws.append(Draw(dropout, script_line(), state, examples, dropout=True))
