@@ -204,8 +204,10 @@ def shared_stream(many: Sequence[Trace]) -> Explanation | None:
             continue  # evaluations may start from one seed on purpose
         for draws in zip(*(call.draws for call in calls), strict=False):
             first: Draw = draws[0]
-            per_example = first.dropout or all(d.examples == _size(c) for d, c in zip(draws, calls, strict=True))
-            if per_example and all(d.examples and d.state == first.state and d.by == first.by for d in draws):
+            sizes = [draw.shape[0] if draw.shape else 0 for draw in draws]
+            per_example = first.dropout or sizes == [_size(call) for call in calls]
+            same = all(draw.state == first.state and draw.by == first.by for draw in draws)
+            if per_example and same and all(sizes):
                 return Explanation(
                     Cause.SHARED_RANDOM_STREAM,
                     f"at step {calls[0].steps + 1} {first.by}{at_line(first.line)} draws the same random numbers on "

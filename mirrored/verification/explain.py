@@ -67,38 +67,38 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
     if nothing is not None:
         return strict, [nothing]
     shared_stream = causes.shared_stream(many)
-    found = [shared_stream] if shared_stream is not None else []
+    explanations = [shared_stream] if shared_stream is not None else []
     drifting = causes.drift(many)
     if drifting is not None:
-        return strict, [*found, drifting]
+        return strict, [*explanations, drifting]
     other_data = causes.other_data(strict)
     if other_data is not None:
-        return strict, [*found, _not_reproducible(one, rerun) or other_data]
+        return strict, [*explanations, _not_reproducible(one, rerun) or other_data]
     loose = dataclasses.replace(strict, exact=False)
     comparison = _beside_rounding(loose, rerun, _NONE)
     shown = strict if strict.exact else comparison
     if comparison.first != loose.first:
-        random = _not_reproducible(one, rerun, _BEYOND_ROUNDING * comparison.tolerance)
-        if random is not None:
-            return shown, [*found, random]
+        unsteady = _not_reproducible(one, rerun, _BEYOND_ROUNDING * comparison.tolerance)
+        if unsteady is not None:
+            return shown, [*explanations, unsteady]
     comparison, proven, tried = _intervene(comparison, rerun)
-    found += proven
-    buffers = any(explanation.cause is Cause.BUFFER for explanation in found)
+    explanations += proven
+    buffers = any(explanation.cause is Cause.BUFFER for explanation in explanations)
     if comparison.first is not None or buffers:
-        random = _not_reproducible(one, rerun)
-        if random is not None:
-            return shown, [random] if buffers else [*found, random]
+        unsteady = _not_reproducible(one, rerun)
+        if unsteady is not None:
+            return shown, [unsteady] if buffers else [*explanations, unsteady]
     if comparison.first is not None:  # where buffers differ it may well be their effect
-        return shown, found if buffers else [*found, _unexplained(comparison, found, tried)]
-    evaluated = causes.evaluated_drift(many) or _reported(comparison, found, rerun)
-    found += [evaluated] if evaluated is not None else []
-    if not found and not comparison.rows:
-        found.append(causes.nothing_compared(one))
-    elif not found and strict.exact and strict.first is not None:
-        found.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
-    elif not found and strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
-        found.append(_rounding("what reduce and gather return"))
-    return shown, found
+        return shown, explanations if buffers else [*explanations, _unexplained(comparison, explanations, tried)]
+    evaluated = causes.evaluated_drift(many) or _reported(comparison, explanations, rerun)
+    explanations += [evaluated] if evaluated is not None else []
+    if not explanations and not comparison.rows:
+        explanations.append(causes.nothing_compared(one))
+    elif not explanations and strict.exact and strict.first is not None:
+        explanations.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
+    elif not explanations and strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
+        explanations.append(_rounding("what reduce and gather return"))
+    return shown, explanations
 
 
 def _alone(rerun: Rerun, interventions: Interventions) -> Trace | None:

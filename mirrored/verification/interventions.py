@@ -220,7 +220,8 @@ def other_generators() -> dict[str, int]:
 
 def shapes_of(one: Trace) -> dict[tuple[int, int], tuple[int, ...]]:
     """The shapes of what one tower has drawn, as :attr:`Interventions.shapes`."""
-    return {(i, j): draw.shape for i, call in enumerate(one.calls) for j, draw in enumerate(call.draws)}
+    draws = (((i, j), draw) for i, call in enumerate(one.calls) for j, draw in enumerate(call.draws))
+    return {key: draw.shape for key, draw in draws if not draw.dropout}
 
 
 class GlobalDraw(NamedTuple):

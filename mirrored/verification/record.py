@@ -247,10 +247,10 @@ class TraceRecorder(StepLimit):
                 self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
                 if generator_state(recording.device) != recording.drawn and not trace.virtual:
-                    call.draws.append(Draw("a function of torch that is not followed", None, recording.drawn, 0))
+                    call.draws.append(Draw("a function of torch that is not followed", None, recording.drawn))
                 for by, state in other_generators().items():
                     if others[by] != state:
-                        call.draws.append(Draw(by, None, str(state), 0))
+                        call.draws.append(Draw(by, None, str(state)))
 
         return recorded
 

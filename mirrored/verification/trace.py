@@ -201,20 +201,19 @@ class Draw:
 
     Attributes:
         by: the function.
+        line: of the script.
         state: digest of the generator's state before.
-        examples: the first dimension of what was drawn.
+        shape: of what was drawn.
         dropout: whether it was a dropout, which is left out.
         followed: whether this tower's part of the global batch's numbers replaced them.
-        shape: of what was drawn.
     """
 
     by: str
     line: int | None
     state: str
-    examples: int
+    shape: tuple[int, ...] = ()
     dropout: bool = False
     followed: bool = False
-    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -333,9 +333,8 @@ class Watcher(TorchFunctionMode):
     def _leave_out(self, dropout: str, value: Tensor) -> None:
         self._recording.trace.dropouts += 1
         if self._recording.call is not None and not in_functorch_transform():
-            state = generator_state(value.device)
-            examples = len(value) if value.dim() else 0
-            self._recording.call.draws.append(Draw(dropout, script_line(), state, examples, dropout=True))
+            draw = Draw(dropout, script_line(), generator_state(value.device), tuple(value.shape), dropout=True)
+            self._recording.call.draws.append(draw)
 
     def _random(
         self, call: RunCall, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -355,8 +354,7 @@ class Watcher(TorchFunctionMode):
                 key, local if shapes is None else shapes.get(key), call.shares, recording.tower, trace.towers
             )
             followed = draw_as_one_tower(name, result, args, kwargs, draw)
-            examples = len(result) if result.dim() else 0
-            call.draws.append(Draw(name, script_line(), state, examples, followed=followed, shape=local))
+            call.draws.append(Draw(name, script_line(), state, local, followed=followed))
         return result
 
 
