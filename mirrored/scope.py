@@ -206,6 +206,14 @@ class Recorder:
             if (root := reference()) is not None:
                 yield name, root
 
+    def models(self) -> Iterator[nn.Module]:
+        """The outermost modules that were taken, and all that were recorded and not yet taken."""
+        for _, root in self.roots():
+            yield root
+        for reference in self._modules.values():
+            if (module := reference()) is not None:
+                yield module
+
 
 def _has_uninitialized(module: nn.Module) -> bool:
     own = [*module._parameters.values(), *module._buffers.values()]

@@ -25,6 +25,7 @@ from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.own_gradients import OwnGradients
+from mirrored.run_kinds import RunKinds
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.virtual_towers import cut_for
@@ -51,8 +52,9 @@ class Strategy(OwnGradients):
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
-        health: where this tower is (``step``, the number of :meth:`run` calls, and a phase), which is what a failure
-            report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the script's own.
+        health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
+            failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
+            script's own.
         virtual_towers: how many there are, if there are any.
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
@@ -85,6 +87,7 @@ class Strategy(OwnGradients):
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
+        self._kinds = RunKinds(self.engine.recorder.models)
         if self._several or virtual:
             self._guard = OptimizerGuard(self)
         if self._several:
@@ -157,7 +160,7 @@ class Strategy(OwnGradients):
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
         outer = self._begin_run()
-        self.health.begin_step()
+        self.health.begin_run(self._kinds.begin(fn) if self._several else None)
         replica = ReplicaContext(self, (args, kwargs))
         try:
             self.engine.begin_run()
@@ -176,7 +179,9 @@ class Strategy(OwnGradients):
             raise
         finally:
             self._runs_in = outer
-        self.health.end_step()
+        self.health.end_run()
+        if self._several:
+            self._kinds.learn(self.health.evaluates)
         return result
 
     @contextlib.contextmanager

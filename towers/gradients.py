@@ -324,6 +324,7 @@ class GradientAverager:
             self.complete_if_held()
         if self._scatter is not None:
             self._scatter.settle_debts()
+        self._health.train()
         self._is_aside = True
         try:
             yield
@@ -408,6 +409,7 @@ class GradientAverager:
             self._refuse_graph(slot)
         if self._paused:
             slot.unsynced = self._any_unsynced = True
+            self._health.train()
         elif not self._in_cycle:
             self._begin()
             when_backward_is_done(self._finish)
@@ -442,6 +444,7 @@ class GradientAverager:
         self._channel.check_whole()  # before anything is written where others may read it
         refuse_compiled_autograd(self._channel.index)
         self.check_paired()
+        self._health.train()
         self._backward.begin()
         self.averaged += 1
         self._in_cycle = True

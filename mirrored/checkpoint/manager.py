@@ -131,6 +131,7 @@ class CheckpointManager:
             CheckpointError: as of :meth:`save`.
         """
         self.steps += 1
+        self._strategy.health.count(self.steps)
         mine = STOP if self._signals.received is not None else 0
         # What is told is answered a step later, on all towers: once is enough.
         due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
@@ -291,7 +292,8 @@ class CheckpointManager:
         """Restore a checkpoint that is known to be whole."""
         with self._strategy.health.during(f"restoring checkpoint {name}"):
             found = self._take_on(name)
-        self._strategy.health.step = self.steps = found.step
+        self.steps = found.step
+        self._strategy.health.go_on_after(self.steps)
         if found.towers != self._comm.size:
             self._strategy.streams.part(f"resumed at step {found.step}")
         self._saved_step = found.step if name == name_of(found.step) else None
