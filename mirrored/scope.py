@@ -127,7 +127,7 @@ class Recorder:
         # Garbage that one tower has collected and another has not would look like different models.
         gc.collect()
         modules = [m for reference in self._modules.values() if (m := reference()) is not None]
-        lazy = [module for module in modules if _has_uninitialized(module)]
+        lazy = [module for module in modules if has_uninitialized(module)]
         named: dict[int, Named] = {}
         sparse = {id(m.weight) for m in modules if isinstance(m, _EMBEDDINGS) and m.sparse}
         for name, root in self._name_roots(modules):
@@ -215,7 +215,8 @@ class Recorder:
                 yield module
 
 
-def _has_uninitialized(module: nn.Module) -> bool:
+def has_uninitialized(module: nn.Module) -> bool:
+    """Whether a lazy module has not met a batch yet."""
     own = [*module._parameters.values(), *module._buffers.values()]
     return any(tensor is not None and is_lazy(tensor) for tensor in own)
 

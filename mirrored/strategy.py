@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mirrored import share_backward
 from mirrored.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
@@ -21,7 +22,6 @@ from mirrored.data.shares import KnownShares
 from mirrored.data.streams import PipelineDataset
 from mirrored.engine import Engine, TrainingOptions
 from mirrored.guard import OptimizerGuard
-from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.own_gradients import OwnGradients
@@ -207,12 +207,15 @@ class Strategy(OwnGradients):
         With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual_towers`),
         and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
         one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does, and ``loss_fn`` is called for an empty share, too.
+        does where the share has examples; elsewhere this tower takes part in the average and contributes nothing.
 
         Args:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
                 ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
-                (seed, step, virtual tower) only. It is not called for parts without examples.
+                (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
+                model's forward is a matter of all towers together: BatchNorm over the global batch that trains, and
+                lazy modules in their first forward. So it makes no collectives of its own, such as
+                ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
             batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
                 and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
                 tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
@@ -223,8 +226,9 @@ class Strategy(OwnGradients):
                 examples; weights must have the losses' shape then.
 
         Returns:
-            The mean loss over the global batch, a detached scalar, equal on all towers. After it, ``p.grad`` is its
-            gradient, added to what was there before.
+            The mean loss over the global batch, a detached scalar, equal on all towers, of the losses' dtype (the
+            default one where no tower has examples). After it, ``p.grad`` is its gradient, added to what was there
+            before.
 
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
@@ -239,10 +243,7 @@ class Strategy(OwnGradients):
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         virtual = self.engine.virtual
         if virtual is None:
-            loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
-            loss.backward()
-            mean: torch.Tensor = self.reduce("sum", loss.detach())
-            return mean
+            return share_backward.backward(self, loss_fn, batch, sample_weight, denominator)
         if self.accumulates:
             raise RuntimeError(
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "

@@ -333,6 +333,22 @@ class GradientAverager:
 
     @torch._disable_dynamo
     @_among_gradients
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers without one of this tower's own.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+        self._check_whole()
+        self._before_adding()
+        if self._paused:
+            self._health.train()
+            return
+        self._begin()
+        self._finish()
+
+    @torch._disable_dynamo
+    @_among_gradients
     def sum_by_tree(self) -> None:
         """Replace every gradient by the sum over all towers, added in the order of a balanced tree; all towers call it.
 
