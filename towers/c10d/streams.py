@@ -96,7 +96,7 @@ class Sender:
     def _close_mapped(self) -> None:
         # n received messages include the n-th or a later one, and receiving that one mapped its buffer.
         while self._unmapped and self._unmapped[0][0] <= self._count - self._unread:
-            self._unmapped.pop(0)[1].withdraw()
+            self._unmapped.pop(0)[1].close_file()
 
     def close(self, seconds: float, is_alive: Callable[[], bool]) -> None:
         """Stop sending; returns when the receiver has mapped all buffers, which then outlive this process.
@@ -113,7 +113,7 @@ class Sender:
             elif not is_alive():
                 break
         for _, segment in self._unmapped:
-            segment.withdraw()
+            segment.close_file()
         self._unmapped = []
 
 
