@@ -51,7 +51,7 @@ class SharedMemoryGroup(Group):
             raise ArgumentError("all_reduce: sparse tensors can only be summed (ReduceOp.SUM)")
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            # copy_ gives a sparse tensor the memory of its source, which the caller can use only outside inference mode.
+            # copy_ gives a sparse tensor the memory of its source, and memory of inference mode would bar the caller.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(sum_rows(comm, tensor))  # not detached: that would be another sparse tensor
 
