@@ -1,4 +1,4 @@
-"""What leads back to how a thing was before it was given another state, whatever the attempt has done to it."""
+"""Rollbacks: functions that give an object the state back that it had, whatever a failed load has done to it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from mirrored.attached import metrics
 from towers.system.torch_private import own_buffers, own_parameters
 
-WayBack = Callable[[], None]
+Rollback = Callable[[], None]
 
 
-def of_module(module: nn.Module) -> WayBack:
-    """Values are copied to the CPU: GPUs may have no room for another model."""
+def module_rollback(module: nn.Module) -> Rollback:
+    """Values are copied to the CPU: GPUs may not have the memory for another model."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
     lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
@@ -28,11 +28,11 @@ def of_module(module: nn.Module) -> WayBack:
     extra = [(part, copy.deepcopy(part.get_extra_state())) for part in parts if _has_extra_state(part)]
     counted = metrics.states_of(module)
 
-    def go_back() -> None:
+    def roll_back() -> None:
         try:
             for part, state in extra:
                 part.set_extra_state(state)
-        finally:  # also where it refused, whatever it has done before
+        finally:  # also where it raises
             metrics.set_states_of(module, counted)
             for table, before in tables:
                 table.update(before)
@@ -40,43 +40,43 @@ def of_module(module: nn.Module) -> WayBack:
                 for tensor, value in values:
                     tensor.copy_(value)
             for tensor, kind in lazy:
-                if not is_lazy(tensor):  # it was given a shape
+                if not is_lazy(tensor):  # the load gave it a shape
                     tensor.data = tensor.new_empty(0)
                     tensor.__class__ = kind
 
-    return go_back
+    return roll_back
 
 
-def of_optimizer(optimizer: Optimizer) -> WayBack:
-    """Nothing is copied: torch replaces state and groups when it loads, and leaves what they were alone."""
+def optimizer_rollback(optimizer: Optimizer) -> Rollback:
+    """Nothing is copied: when torch loads, it replaces state and groups, and leaves the old ones unchanged."""
     state, groups = optimizer.state, optimizer.param_groups
     settings = [dict(group) for group in groups]
 
-    def go_back() -> None:
+    def roll_back() -> None:
         optimizer.state, optimizer.param_groups = state, groups
         for group, before in zip(groups, settings, strict=True):
             group.clear()
             group.update(before)
 
-    return go_back
+    return roll_back
 
 
-def of_object(thing: Any) -> WayBack:
-    """Its state, and also what no state tells, such as where a loop over the data stands."""
-    state = copy.deepcopy(thing.state_dict())
-    held = getattr(thing, "__dict__", None)
-    attributes = held.copy() if isinstance(held, dict) else {}
+def object_rollback(target: Any) -> Rollback:
+    """Its state, and its attributes that are no part of it, such as the position of a loop over the data."""
+    state = copy.deepcopy(target.state_dict())
+    attributes = getattr(target, "__dict__", None)
+    before = attributes.copy() if isinstance(attributes, dict) else {}
 
-    def go_back() -> None:
+    def roll_back() -> None:
         try:
-            thing.load_state_dict(state)
+            target.load_state_dict(state)
         finally:
-            if isinstance(held, dict):
-                held.update(attributes)
-                for name in held.keys() - attributes.keys():
-                    del held[name]
+            if isinstance(attributes, dict):
+                attributes.update(before)
+                for name in attributes.keys() - before.keys():
+                    del attributes[name]
 
-    return go_back
+    return roll_back
 
 
 def _has_extra_state(module: nn.Module) -> bool:
