@@ -26,15 +26,15 @@ import steps
 import torch
 
 import mirrored
-from towers.collectives.shared_memory.barrier import Meeting
-from towers.collectives.shared_memory.regions import Windows
+from towers.collectives.shared_memory.barrier import Barrier
+from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket
 
 PARTS = {
     "bring": (Bucket, "bring"),
     "pack": (Bucket, "pack"),
-    "wait": (Meeting, "meet"),
-    "average": (Windows, "average"),
+    "wait": (Barrier, "wait"),
+    "average": (Regions, "average"),
 }
 """The name of a part, and the method that does it."""
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
     options = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
+    print(f"torch {torch.version.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
     print(f"{'':<16}{'ours':>9}{'bound':>9}" + "".join(f"{name:>9}" for name in (*PARTS, "rest")))
     for case in options.cases.split(","):
         devices = [f"cpu:{i}" for i in range(options.towers)]
