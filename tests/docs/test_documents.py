@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.jobs import ROOT, assert_close, run_program
 
 import mirrored
 import towers
 from mirrored import cli
+from tests.support.jobs import ROOT, assert_close, run_program
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
