@@ -131,6 +131,7 @@ class CheckpointManager:
             CheckpointError: as of :meth:`save`.
         """
         self.steps += 1
+        self._strategy.health.count(self.steps)
         mine = STOP if self._signals.received is not None else 0
         due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
@@ -252,7 +253,8 @@ class CheckpointManager:
         return self._continue_from(self._restorer.restore(name))
 
     def _continue_from(self, restored: Restored) -> Restored:
-        self._strategy.health.step = self.steps = restored.step
+        self.steps = restored.step
+        self._strategy.health.go_on_after(self.steps)
         if restored.towers != self._comm.size:
             self._strategy.streams.part(f"resumed at step {restored.step}")
         self._saved_step = restored.step if restored.name == name_of(restored.step) else None

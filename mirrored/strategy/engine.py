@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from mirrored.attached import metrics
-from mirrored.attached.batch_norm import BatchNorms
+from mirrored.attached.batch_norm import BatchNorms, takes_statistics_of_all_towers
 from mirrored.attached.kept_statistics import KeptStatistics
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.data.shares import Cut, KnownShares
 from mirrored.strategy.guard import EarlyBackwardGuard
 from mirrored.strategy.keras_guard import KerasGuard
-from mirrored.strategy.scope import AfterFirstForward, Recorder
+from mirrored.strategy.scope import AfterFirstForward, Recorder, has_uninitialized
 from mirrored.virtual.towers import VirtualTowers
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
@@ -269,6 +269,20 @@ class Engine:
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are each tower's own."""
         return self.averager.paused() if self.averager is not None else contextlib.nullcontext()
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the forward of some mirrored model is a matter of all towers together, as the models are now."""
+        modules = (module for model in self.recorder.models() for module in model.modules())
+        return any(
+            has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))
+            for module in modules
+        )
+
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers, where this one has nothing to learn from."""
+        if self.averager is not None:
+            self.averager.contribute_nothing()
 
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""

@@ -135,6 +135,7 @@ class OwnGradients(CheckedCalls):
                 f"{call} averages over the towers, but in no_sync() gradients are each tower's own: call it outside, "
                 "or torch.autograd.grad inside"
             )
+        self.communicator.health.train()
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
         if self.engine.averager is not None:
             self.engine.averager.note_averaged(tensors)
