@@ -103,10 +103,11 @@ class Strategy(OwnGradients):
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
         (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
-        Args: sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
-            and variance of the global batch when they train, and so need every tower's forward and backward; see
-            :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
-            way of its own is a RuntimeError when it trains.
+        Args:
+            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean and
+                variance of the global batch when they train, and so need every tower's forward and backward; see
+                :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in
+                a way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
