@@ -421,14 +421,14 @@ def test_the_chief_alone_can_ask_where_other_windows_have_lain() -> None:
 
 
 def come_for_nothing_that_has_a_name() -> str:
-    meeting = strategy_of(True).engine.averager._channel.windows.meeting
-    meeting.meet_for("tries")
+    barrier = strategy_of(True).engine.averager._channel.regions.barrier
+    barrier.wait_tagged("tries")
     try:
         if os.environ["RANK"] == "0":
-            meeting.meet_for("steps Adam")
+            barrier.wait_tagged("steps Adam")
         else:
-            meeting.meet()
-            meeting.meet()
+            barrier.wait()
+            barrier.wait()
     except mirrored.TowersError as error:
         time.sleep(0.5)
         return str(error)

@@ -166,7 +166,7 @@ def test_what_torch_cannot_reduce_is_refused_before_anybody_waits() -> None:
     towers(reduce_what_torch_cannot)
 
 
-def average_windows(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
+def average_regions(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
     """Averages in place, with windows that one tower makes anew, or cannot make."""
     comm = strategy.communicator
     if comm.index == fails_on:
@@ -175,21 +175,21 @@ def average_windows(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
     right = True
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for key, size in enumerate((5, 4096, 300_001), start=10 * dtype.itemsize):
-            window = comm.allocate(key, size, dtype, comm.device)
+            region = comm.allocate(key, size, dtype, comm.device)
             for turn in range(3):
                 parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
                 if turn == 1 and comm.index == 1:
-                    window = comm.allocate(key, size, dtype, comm.device)
-                window.copy_(parts[comm.index])
-                comm.start_average(window).wait()
-                right = right and agrees(window, fixed_order(parts, "sum") / comm.size, comm.size)
+                    region = comm.allocate(key, size, dtype, comm.device)
+                region.copy_(parts[comm.index])
+                comm.start_average(region).wait()
+                right = right and agrees(region, fixed_order(parts, "sum") / comm.size, comm.size)
             comm.release(key)
     return right
 
 
 @pytest.mark.parametrize("fails_on", [None, 1])
 def test_windows_are_averaged_in_place(fails_on: int | None) -> None:
-    assert all(towers(average_windows, fails_on, count=3))
+    assert all(towers(average_regions, fails_on, count=3))
 
 
 def train(strategy: mirrored.Strategy) -> list[Tensor]:
@@ -292,12 +292,12 @@ def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
             regions.add_by_tree = regions.reduce_into = interrupted_call
         else:
             values.all_reduce_together = values.join = interrupted_call
-    window = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
+    region = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
     found = []
     for _ in range(3):
         try:
             if where == "average":
-                comm.start_average(window).wait()
+                comm.start_average(region).wait()
             elif where == "reduce":
                 own = strategy.reduce("sum", torch.ones(1000))
             else:
@@ -347,9 +347,9 @@ def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
 def reduce_for_long(folder: str) -> None:
     strategy = mirrored.MirroredStrategy()
     pathlib.Path(folder, str(strategy.topology.index)).write_text(str(os.getpid()))
-    window = strategy.communicator.allocate(0, 1_000_000, torch.float32, strategy.device)
+    region = strategy.communicator.allocate(0, 1_000_000, torch.float32, strategy.device)
     while True:
-        strategy.communicator.start_average(window).wait()
+        strategy.communicator.start_average(region).wait()
 
 
 PROGRAM = """
@@ -410,7 +410,7 @@ def on_hosts(hosts: str, what: str) -> object:
     os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
     strategy = mirrored.MirroredStrategy(seed=0)
     assert isinstance(strategy.communicator, HierarchicalCommunicator)
-    return {"reduce": reduce_at_random, "average": average_windows, "train": train}[what](
+    return {"reduce": reduce_at_random, "average": average_regions, "train": train}[what](
         strategy, *{"reduce": (20,), "average": (None,), "train": ()}[what]
     )
 

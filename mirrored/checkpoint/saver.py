@@ -85,7 +85,7 @@ class Saver:
         """
         self.wait()
         shared_out = self._strategy.engine.state_is_shared_out
-        complete = self.writes or not shared_out or self._comm.windows is None
+        complete = self.writes or not shared_out or self._comm.regions is None
         captured = capture(self._comm, tracked, step, self.writes, complete)
         # What is mirrored is written once, as tower 0 has it.
         self._strategy.engine.check_before("saves a checkpoint of what all towers hold")

@@ -107,7 +107,7 @@ class Engine:
             meet = None
             if training.shard_optimizer:
                 self._sharder = OptimizerSharder(self.averager, channel)
-                meet = self._sharder.meet_for
+                meet = self._sharder.barrier
             self._mirror_check = MirrorCheck(
                 comm,
                 training.mirror_check_interval,

@@ -26,15 +26,15 @@ import steps
 import torch
 
 import mirrored
-from towers.collectives.shared_memory.barrier import Meeting
-from towers.collectives.shared_memory.regions import Windows
+from towers.collectives.shared_memory.barrier import Barrier
+from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket
 
 PARTS = {
     "bring": (Bucket, "bring"),
     "pack": (Bucket, "pack"),
-    "wait": (Meeting, "meet"),
-    "average": (Windows, "average"),
+    "wait": (Barrier, "wait"),
+    "average": (Regions, "average"),
 }
 """The name of a part, and the method that does it."""
 

@@ -15,8 +15,8 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.disk import Disk
-from towers.collectives.shared_memory.barrier import Meeting
-from towers.collectives.shared_memory.regions import Windows
+from towers.collectives.shared_memory.barrier import Barrier
+from towers.collectives.shared_memory.regions import Regions
 
 ACTIONS = ("raise", "SIGKILL", "SIGTERM", "SIGSTOP")
 DEATHS = ("stuck thread", "early exit", "deadlock")
@@ -110,22 +110,22 @@ class Injector:
 
     def watch_all_reduce(self) -> None:
         """The fault happens after this tower has met the others in the averaging, and before it is done."""
-        average, meet, inside = Windows.average, Meeting.meet, [False]
+        average, wait, inside = Regions.average, Barrier.wait, [False]
 
-        def averaging(windows: Windows, queue: Any) -> Any:
+        def averaging(regions: Regions, queue: Any) -> Any:
             inside[0] = True
             try:
-                return average(windows, queue)
+                return average(regions, queue)
             finally:
                 inside[0] = False
 
-        def meeting(meeting: Meeting) -> None:
-            meet(meeting)
+        def waiting(barrier: Barrier) -> None:
+            wait(barrier)
             if inside[0]:
                 self.at("all-reduce")
 
-        Windows.average = averaging  # type: ignore[method-assign]
-        Meeting.meet = meeting  # type: ignore[method-assign]
+        Regions.average = averaging  # type: ignore[method-assign]
+        Barrier.wait = waiting  # type: ignore[method-assign]
 
     def watch_saving(self, checkpoints: mirrored.CheckpointManager, writes: bool) -> None:
         """On a tower that writes none, the phases of saving come when it has done its part of it."""

@@ -44,9 +44,9 @@ def _all_reduces(turns: int, seconds: float) -> tuple[dict[tuple[str, int], floa
     comm = strategy.communicator
     found: dict[tuple[str, int], float] = {}
     for key, nbytes in enumerate(SIZES.values()):
-        window = comm.allocate(key, nbytes // 4, torch.float32, comm.device)
+        region = comm.allocate(key, nbytes // 4, torch.float32, comm.device)
         other = torch.zeros(nbytes // 4)
-        variants = {"shared memory": _averaging(comm, window), "Gloo": _gloo(other)}
+        variants = {"shared memory": _averaging(comm, region), "Gloo": _gloo(other)}
         for name, times in steps.alternate(variants, turns, seconds, together=True).items():
             found[name, nbytes] = statistics.median(times)
         comm.release(key)
@@ -55,8 +55,8 @@ def _all_reduces(turns: int, seconds: float) -> tuple[dict[tuple[str, int], floa
     return found, statistics.median(copies["copy"])
 
 
-def _averaging(comm: Communicator, window: torch.Tensor) -> Callable[[], object]:
-    return lambda: comm.start_average(window).wait()
+def _averaging(comm: Communicator, region: torch.Tensor) -> Callable[[], object]:
+    return lambda: comm.start_average(region).wait()
 
 
 def _gloo(tensor: torch.Tensor) -> Callable[[], object]:

@@ -17,7 +17,7 @@ from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersE
 from towers.health.status import Health
 
 if TYPE_CHECKING:
-    from towers.collectives.shared_memory.regions import Windows
+    from towers.collectives.shared_memory.regions import Regions
 
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
@@ -126,7 +126,7 @@ class Communicator(ABC):
     device: torch.device
     backend: str
     prescale: float = 1.0
-    windows: Windows | None = None
+    regions: Regions | None = None
     name: str = "all"
     _named: int = 0
     _broken: TowersError | None = None

@@ -125,7 +125,7 @@ class GradientAverager:
         self._layout = Layout([], bucket_bytes)
         self._on_gpu = channel.device.type == "cuda"
         self._flags_under_way: Pending | None = None  # who lets go of it lets go of its tensors, too
-        self._scatter = Scatter(channel, channel.windows) if scatter and channel.windows is not None else None
+        self._scatter = Scatter(channel, channel.regions) if scatter and channel.regions is not None else None
         self._lay_out([])
         keep_from_forks(self)
 
@@ -144,7 +144,7 @@ class GradientAverager:
         self.check_paired()
         self.complete_if_held()
         self._lay_out(self._layout.kept(self._channel) + list(parameters))
-        self._arrivals = [] if self._channel.windows is None else None
+        self._arrivals = [] if self._channel.regions is None else None
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         unsynced = self.unsynced()
@@ -259,10 +259,10 @@ class GradientAverager:
                 self.complete()
             self._scatter.drop()
 
-    def meet_for(self, purpose: str) -> None:
-        """Meet the others after this tower's part of the gradients was averaged (:meth:`Meeting.meet_for`)."""
-        assert self._channel.windows is not None
-        self._channel.windows.meeting.meet_for(purpose)
+    def barrier(self, purpose: str) -> None:
+        """Meet the others after this tower's part of the gradients was averaged (:meth:`Barrier.wait_tagged`)."""
+        assert self._channel.regions is not None
+        self._channel.regions.barrier.wait_tagged(purpose)
         if self._scatter is not None:
             self._scatter.settle_debts(by_meeting=True)
 

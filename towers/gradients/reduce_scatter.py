@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, WholeCall
-from towers.collectives.shared_memory.regions import Windows, part
+from towers.collectives.shared_memory.regions import Regions, part
 from towers.gradients.buckets import Bucket
 from towers.system.memory_layout import flatten_real
 
@@ -24,9 +24,9 @@ class Scatter:
     *owed*; most often the optimizer's step brings it anyway.
     """
 
-    def __init__(self, channel: Communicator, windows: Windows) -> None:
+    def __init__(self, channel: Communicator, regions: Regions) -> None:
         self._channel = channel
-        self._windows = windows
+        self._regions = regions
         self._owed = False
         self._scattered: list[tuple[Bucket, list[Tensor]]] = []
 
@@ -42,17 +42,17 @@ class Scatter:
 
     def reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         """Average this tower's part of packed buckets; returns the sum of all towers' tails of each."""
-        with WholeCall(self._windows.meeting):
+        with WholeCall(self._regions.barrier):
             return self._reduce(buckets)
 
     def _reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        self._windows.meeting.meet_for("averages gradients")
+        self._regions.barrier.wait_tagged("averages gradients")
         self._owed = True
         tails = []
         for bucket in buckets:
             assert bucket.buffer is not None
             assert bucket.tail is not None
-            tensors = self._windows.reach(bucket.key)
+            tensors = self._regions.map_peers(bucket.key)
             if tensors is None:
                 self._average_all(bucket, bucket.buffer)
                 tails.append(bucket.tail)
@@ -63,7 +63,7 @@ class Scatter:
             tails.append(tail)
             self._average_own(bucket, tensors)
             self._scattered.append((bucket, tensors))
-        if self._windows.newly_reached:
+        if self._regions.newly_mapped:
             self.settle_debts()
         return tails
 
@@ -81,22 +81,22 @@ class Scatter:
         for slot in bucket.slots:
             if slot.apart and slot.filled is not None:
                 low, high = slot.own
-                self._windows.average_range(tensors, done, max(done, slot.start + low))
+                self._regions.average_range(tensors, done, max(done, slot.start + low))
                 mine = flatten_real(slot.filled[0])[low:high]
-                self._windows.average_range(tensors, slot.start + low, slot.start + high, mine)
+                self._regions.average_range(tensors, slot.start + low, slot.start + high, mine)
                 done = slot.start + high
-        self._windows.average_range(tensors, done, max(done, end))
+        self._regions.average_range(tensors, done, max(done, end))
 
     def complete(self) -> None:
         """Get the others' parts of what was reduced. All towers call it, or none."""
-        with WholeCall(self._windows.meeting):
+        with WholeCall(self._regions.barrier):
             self._complete()
 
     def _complete(self) -> None:
         apart = _apart([bucket for bucket, _ in self._scattered])
         for gradient, view, start, end in apart:
             view[start:end].copy_(gradient[start:end])
-        self._windows.meeting.meet_for("uses the averaged gradients, or holds them when another backward begins")
+        self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
         scattered, self._scattered = self._scattered, []
         for bucket, tensors in scattered:
             mine = tensors[self._channel.index]
@@ -118,8 +118,8 @@ class Scatter:
         """See that no tower still reads this one's buckets, or note that another meeting has seen to it."""
         if self._owed:
             if not by_meeting:
-                self._windows.meeting.meet()
-            self._windows.withdraw()
+                self._regions.barrier.wait()
+            self._regions.withdraw()
             self._owed = False
 
     def _part(self, bucket: Bucket, tower: int) -> tuple[int, int]:

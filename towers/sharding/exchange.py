@@ -85,17 +85,17 @@ class SharedParameters(Exchange):
     """
 
     def __init__(self, averager: GradientAverager, channel: Communicator) -> None:
-        assert channel.windows is not None
+        assert channel.regions is not None
         self._averager = averager
         self._channel = channel
-        self._windows = channel.windows
+        self._regions = channel.regions
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
         self._homes = WeakIdKeyDictionary()  # by parameter, the address that it was given
         self._layouts = WeakIdKeyDictionary()  # by parameter, its shape and strides there, without memory
 
     def begin(self, purpose: str) -> None:
-        self._averager.meet_for(purpose)
+        self._averager.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would not share it any more.
@@ -111,9 +111,9 @@ class SharedParameters(Exchange):
         for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
             if bucket.index not in self._keys:
                 self._keys[bucket.index] = key = self._averager.new_key()
-                self._windows.allocate(key, bucket.numel, bucket.dtype)
+                self._regions.allocate(key, bucket.numel, bucket.dtype)
         self.bring_back(slots)
-        self._windows.meeting.meet()  # now all can be reached
+        self._regions.barrier.wait()  # now all can be reached
 
     def bring_back(self, slots: Sequence[DenseSlot]) -> None:
         for slot in slots:
@@ -121,7 +121,7 @@ class SharedParameters(Exchange):
             assert parameter is not None
             if self._homes.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
                 continue  # of another dtype, the buckets are laid out anew
-            memory = self._windows.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
+            memory = self._regions.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
             if memory is not None:
                 # Its strides stay what they were when it was cut: state is in their order.
                 layout = self._layouts.setdefault(parameter, parameter.detach().to("meta"))
@@ -135,7 +135,7 @@ class SharedParameters(Exchange):
         mine = ranges(shards[index])
 
         def spread() -> None:
-            with WholeCall(self._windows.meeting):
+            with WholeCall(self._regions.barrier):
                 without = write()
             if without:
                 rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]
@@ -145,15 +145,15 @@ class SharedParameters(Exchange):
             """Write this tower's shards into the others' parameters; returns the buckets that have no window."""
             without = set()
             for bucket, key in keys.items():
-                tensors = self._windows.reach(key)
+                tensors = self._regions.map_peers(key)
                 if tensors is None:  # no room for a window on some tower
                     without.add(bucket)
                     continue
                 for start, end in mine.get(bucket, ()):
                     for other in (*tensors[:index], *tensors[index + 1 :]):
                         other[start:end].copy_(tensors[index][start:end])
-            self._windows.meeting.meet()
-            self._windows.withdraw()
+            self._regions.barrier.wait()
+            self._regions.withdraw()
             return without
 
         return spread

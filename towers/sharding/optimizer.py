@@ -27,7 +27,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
-from towers.collectives.shared_memory.regions import Windows
+from towers.collectives.shared_memory.regions import Regions
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
@@ -58,7 +58,7 @@ class OptimizerSharder:
         self._averager = averager
         self._channel = channel
         self._exchange: Exchange = GatheredParameters(channel)
-        if channel.windows is not None:
+        if channel.regions is not None:
             self._exchange = SharedParameters(averager, channel)
         self._known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._twins: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -68,7 +68,7 @@ class OptimizerSharder:
         """Whether ``optimizer`` does the work of one that is shared out."""
         return optimizer in self._twins
 
-    def meet_for(self, purpose: str) -> None:
+    def barrier(self, purpose: str) -> None:
         """Meet all towers where steps begin, so that one that steps alone finds the others come for something else.
 
         Raises:
@@ -203,15 +203,15 @@ class ShardedOptimizer:
         getattr(step, "__wrapped__", step)(self.twin, *args, **kwargs)  # without the hooks: those are the optimizer's
         for parameter in self._parameters:
             parameter.grad = None  # who holds a gradient keeps its memory from being used again
-        windows = self._channel.windows
-        if windows is not None:
-            self._keep_state_readable(windows)
+        regions = self._channel.regions
+        if regions is not None:
+            self._keep_state_readable(regions)
         self._spread()
-        if windows is not None:
-            self._blocks = windows.blocks(self._key)
-            if windows.newly_reached:
-                windows.meeting.meet()
-                windows.withdraw()
+        if regions is not None:
+            self._blocks = regions.blocks(self._key)
+            if regions.newly_mapped:
+                regions.barrier.wait()
+                regions.withdraw()
 
     def _has_strange_gradient(self) -> bool:
         """Whether a gradient that is not complete has been given to another parameter."""
@@ -287,11 +287,11 @@ class ShardedOptimizer:
         optimizer.state = SharedOut(self._name)  # type: ignore[assignment]
         self._block = None
 
-    def _keep_state_readable(self, windows: Windows) -> None:
+    def _keep_state_readable(self, regions: Regions) -> None:
         """Keep the state where other towers can read it, and all of it there, also when this one has ended."""
 
         def allocate(nbytes: int) -> Tensor:
-            block = windows.allocate(self._key, nbytes, torch.uint8)
+            block = regions.allocate(self._key, nbytes, torch.uint8)
             return _zeros(nbytes) if block is None else block
 
         inside = range(0)
@@ -304,7 +304,7 @@ class ShardedOptimizer:
     def _whole_state(self) -> dict[Any, dict[str, Any]]:
         """The ordinary state, by parameter; where towers share memory one can ask alone."""
         blocks = self._blocks
-        if self._channel.windows is None or any(block is not None and not block.numel() for block in blocks):
+        if self._channel.regions is None or any(block is not None and not block.numel() for block in blocks):
             mine = sharded_state.encode(self.twin.state, self._parameters, _zeros)
             everybody = announce(self._channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
             blocks = [torch.frombuffer(bytearray(said.body), dtype=torch.uint8) for said in everybody]

@@ -31,7 +31,7 @@ _NAP = 0.1  # seconds between two looks whether the others live
 _LONGEST = 1.0  # seconds: who has not looked for longer was suspended, perhaps with all others
 
 
-class Meeting:
+class Barrier:
     """One tower's way to the others.
 
     What a tower wrote into shared memory before a meeting the others see after it:
@@ -84,7 +84,7 @@ class Meeting:
         self._spins = _SPINS if len(processes) <= machine.cores() else 0
         health.watch(self)
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Return when all towers have called it.
 
         Raises:
@@ -127,22 +127,22 @@ class Meeting:
         """This process was forked from a tower and is none itself: it writes nothing where the others read."""
         self._broken = error
 
-    def meet_for(self, purpose: str) -> None:
-        """As :meth:`meet`, and see that all towers have come for the same.
+    def wait_tagged(self, purpose: str) -> None:
+        """As :meth:`wait`, and see that all towers have come for the same.
 
         Args:
             purpose: what this tower is about to do, as a person would say it ("steps its optimizer").
 
         Raises:
             DisagreementError: on all towers, when they have not.
-            PeerLostError, CollectiveTimeoutError: as of :meth:`meet`.
+            PeerLostError, CollectiveTimeoutError: as of :meth:`wait`.
         """
         self.check_whole()
         self._turn ^= 1
         # The number of the meeting tells what was written for this one from what was written before.
         mine = f"{self.count + 1} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
         self._boards[self._index][self._turn][:] = mine
-        self.meet()
+        self.wait()
         said = [self._purpose(bytes(board[self._turn])) for board in self._boards]
         for tower, other in enumerate(said):
             if other != said[0]:

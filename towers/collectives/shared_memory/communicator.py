@@ -18,8 +18,8 @@ from torch import Tensor
 from towers.collectives.arithmetic import check_reducible, reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, keep_from_forks, whole
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.barrier import BOARD_BYTES, Meeting
-from towers.collectives.shared_memory.regions import TABLE_BYTES, Windows, part
+from towers.collectives.shared_memory.barrier import BOARD_BYTES, Barrier
+from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions, part
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import DisagreementError
@@ -45,7 +45,7 @@ class _Layout:
 class SharedMemoryCommunicator(Communicator):
     """Collectives of towers that are processes of one host; made by :func:`join`."""
 
-    windows: Windows
+    regions: Regions
 
     def __init__(
         self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
@@ -59,10 +59,10 @@ class SharedMemoryCommunicator(Communicator):
         inboxes = [segment.address + layout.inbox for segment in segments]
         boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
         self.name = base.next_name()
-        self._meeting = Meeting(self.index, inboxes, boards, processes, timeout, self.towers, self.health, self.name)
-        keep_from_forks(self._meeting)
+        self._barrier = Barrier(self.index, inboxes, boards, processes, timeout, self.towers, self.health, self.name)
+        keep_from_forks(self._barrier)
         tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
-        self.windows = Windows(self.index, self._meeting, tables, processes)
+        self.regions = Regions(self.index, self._barrier, tables, processes)
         self._half = 0
         self._staging: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._queue: list[Tensor] = []
@@ -71,13 +71,13 @@ class SharedMemoryCommunicator(Communicator):
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if numel and device.type == "cpu":
-            window = self.windows.allocate(key, numel, dtype)
-            if window is not None:
-                return window
+            region = self.regions.allocate(key, numel, dtype)
+            if region is not None:
+                return region
         return super().allocate(key, numel, dtype, device)
 
     def release(self, key: int) -> None:
-        self.windows.release(key)
+        self.regions.release(key)
 
     def start_average(self, tensor: Tensor) -> Pending:
         self._queue.append(tensor)
@@ -88,12 +88,12 @@ class SharedMemoryCommunicator(Communicator):
         """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
         queue, self._queue = self._queue, []
         if queue:
-            for tensor in self.windows.average(queue):
+            for tensor in self.regions.average(queue):
                 self.all_reduce(tensor.mul_(1.0 / self.size))
 
     @whole
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
-        super().sum_by_tree(self.windows.sum_by_tree(tensors))
+        super().sum_by_tree(self.regions.sum_by_tree(tensors))
 
     # -- staging -----------------------------------------------------------------------------------------
 
@@ -125,20 +125,20 @@ class SharedMemoryCommunicator(Communicator):
         if flat.nbytes <= _ALONE:
             slots = self._slots(flat.dtype, flat.numel())
             slots[self.index].copy_(flat)
-            self._meeting.meet()
+            self._barrier.wait()
             reduce_into(flat, slots, op)
             return
         for piece in flat.split(_HALF // flat.element_size()):
             slots = self._slots(flat.dtype, piece.numel())
             slots[self.index].copy_(piece)
-            self._meeting.meet()
+            self._barrier.wait()
             bounds = [part(piece.numel(), flat.element_size(), self.size, tower) for tower in range(self.size)]
             start, end = bounds[self.index]
             parts = [slot[start:end] for slot in slots]
             total = torch.empty_like(parts[0])
             reduce_into(total, parts, op)
             parts[self.index].copy_(total)  # nobody else touches this part of any half
-            self._meeting.meet()
+            self._barrier.wait()
             for slot, (start, end) in zip(slots, bounds, strict=True):
                 piece[start:end].copy_(slot[start:end])
 
@@ -156,7 +156,7 @@ class SharedMemoryCommunicator(Communicator):
             piece = mine[start : start + _HALF]
             slots = self._slots(torch.uint8, piece.numel())
             slots[self.index].copy_(piece)
-            self._meeting.meet()
+            self._barrier.wait()
             for row, slot in zip(rows, slots, strict=True):
                 row[start : start + _HALF].copy_(slot)
 
@@ -194,7 +194,7 @@ class SharedMemoryCommunicator(Communicator):
         for piece in row.view(-1).split(max(1, _HALF // (self.size * row.element_size()))):
             slots = self._slots(row.dtype, self.size * piece.numel())
             slots[self.index].view(self.size, -1).copy_(mine[:, at : at + piece.numel()])
-            self._meeting.meet()
+            self._barrier.wait()
             yield piece, [slot.view(self.size, -1)[self.index] for slot in slots]
             at += piece.numel()
 
@@ -225,7 +225,7 @@ class SharedMemoryCommunicator(Communicator):
             for tower in others:
                 piece = given[tower][start : start + room]
                 slots[self.index][tower * room : tower * room + piece.numel()].copy_(piece)
-            self._meeting.meet()
+            self._barrier.wait()
             for tower in others:
                 piece = taken[tower][start : start + room]
                 piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
@@ -242,18 +242,18 @@ class SharedMemoryCommunicator(Communicator):
             slot = self._slots(torch.uint8, piece.numel())[source]
             if self.index == source:
                 slot.copy_(piece)
-            self._meeting.meet()
+            self._barrier.wait()
             if self.index != source:
                 piece.copy_(slot)
 
     def barrier(self) -> None:
-        self._meeting.meet()
+        self._barrier.wait()
 
     def check_whole(self) -> None:
-        self._meeting.check_whole()
+        self._barrier.check_whole()
 
     def break_off(self, error: BaseException) -> None:
-        self._meeting.break_off(error)
+        self._barrier.break_off(error)
 
     def channel(self) -> Communicator:
         found = join(self, self._timeout)
@@ -262,8 +262,8 @@ class SharedMemoryCommunicator(Communicator):
         return found
 
     def close(self) -> None:
-        self._meeting.close()
-        self.windows.close()
+        self._barrier.close()
+        self.regions.close()
 
 
 def join(base: Communicator, timeout: float) -> SharedMemoryCommunicator | str:

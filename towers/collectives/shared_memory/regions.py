@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import add_by_tree, reduce_into
-from towers.collectives.shared_memory.barrier import Meeting
+from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.segment import Segment
 from towers.system.log import get_logger
 
@@ -43,7 +43,7 @@ TABLE_BYTES = 8 * _ENTRY * KEYS
 _PIECE = 2**18  # bytes of a window that are reduced at a time: as many as two towers' fit into a core's cache
 
 
-class _Window:
+class _Region:
     """What all towers have under one key.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Window:
         self.pieces: list[list[Tensor]] = []
 
 
-class Windows:
+class Regions:
     """One tower's windows, and its view of the others'.
 
     Attributes:
@@ -74,16 +74,16 @@ class Windows:
         processes: every tower's process id.
     """
 
-    def __init__(self, index: int, meeting: Meeting, tables: Sequence[memoryview], processes: Sequence[int]) -> None:
-        self.meeting = meeting
+    def __init__(self, index: int, barrier: Barrier, tables: Sequence[memoryview], processes: Sequence[int]) -> None:
+        self.barrier = barrier
         self._index, self._size = index, len(processes)
         self._tables = list(tables)
         self._processes = list(processes)
-        self._windows: dict[int, _Window] = {}
-        self._reached: list[_Window] = []
+        self._regions: dict[int, _Region] = {}
+        self._mapped: list[_Region] = []
         self._blocks: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
         self._said = False
-        self.newly_reached = False
+        self.newly_mapped = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
         """This tower's memory under ``key``, zeros; None when it cannot be had, which the others will see.
@@ -93,9 +93,9 @@ class Windows:
         if key >= KEYS:
             self._say_once(numel * dtype.itemsize, f"all {KEYS} places for windows were used")
             return None
-        window = self._windows.get(key)
-        if window is None:
-            window = self._windows[key] = _Window(key, numel, dtype, self._size)
+        region = self._regions.get(key)
+        if region is None:
+            region = self._regions[key] = _Region(key, numel, dtype, self._size)
         entry = self._tables[self._index][_ENTRY * key : _ENTRY * (key + 1)]
         try:
             segment = Segment.create(numel * dtype.itemsize, reserve=True)
@@ -104,7 +104,7 @@ class Windows:
             self._say_once(numel * dtype.itemsize, str(error))
             return None
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
-        window.segment, window.tensors[self._index] = segment, segment.tensor(dtype, numel)
+        region.segment, region.tensors[self._index] = segment, segment.tensor(dtype, numel)
         return segment.tensor(dtype, numel)  # not the same tensor: who counts its views is not to count ours
 
     def _say_once(self, nbytes: int, why: str) -> None:
@@ -119,16 +119,16 @@ class Windows:
 
     def piece(self, key: int, start: int, numel: int) -> Tensor | None:
         """A part of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
-        window = self._windows.get(key)
-        if window is None or window.segment is None or self._tables[self._index][_ENTRY * key + 2] <= 0:
+        region = self._regions.get(key)
+        if region is None or region.segment is None or self._tables[self._index][_ENTRY * key + 2] <= 0:
             return None
-        return window.segment.tensor(window.dtype, numel, start * window.dtype.itemsize)
+        return region.segment.tensor(region.dtype, numel, start * region.dtype.itemsize)
 
     def release(self, key: int) -> None:
         """Forget what was allocated under ``key``."""
         for tower in range(self._size):
             self._blocks.pop((key, tower), None)
-        if self._windows.pop(key, None) is not None:
+        if self._regions.pop(key, None) is not None:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -140,33 +140,33 @@ class Windows:
         return self._reduce(tensors, add_by_tree)
 
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
-        at = {window.tensors[self._index].data_ptr(): window for window in self._windows.values()}
-        windows = [at.get(tensor.data_ptr()) for tensor in tensors]
-        self.meeting.meet()
-        within = [window if window is not None and self._reach_together(window) else None for window in windows]
-        for window in within:
-            if window is not None:
-                for pieces in window.pieces:
+        at = {region.tensors[self._index].data_ptr(): region for region in self._regions.values()}
+        regions = [at.get(tensor.data_ptr()) for tensor in tensors]
+        self.barrier.wait()
+        within = [region if region is not None and self._map_together(region) else None for region in regions]
+        for region in within:
+            if region is not None:
+                for pieces in region.pieces:
                     first, *others = pieces
                     reduce(first, pieces)
                     for other in others:
                         other.copy_(first)
-        self.meeting.meet()
+        self.barrier.wait()
         self.withdraw()
-        return [tensor for tensor, window in zip(tensors, within, strict=True) if window is None]
+        return [tensor for tensor, region in zip(tensors, within, strict=True) if region is None]
 
-    def reach(self, key: int) -> list[Tensor] | None:
+    def map_peers(self, key: int) -> list[Tensor] | None:
         """Every tower's memory under ``key``; None, on all towers, when some tower has none.
 
         To be called by all towers after a meeting; :meth:`withdraw` after the next one.
         """
-        window = self._windows.get(key)
-        return window.tensors if window is not None and self._reach_together(window) else None
+        region = self._regions.get(key)
+        return region.tensors if region is not None and self._map_together(region) else None
 
     def blocks(self, key: int) -> list[Tensor | None]:
         """What every tower has allocated under ``key``, as bytes, of any size; None where that is nothing.
 
-        As :meth:`reach`, for keys that are not used with it. Empty where the memory could not be had.
+        As :meth:`map_peers`, for keys that are not used with it. Empty where the memory could not be had.
         """
         found: list[Tensor | None] = []
         if key >= KEYS:
@@ -175,15 +175,15 @@ class Windows:
             version, file, nbytes = table[_ENTRY * key : _ENTRY * (key + 1)]
             known, block = self._blocks.get((key, tower), (0, None))
             if version != known:
-                self.newly_reached = True
+                self.newly_mapped = True
                 if nbytes == 0:  # another window lay there
                     block = None
                 elif nbytes == _REFUSED:
                     block = torch.empty(0, dtype=torch.uint8, device="cpu")
                 elif tower == self._index:
-                    window = self._windows[key]
-                    block = window.tensors[tower]
-                    self._reached.append(window)
+                    region = self._regions[key]
+                    block = region.tensors[tower]
+                    self._mapped.append(region)
                 else:
                     block = self._open(tower, file).tensor(torch.uint8, nbytes)
                 self._blocks[key, tower] = version, block
@@ -205,37 +205,37 @@ class Windows:
 
     def withdraw(self) -> None:
         """After a meeting: what all have reached before it, nobody needs to open any more."""
-        for window in self._reached:
-            if window.segment is not None:
-                window.segment.withdraw()
-        self._reached = []
-        self.newly_reached = False
+        for region in self._mapped:
+            if region.segment is not None:
+                region.segment.withdraw()
+        self._mapped = []
+        self.newly_mapped = False
 
-    def _reach_together(self, window: _Window) -> bool:
-        reached = self._reach(window)
-        if reached and window.segment is not None and window.segment.file >= 0:
-            self._reached.append(window)
+    def _map_together(self, region: _Region) -> bool:
+        reached = self._map(region)
+        if reached and region.segment is not None and region.segment.file >= 0:
+            self._mapped.append(region)
         return reached
 
-    def _reach(self, window: _Window) -> bool:
+    def _map(self, region: _Region) -> bool:
         """Map the other towers' windows where they are new. False, on all towers, when some tower has none."""
         changed = False
         for tower, table in enumerate(self._tables):
-            version, file, nbytes = table[_ENTRY * window.key : _ENTRY * (window.key + 1)]
-            if nbytes < window.numel * window.dtype.itemsize:
+            version, file, nbytes = table[_ENTRY * region.key : _ENTRY * (region.key + 1)]
+            if nbytes < region.numel * region.dtype.itemsize:
                 return False
-            if version == window.versions[tower]:
+            if version == region.versions[tower]:
                 continue
             if tower != self._index:
-                window.tensors[tower] = self._open(tower, file).tensor(window.dtype, window.numel)
-            window.versions[tower] = version
+                region.tensors[tower] = self._open(tower, file).tensor(region.dtype, region.numel)
+            region.versions[tower] = version
             changed = True
         if changed:
-            self.newly_reached = True
-            start, end = part(window.numel, window.dtype.itemsize, self._size, self._index)
-            step = _PIECE // window.dtype.itemsize
-            columns = [tensor[start:end].split(step) for tensor in window.tensors] if start < end else []
-            window.pieces = [list(piece) for piece in zip(*columns, strict=True)]
+            self.newly_mapped = True
+            start, end = part(region.numel, region.dtype.itemsize, self._size, self._index)
+            step = _PIECE // region.dtype.itemsize
+            columns = [tensor[start:end].split(step) for tensor in region.tensors] if start < end else []
+            region.pieces = [list(piece) for piece in zip(*columns, strict=True)]
         return True
 
     def _open(self, tower: int, file: int) -> Segment:
@@ -243,16 +243,16 @@ class Windows:
             return Segment.open(self._processes[tower], file)
         except OSError as error:
             for _ in range(20):  # who is being killed closes its files a moment before it is gone
-                if (lost := self.meeting.lost_peer()) is not None:
+                if (lost := self.barrier.lost_peer()) is not None:
                     raise lost from None
                 time.sleep(0.05)
             raise error from None
 
     def close(self) -> None:
         """Nobody will map them any more."""
-        for window in self._windows.values():
-            if window.segment is not None:
-                window.segment.withdraw()
+        for region in self._regions.values():
+            if region.segment is not None:
+                region.segment.withdraw()
 
 
 def part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
