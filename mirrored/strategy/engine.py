@@ -30,8 +30,9 @@ from towers.sharding.optimizer import OptimizerSharder
 from towers.system.uncompiled import Untraced
 
 _untraced = Untraced(
-    ["towers", "mirrored"],
-    traced=["batch_norm", "batch_norm_calls", "context", "losses", "operations", "stand_in"],  # parts of a model's step
+    ["towers", "mirrored", "mirrored.attached"],
+    # what a model's step consists of; of mirrored.attached only some
+    traced=["attached", "batch_norm", "batch_norm_calls", "context", "losses", "operations", "stand_in"],
 )
 
 
