@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from mirrored import seeds
 from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
 from mirrored.data.order import Drawn, Order
-from mirrored.data.shares import Cut, KnownShares, Share
-from mirrored.data.transfer import Batch, to_device
+from mirrored.data.shares import Batch, Cut, KnownShares, Share
+from mirrored.data.transfer import to_device
 from mirrored.observer import observer
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator

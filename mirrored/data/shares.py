@@ -35,6 +35,10 @@ class Share:
         return self.local or self.stand_in
 
 
+Batch = tuple[Any, Share]
+"""What a tower is given in a step, and which share of the global batch it is."""
+
+
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
     """Where tower ``index``'s share of a batch begins and ends.
 

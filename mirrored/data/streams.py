@@ -13,8 +13,7 @@ from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Drawn, Order, tell_epoch
-from mirrored.data.shares import Cut, KnownShares, Share
-from mirrored.data.transfer import Batch
+from mirrored.data.shares import Batch, Cut, KnownShares, Share
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError

@@ -25,7 +25,6 @@ from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine, TrainingOptions
-from mirrored.strategy.guard import OptimizerGuard
 from mirrored.strategy.own_gradients import OwnGradients
 from mirrored.virtual.towers import cut_for
 from towers.collectives import values
@@ -85,8 +84,6 @@ class Strategy(OwnGradients):
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
         self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
-        if self._several or virtual:
-            self._guard = OptimizerGuard(self)
         if self._several:
             announce(self)
 
@@ -161,7 +158,7 @@ class Strategy(OwnGradients):
         try:
             self.engine.begin_run()
             if (watching := observer()) is not None:
-                fn = watching.running(self, fn)
+                fn = watching.running(replica, fn)
             if self._several and holds_stand_in(self, replica):
                 fn = self.engine.keeping_statistics()(fn)
             with frame(self, replica), self.streams.inside():

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from mirrored.attached.kept_statistics import KeptStatistics
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
 from mirrored.data.shares import Cut, KnownShares
-from mirrored.strategy.guard import EarlyBackwardGuard
+from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.scope import AfterFirstForward, Recorder
 from mirrored.virtual.towers import VirtualTowers
@@ -28,6 +29,8 @@ from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.sharding.optimizer import OptimizerSharder
 from towers.system.uncompiled import Untraced
+
+_T = TypeVar("_T")
 
 _untraced = Untraced(
     ["towers", "mirrored", "mirrored.attached"],
@@ -126,6 +129,8 @@ class Engine:
         if training.virtual_towers is not None:
             self.virtual = VirtualTowers(comm, cut, known, self.averager)
         self._records = self._several or self.virtual is not None or self._lone_watch is not None
+        if self._several or self.virtual is not None:
+            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_twin, self.prepare_step)
 
     # -- models ------------------------------------------------------------------------------------------
 
@@ -266,12 +271,10 @@ class Engine:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
         return self.averager.unsynced() if self.averager is not None else {}
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are not averaged yet."""
-        if self.averager is not None:
-            return self.averager.in_backward
-        return self.virtual is not None and torch._C._current_graph_task_id() != -1
+    def attached(self, kind: type[_T]) -> _T | None:
+        """The feature of a class, if this strategy has it."""
+        features = (self.batch_norms, self.virtual)
+        return next((feature for feature in features if isinstance(feature, kind)), None)
 
     @property
     def state_is_shared_out(self) -> bool:
@@ -284,6 +287,8 @@ class Engine:
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of mirrored parameters is about to step."""
+        if self.virtual is not None:
+            self.virtual.before_step()
         if self.averager is not None:
             self.averager.check_paired()
         if self._statistics is not None:

@@ -12,6 +12,7 @@ import torch
 from mirrored import cluster
 from mirrored.attached.mirror_check import DEFAULT_INTERVAL
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.engine import TrainingOptions
@@ -174,6 +175,17 @@ def _checked(communication: object) -> CommunicationOptions:
 def default_strategy() -> Strategy:
     """The strategy outside of all scopes: one replica, which does nothing."""
     return OneDeviceStrategy()
+
+
+set_default_strategy(default_strategy)
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside every scope and run the default one, which has one replica."""
+    current = current_frame()
+    strategy = current.strategy if current is not None else default_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
 
 
 def _find_towers(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mirrored.data.shares import KnownShares
 from mirrored.strategy.calls import CheckedCalls
+from mirrored.strategy.engine import Engine
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.gradients.averages import average
 from towers.system.memory_layout import is_dense
-
-if TYPE_CHECKING:
-    from mirrored.data.shares import KnownShares
-    from mirrored.strategy.engine import Engine
 
 
 class OwnGradients(CheckedCalls):

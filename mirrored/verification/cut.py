@@ -14,8 +14,8 @@ from torch.optim.optimizer import (
 )
 
 from mirrored.context import strategy_with_towers
-from mirrored.data.dataset import DistributedDataset, MapDataset
-from mirrored.data.transfer import Batch
+from mirrored.data.dataset import MapDataset
+from mirrored.data.shares import Batch
 from mirrored.observer import Observer
 from mirrored.verification.trace import Seen
 from towers.system.devices import Device
@@ -53,7 +53,7 @@ class Cutter(Observer):
         self._limit = limit
         self._folder = pathlib.Path(folder)
         self._counts: dict[int, int] = {}
-        self._datasets: list[DistributedDataset] = []
+        self._datasets: list[MapDataset] = []
         self._left = _MOST_FURTHER if further else 0
         self._may_step = False
         register_optimizer_step_pre_hook(self._before_step)
@@ -78,9 +78,7 @@ class Cutter(Observer):
         """One of our own for each of the script's: both runs begin anew, and the script's own checkpoints stay."""
         return self._folder / hashlib.blake2b(os.path.abspath(requested).encode(), digest_size=8).hexdigest()
 
-    def batches(
-        self, dataset: DistributedDataset, load: Callable[[int], Iterator[Batch]], first: int
-    ) -> Iterator[Batch]:
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
         if isinstance(dataset, MapDataset) and dataset not in self._datasets:
             self._datasets.append(dataset)
             self.seen.datasets.append(dataset.examples)

@@ -17,9 +17,8 @@ from torch.optim.optimizer import Optimizer
 from torch.overrides import _pop_mode_temporarily
 from torch.utils.hooks import RemovableHandle
 
-from mirrored.context import current_frame, strategy_with_towers
+from mirrored.context import ReplicaContext, current_frame, strategy_with_towers
 from mirrored.stand_in import holds_stand_in, shares_at_hand
-from mirrored.strategy.base import Strategy
 from mirrored.verification.buffers import buffers_of
 from mirrored.verification.cut import Cutter
 from mirrored.verification.interventions import Repairs
@@ -95,13 +94,14 @@ class Recorder(Cutter):
 
     # -- the observer ------------------------------------------------------------------------------------
 
-    def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
+        strategy = replica.strategy
+
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
             self.seen.virtual = strategy.virtual_towers is not None
             run = Run(len(self.seen.steps))
-            frame = current_frame()
-            shares = shares_at_hand(strategy, frame.replica if frame is not None else None)
+            shares = shares_at_hand(strategy, replica)
             run.shares = [(share.local, share.total) for share in shares]
             if not shares or not all(share.stand_in for share in shares):
                 known = strategy.known_shares

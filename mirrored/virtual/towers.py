@@ -35,7 +35,10 @@ from towers.gradients.sparse import add_sparse
 from towers.gradients.tree_sum import Subtree
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
+from towers.system.log import get_logger
 from towers.topology import Topology
+
+log = get_logger("mirrored")
 
 
 @dataclasses.dataclass
@@ -102,6 +105,16 @@ class VirtualTowers:
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._buffers: StepBuffers | None = None
         self.step = 0
+        self._says = comm.size > 1 and comm.index == 0
+
+    def before_step(self) -> None:
+        """An optimizer is about to step: where :meth:`backward` was never called, tower 0 of several says so once."""
+        if self.step == 0 and self._says:
+            self._says = False
+            log.info(
+                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
+                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
+            )
 
     def add(self, parameters: Sequence[Tensor], modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Take part in every backward from now on.
