@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,26 @@ class Cut:
         """
         own = self.end - self.first
         return [bounds(local, own, part) for part in range(own)]
+
+
+def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
+    """How batches are cut on tower ``index`` of so many.
+
+    Raises:
+        ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
+    """
+    if virtual_towers is None:
+        return Cut(towers, index, index + 1)
+    count = operator.index(virtual_towers)
+    if count < 1 or count & (count - 1):
+        raise ValueError(f"virtual_towers is {count}, but must be a power of two")
+    if count % towers:
+        raise ValueError(
+            f"virtual_towers is {count}, which {towers} towers cannot share evenly; the number of towers has to "
+            "be a power of two that is not larger"
+        )
+    own = count // towers
+    return Cut(count, own * index, own * (index + 1), virtual=True)
 
 
 class KnownShares:

@@ -16,7 +16,7 @@ from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.data.shares import KnownShares
+from mirrored.data.shares import KnownShares, cut_for
 from mirrored.data.streams import PipelineDataset
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
@@ -24,9 +24,9 @@ from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
-from mirrored.strategy.engine import Engine, TrainingOptions
+from mirrored.strategy.engine import Engine
+from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
-from mirrored.virtual.towers import cut_for
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.options import CommunicationOptions
@@ -78,7 +78,7 @@ class Strategy(OwnGradients):
         self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
-        self._cut = cut_for(topology, training.virtual_towers)
+        self._cut = cut_for(topology.size, topology.index, training.virtual_towers)
         self.accumulates = False
         self._said: set[str] = set()
         virtual, compared = self.virtual_towers is not None, observer() is not None
@@ -160,7 +160,7 @@ class Strategy(OwnGradients):
             if (watching := observer()) is not None:
                 fn = watching.running(replica, fn)
             if self._several and holds_stand_in(self, replica):
-                fn = self.engine.keeping_statistics()(fn)
+                fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
             if isinstance(result, RUNS_LATER):
@@ -168,7 +168,7 @@ class Strategy(OwnGradients):
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
-            self.engine.give_up(error)
+            self.engine.averager.give_up(error)
             raise
         finally:
             self._runs_in = outer
@@ -181,7 +181,7 @@ class Strategy(OwnGradients):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.paused():
+            with self.engine.averager.paused():
                 yield
         finally:
             self.accumulates = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,34 +27,31 @@ class EarlyBackwardGuard:
 
     Args:
         tower: this one, for messages.
-        describe: how messages call a parameter.
+        recorder: knows the parameters.
     """
 
-    def __init__(self, tower: int, describe: Callable[[torch.Tensor], str]) -> None:
+    def __init__(self, tower: int, recorder: Recorder) -> None:
         self._tower = tower
-        self._describe = describe
+        self._recorder = recorder
         self._hooks: list[GradientHook] = []
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse gradients of these, and of no others."""
-        self.stop()
-        for parameter in parameters:
-            if parameter.is_floating_point() or parameter.is_complex():
-                self._hooks.append(GradientHook(parameter, self._refuse))
-
-    def stop(self) -> None:
-        """Refuse nothing any more."""
+    def watch(self) -> None:
+        """Refuse gradients of the parameters that are recorded and not mirrored now, and of no others."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks = [
+            GradientHook(parameter, self._refuse)
+            for parameter in self._recorder.untaken()
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
             return
         raise MirrorError(
-            f"backward() on tower {self._tower} reached {self._describe(parameter)}, which is to be mirrored, before "
-            "the first strategy.run(...): towers do not hold the same yet, and the gradient would not be averaged. "
-            "Put the training step into a function and call strategy.run(train_step, args=...)"
+            f"backward() on tower {self._tower} reached {self._recorder.describe(parameter)}, which is to be mirrored, "
+            "before the first strategy.run(...): towers do not hold the same yet, and the gradient would not be "
+            "averaged. Put the training step into a function and call strategy.run(train_step, args=...)"
         )
 
 
@@ -85,18 +82,18 @@ class OptimizerGuard:
     Args:
         comm: the strategy's towers.
         recorder: knows which parameters are mirrored.
-        averager: averages the gradients; None at one tower.
+        averager: averages the gradients.
         is_twin: whether an optimizer does a part of a step that has been checked.
-        prepare: is called before a step of mirrored parameters that was not refused.
+        prepare: are called before a step of mirrored parameters that was not refused.
     """
 
     def __init__(
         self,
         comm: Communicator,
         recorder: Recorder,
-        averager: GradientAverager | None,
+        averager: GradientAverager,
         is_twin: Callable[[Optimizer], bool],
-        prepare: Callable[[Optimizer], None],
+        prepare: Sequence[Callable[[Optimizer], None]],
     ) -> None:
         self._comm = comm
         self._health = comm.health
@@ -136,12 +133,12 @@ class OptimizerGuard:
                 "mirrored, so the towers would drift apart: create it inside strategy.scope(), or call "
                 "strategy.mirror(module) before training"
             )
-        if self._in_backward():
+        if self._averager.in_backward:
             raise MirrorError(
                 "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
-        unsynced = self._averager.unsynced() if self._averager is not None else {}
+        unsynced = self._averager.unsynced()
         stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]
         if stale:
             raise MirrorError(
@@ -155,7 +152,8 @@ class OptimizerGuard:
         if isinstance(optimizer, torch.optim.SparseAdam):
             self._check_sparse(parameters)
         if len(foreign) < len(parameters):
-            self._prepare(optimizer)
+            for prepare in self._prepare:
+                prepare(optimizer)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped.
@@ -174,15 +172,9 @@ class OptimizerGuard:
         frame = current_frame()
         return frame is not None and frame.replica is not None and frame.strategy.communicator is self._comm
 
-    def _in_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are not averaged yet."""
-        if self._averager is not None:
-            return self._averager.in_backward
-        return torch._C._current_graph_task_id() != -1
-
     def _check_averaged(self, optimizer: Optimizer) -> None:
         averager = self._averager
-        if averager is None:
+        if self._comm.size == 1:
             return
         stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -203,9 +195,7 @@ class OptimizerGuard:
             )
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:
-        averager = self._averager
-        slots = (averager.slot_of(p) for p in parameters if p.grad is not None) if averager is not None else ()
-        for slot in slots:
+        for slot in (self._averager.slot_of(p) for p in parameters if p.grad is not None):
             if isinstance(slot, DenseSlot):
                 raise MirrorError(
                     f"SparseAdam wants sparse gradients, but those of {slot.name} are averaged as dense ones: sparse "

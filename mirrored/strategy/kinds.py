@@ -10,12 +10,11 @@ from typing import NoReturn
 import torch
 
 from mirrored import cluster
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.engine import TrainingOptions
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import default_group
 from towers.collectives.connecting.connect import connect
@@ -107,7 +106,7 @@ class MirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
@@ -149,7 +148,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:

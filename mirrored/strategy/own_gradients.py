@@ -116,8 +116,7 @@ class OwnGradients(CheckedCalls):
                 parameter.grad = mean
             else:
                 before.detach().copy_(mean)
-        if self.engine.averager is not None:
-            self.engine.averager.note_synced(chosen)
+        self.engine.averager.note_synced(chosen)
 
     def _averaged(
         self, call: str, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -133,8 +132,7 @@ class OwnGradients(CheckedCalls):
                 "or torch.autograd.grad inside"
             )
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
-        if self.engine.averager is not None:
-            self.engine.averager.note_averaged(tensors)
+        self.engine.averager.note_averaged(tensors)
         return means
 
     def _refuse_own(self, call: str, tensors: Sequence[Tensor]) -> None:
