@@ -146,7 +146,10 @@ def holds_stand_in(strategy: ActiveStrategy, replica: ReplicaContext | None) -> 
 
 
 def shares_at_hand(strategy: ActiveStrategy, replica: ReplicaContext | None) -> list[Share]:
-    """The shares of the batches that a run was given, else that of the newest batch."""
+    """The shares of the batches that a run was given, else that of the newest batch.
+
+    See [Note: batch sizes travel beside the batch] in :mod:`mirrored.data.shares`.
+    """
     known = strategy.known_shares
     shares = replica.shares() if replica is not None else []
     return shares or ([known.in_hand] if known.in_hand is not None else [])

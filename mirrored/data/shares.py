@@ -1,4 +1,14 @@
-"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md)."""
+"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md), and which share a tensor belongs to.
+
+[Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
+a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset
+notes in a table of its strategy (:class:`KnownShares`), for every tensor, array and other object of a batch that it
+yields, the sizes of the share and of the global batch: by the object's identity, and weakly, so that nothing lives
+longer. ``compute_average_loss``, ``strategy.backward``, metrics and all that treats stand-ins look there for the
+arguments of ``strategy.run``; for a batch that came into the step by another way, the newest batch counts
+(:attr:`KnownShares.in_hand`). An attribute or a subclass of tensors would be lost by the first ``x.to(…)`` and get in
+the way of compilers, and adding up the towers' numbers would be a collective in every step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from towers.collectives.communicator import Communicator
 from towers.system import tree as trees
 
 
@@ -112,6 +123,8 @@ def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
 class KnownShares:
     """Remembers which share a batch's tensors (or other objects) belong to, as long as they live.
 
+    See [Note: batch sizes travel beside the batch].
+
     Attributes:
         in_hand: the share of the newest batch, until its dataset is asked for another one.
     """
@@ -212,6 +225,21 @@ class KnownShares:
         except TypeError:
             return None
         return found
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a strategy shares out batches.
+
+    Attributes:
+        comm: the towers.
+        cut: how a global batch is cut into their shares.
+        known: which shares the batches in use are.
+    """
+
+    comm: Communicator
+    cut: Cut
+    known: KnownShares
 
 
 def _pair(whole: Any, parts: Sequence[Any], pieces: dict[int, tuple[Any, Sequence[Any]]]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.input_context import ValueContext
-from mirrored.data.shares import KnownShares, cut_for
+from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
@@ -74,12 +74,13 @@ class Strategy(OwnGradients, DistributedData):
         self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
-        self._cut = cut_for(topology.size, topology.index, training.virtual_towers)
+        cut = cut_for(topology.size, topology.index, training.virtual_towers)
+        self._distribution = Distribution(communicator, cut, self.known_shares)
         self.accumulates = False
         self._said: set[str] = set()
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
-        self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
+        self.engine = Engine(self._distribution, options, training)
         if self._several:
             announce(self)
 

@@ -10,19 +10,16 @@ from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext
-from mirrored.data.shares import Cut, KnownShares
+from mirrored.data.shares import Distribution
 from mirrored.data.streams import PipelineDataset
 from mirrored.strategy.calls import CheckedCalls
-from towers.collectives.communicator import Communicator
 from towers.tensorflow_names import instead_of
 
 
 class DistributedData(CheckedCalls):
     """The part of a strategy that shares out data among its towers."""
 
-    communicator: Communicator
-    known_shares: KnownShares
-    _cut: Cut
+    _distribution: Distribution
     _seed: int | None
 
     @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
@@ -68,9 +65,7 @@ class DistributedData(CheckedCalls):
                 or other settings, or are at different places in it.
         """
         return distribute(
-            self.communicator,
-            self._cut,
-            self.known_shares,
+            self._distribution,
             dataset,
             global_batch_size,
             shuffle=shuffle,
@@ -100,7 +95,7 @@ class DistributedData(CheckedCalls):
         Raises:
             TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
         """
-        towers = self.communicator.size
-        pipeline = fn(InputContext(towers, self.communicator.index, towers))
+        towers = self._distribution.comm.size
+        pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
         seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)
+        return PipelineDataset(self._distribution, pipeline, seed, stand_in, batch_dims)

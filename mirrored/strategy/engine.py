@@ -17,7 +17,7 @@ from mirrored.attached.batch_norm import BatchNorms
 from mirrored.attached.kept_statistics import KeptStatistics
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
-from mirrored.data.shares import Cut, KnownShares
+from mirrored.data.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
@@ -70,8 +70,7 @@ class Engine:
     At one tower nothing is attached, but for virtual towers and watched gradients.
 
     Args:
-        comm: the towers.
-        cut, known: how batches are cut, and which are known.
+        distribution: the towers, and how batches are shared out among them.
 
     Attributes:
         averager: averages gradients; at one tower it has none.
@@ -82,19 +81,14 @@ class Engine:
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
-        communication: CommunicationOptions,
-        training: TrainingOptions,
+        self, distribution: Distribution, communication: CommunicationOptions, training: TrainingOptions
     ) -> None:
         if training.virtual_towers is not None and communication.wire_dtype != "same":
             raise ValueError(
                 f"wire_dtype={communication.wire_dtype!r} rounds gradients that are sent, while virtual_towers promise "
                 "the same bits on any number of towers: leave one of the two out"
             )
-        self._comm = comm
+        self._comm = comm = distribution.comm
         self._several = comm.size > 1
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
@@ -115,9 +109,8 @@ class Engine:
         self.virtual: VirtualTowers | None = None
         parts: list[Part] = []
         if training.virtual_towers is not None:
-            self.virtual = VirtualTowers(
-                comm, cut, known, self.averager if self._several else None, self.recorder.modules_with_buffers
-            )
+            averager = self.averager if self._several else None
+            self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
             parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
         if self._several:
             parts += self._parts_of_several_towers(channel, training)

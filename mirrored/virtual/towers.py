@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.data.shares import Cut, KnownShares
+from mirrored.data.shares import Distribution
 from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.stand_in import is_stand_in
 from mirrored.virtual.buffers import StepBuffers, registered
 from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
 from towers.gradients.tree_sum import Subtree
@@ -67,9 +67,7 @@ class VirtualTowers:
     """The virtual towers of one strategy.
 
     Args:
-        comm: the real towers.
-        cut: how batches are cut; one part for each virtual tower.
-        known: what virtual towers' parts of certain batches are.
+        distribution: how batches are shared out; they are cut into one part for each virtual tower.
         averager: adds up gradients over several towers; None at one.
         modules: returns the modules that have buffers, with their names.
 
@@ -79,15 +77,13 @@ class VirtualTowers:
 
     def __init__(
         self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
+        distribution: Distribution,
         averager: GradientAverager | None,
         modules: Callable[[], Sequence[tuple[str, nn.Module]]],
     ) -> None:
-        self._comm = comm
-        self._known = known
-        self._cut = cut
+        self._comm = comm = distribution.comm
+        self._known = distribution.known
+        self._cut = distribution.cut
         self._averager = averager
         self._find_modules = modules
         self._parameters: list[weakref.ref[Tensor]] = []
