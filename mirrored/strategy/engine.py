@@ -36,9 +36,16 @@ from towers.system.uncompiled import Untraced
 _T = TypeVar("_T")
 
 _untraced = Untraced(
-    ["towers", "mirrored", "mirrored.attached"],
-    # what a model's step consists of; of mirrored.attached only some
-    traced=["attached", "batch_norm", "batch_norm_calls", "context", "losses", "operations", "stand_in"],
+    ["towers", "mirrored"],
+    traced=[  # parts of a model's step
+        "towers.batch_norm",
+        "mirrored.attached.batch_norm",
+        "mirrored.attached.batch_norm_calls",
+        "mirrored.context",
+        "mirrored.losses",
+        "mirrored.operations",
+        "mirrored.stand_in",
+    ],
 )
 
 

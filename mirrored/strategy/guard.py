@@ -18,6 +18,7 @@ from towers.gradients.buckets import DenseSlot
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")
 
@@ -63,7 +64,7 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 @torch.no_grad()
 def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers anyway."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -191,7 +192,7 @@ class OptimizerGuard:
                 f"its last step ({name}{more}). loss.backward() averages them, inside strategy.run. "
                 "torch.autograd.grad does not: call strategy.grad(loss, parameters) instead, or "
                 "strategy.average_gradients(parameters) when gradients were put into .grad. (A backward() that is "
-                "compiled with torch._dynamo.config.trace_autograd_ops calls no hooks, ours neither)"
+                f"compiled with {TRACED_AUTOGRAD} calls no hooks, ours neither)"
             )
 
     def _check_sparse(self, parameters: list[torch.Tensor]) -> None:
@@ -220,12 +221,12 @@ def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
     The hooks stay when the guard is gone: torch iterates over them, and none may be removed meanwhile.
     """
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (living := guard()) is not None:
             living.before_step(optimizer, args, kwargs)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if (living := guard()) is not None:
             living.after_step(optimizer, args, kwargs)
