@@ -180,6 +180,14 @@ class KnownShares:
                 return len(value)
         raise TypeError("the number of examples in the arguments of strategy.backward cannot be told")
 
+    def is_empty(self, batch: Sequence[Any]) -> bool:
+        """Whether the arguments of a step hold no example for certain: as is known, else as arrays and lists say."""
+        if shares := self.of(batch):
+            return not any(share.entries for share in shares)
+        arrays = [leaf.shape[0] for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)]
+        sizes = arrays or [len(value) for value in batch if isinstance(value, list)]
+        return bool(sizes) and not any(sizes)
+
     def part(self, value: Any, cut: Cut, local: int, own: int, derived: bool = False) -> Any:
         """What one of this tower's virtual towers gets of an argument of a step.
 

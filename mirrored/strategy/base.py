@@ -13,16 +13,17 @@ from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
 from mirrored.data.input_context import ValueContext
 from mirrored.data.shares import Distribution, KnownShares, cut_for
-from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
+from mirrored.strategy import share_backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
 from mirrored.strategy.distributed_data import DistributedData
 from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
+from mirrored.strategy.run_kinds import RunKinds
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.options import CommunicationOptions
@@ -47,8 +48,9 @@ class Strategy(OwnGradients, DistributedData):
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
-        health: where this tower is (``step``, the number of :meth:`run` calls, and a phase), which is what a failure
-            report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the script's own.
+        health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
+            failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
+            script's own.
         virtual_towers: how many there are, if there are any.
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
@@ -82,6 +84,7 @@ class Strategy(OwnGradients, DistributedData):
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
         self.engine = Engine(self._distribution, options, training)
+        self._kinds = RunKinds(self.engine.recorder.models)
         if self._several:
             announce(self)
 
@@ -95,10 +98,11 @@ class Strategy(OwnGradients, DistributedData):
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
         (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
-        Args: sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
-            and variance of the global batch when they train, and so need every tower's forward and backward; see
-            :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
-            way of its own is a RuntimeError when it trains.
+        Args:
+            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean and
+                variance of the global batch when they train, and so need every tower's forward and backward; see
+                :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in
+                a way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -151,7 +155,7 @@ class Strategy(OwnGradients, DistributedData):
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
         outer = self._begin_run()
-        self.health.begin_step()
+        self.health.begin_run(self._kinds.begin(fn) if self._several else None)
         replica = ReplicaContext(self, (args, kwargs))
         in_trace = begin_range("mirrored::run")
         try:
@@ -172,7 +176,9 @@ class Strategy(OwnGradients, DistributedData):
         finally:
             end_range(in_trace)
             self._runs_in = outer
-        self.health.end_step()
+        self.health.end_run()
+        if self._several:
+            self._kinds.learn(self.health.evaluates)
         return result
 
     @contextlib.contextmanager
@@ -198,12 +204,15 @@ class Strategy(OwnGradients, DistributedData):
         With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual.towers`),
         and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
         one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does, and ``loss_fn`` is called for an empty share, too.
+        does where the share has examples; elsewhere this tower takes part in the average and contributes nothing.
 
         Args:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
                 ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
-                (seed, step, virtual tower) only. It is not called for parts without examples.
+                (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
+                model's forward is a matter of all towers together: BatchNorm over the global batch that trains, and
+                lazy modules in their first forward. So it makes no collectives of its own, such as
+                ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
             batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
                 and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
                 tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
@@ -214,8 +223,9 @@ class Strategy(OwnGradients, DistributedData):
                 examples; weights must have the losses' shape then.
 
         Returns:
-            The mean loss over the global batch, a detached scalar, equal on all towers. After it, ``p.grad`` is its
-            gradient, added to what was there before.
+            The mean loss over the global batch, a detached scalar, equal on all towers, of the losses' dtype (the
+            default one where no tower has examples). After it, ``p.grad`` is its gradient, added to what was there
+            before.
 
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
@@ -230,10 +240,15 @@ class Strategy(OwnGradients, DistributedData):
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         virtual = self.engine.virtual
         if virtual is None:
-            loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
-            loss.backward()
-            mean: torch.Tensor = self.reduce("sum", loss.detach())
-            return mean
+            return share_backward.backward(
+                self.engine,
+                self.communicator,
+                loss_fn,
+                batch,
+                sample_weight,
+                denominator,
+                empty=self.known_shares.is_empty(batch),
+            )
         if self.accumulates:
             raise RuntimeError(
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "

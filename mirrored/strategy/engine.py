@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mirrored.attached import metrics
-from mirrored.attached.batch_norm import BatchNorms
+from mirrored.attached.batch_norm import BatchNorms, takes_statistics_of_all_towers
 from mirrored.attached.kept_statistics import KeptStatistics
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
@@ -21,7 +21,7 @@ from mirrored.data.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
-from mirrored.strategy.scope import AfterFirstForward, Recorder
+from mirrored.strategy.scope import AfterFirstForward, Recorder, has_uninitialized
 from mirrored.virtual.towers import VirtualTowers
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
@@ -290,6 +290,19 @@ class Engine:
         """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""
         if self._checks_unasked:
             self.check_mirrored(call)
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the forward of some mirrored model is a matter of all towers together, as the models are now."""
+        modules = (module for model in self.recorder.models() for module in model.modules())
+        return any(
+            has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))
+            for module in modules
+        )
+
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers, where this one has nothing to learn from."""
+        self.averager.contribute_nothing()
 
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""

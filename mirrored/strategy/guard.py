@@ -151,6 +151,7 @@ class OptimizerGuard:
             )
         if not _has_closure(args, kwargs):  # which is to compute the gradients
             self._check_averaged(optimizer)
+        self._health.train()
         self._health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
         if isinstance(optimizer, torch.optim.SparseAdam):

@@ -131,6 +131,7 @@ class OwnGradients(CheckedCalls):
                 f"{call} averages over the towers, but in no_sync() gradients are each tower's own: call it outside, "
                 "or torch.autograd.grad inside"
             )
+        self.communicator.health.train()
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
         self.engine.averager.note_averaged(tensors)
         return means
