@@ -229,6 +229,7 @@ def _join_towers(
     device = devices.for_tower(topology.local_index, topology.local_size, named, gpus, topology.origin, sees_all=by_us)
     if device.type == "cpu" and topology.size > 1:
         machine.keep_freed_memory()
+    log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
 
 
@@ -248,6 +249,7 @@ def _start_towers(
         devices.check_exist(named, gpus)
     chosen = named or devices.visible(gpus)
     if len(chosen) > 1 or resolver.workers > 1:
+        log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
         become.become(
             Job(
                 towers=len(chosen),
