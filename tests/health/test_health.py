@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
@@ -13,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -20,9 +23,11 @@ import pytest
 import torch
 
 import mirrored
+from mirrored.checkpoint.stopping import StopSignals
 from tests.support.jobs import ROOT, run_program, towers
 from tests.support.waiting import at_most, wait_until
 from towers.collectives import nccl_watch, process_group
+from towers.gradients.pairing import BackwardCounter
 from towers.health import failure, status_record
 from towers.health.failure import EXIT_PREEMPTED
 from towers.health.status import Health
@@ -100,10 +105,13 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: s
 
 
 def hang(strategy: mirrored.Strategy) -> None:
+    model = strategy.mirror(torch.nn.Linear(2, 1))
+
     def step() -> None:
         if strategy.health.step == 2 and strategy.topology.index == 1:
             time.sleep(60)
         strategy.reduce("sum", 1)
+        model(torch.ones(1, 2)).sum().backward()
 
     strategy.run(step)
     strategy.run(step)
@@ -164,11 +172,14 @@ def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text
 
 
 def die(strategy: mirrored.Strategy) -> None:
+    model = strategy.mirror(torch.nn.Linear(2, 1))
+
     def step() -> None:
         if strategy.health.step == 3 and strategy.topology.index == 1:
             with strategy.health.during("writing the checkpoint"):
                 os.kill(os.getpid(), signal.SIGKILL)
         strategy.reduce("sum", 1)
+        model(torch.ones(1, 2)).sum().backward()
 
     for _ in range(3):
         strategy.run(step)
@@ -370,13 +381,13 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
     places = [str(seen.read())]
     health.enter("loading data")
     places.append(str(seen.read()))
-    health.begin_step()
+    health.begin_run(None)
     with health.at("reduce('sum')"):
         places.append(str(seen.read()))
     with pytest.raises(OSError), health.during("writing the checkpoint — " + "x" * 100):
         raise OSError
     places.append(str(seen.read()))
-    health.end_step()
+    health.end_run()
     places.append(str(seen.read()))
     assert places == [
         "before its first step",
@@ -421,6 +432,48 @@ def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
     assert time.monotonic() - started < 30
     assert result.returncode == 1
     assert "ValueError: boom" in result.stderr
+
+
+def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, at_exit, now = [], [], [100.0]
+    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda seconds, **_: asked.append(seconds))
+    monkeypatch.setattr(failure.atexit, "register", at_exit.append)
+    monkeypatch.setattr(failure.time, "monotonic", lambda: now[0])
+    failure.end_soon()
+    for later in (0.5, 1.4, 30.0):  # the last where a checkpoint was being written
+        now[0] = 100.0 + later
+        at_exit[0]()
+    assert asked == pytest.approx([1.5, 2.0, 1.1, 1.0])
+
+
+def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(failure.time, "sleep", waited.append)
+    for told in (False, True):
+        with (
+            contextlib.suppress(mirrored.PeerLostError),
+            StopSignals([signal.SIGUSR1], 30.0),
+        ):
+            if told:
+                signal.raise_signal(signal.SIGUSR1)
+            raise (error := mirrored.PeerLostError("gone"))
+        failure._give_way(error)
+        assert len(waited) == 1
+
+
+def raise_beside_a_thread(strategy: mirrored.Strategy) -> None:
+    if strategy.topology.index == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise ValueError("boom")
+    strategy.reduce("sum", 1)
+
+
+def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
+        towers(raise_beside_a_thread)
+    assert [(failed.tower, failed.consequence) for failed in caught.value.failures] == [(1, False), (0, True)]
 
 
 @pytest.mark.parametrize("code", [0, 75])
@@ -554,9 +607,10 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
 def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import mirrored\n"
+        "import mirrored, torch\n"
         "strategy = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
-        "strategy.run(lambda: None)\n"
+        "model = strategy.mirror(torch.nn.Linear(1, 1))\n"
+        "strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())\n"
         "if strategy.is_chief:\n"
         "    strategy.reduce('sum', 1)\n"
     )
@@ -567,3 +621,128 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
         "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"
     )
     assert last.endswith("look for one under `if strategy.is_chief:`")
+
+
+# -- one count of steps ------------------------------------------------------------------------------------
+
+
+def test_a_run_counts_as_a_step_when_it_trains() -> None:
+    health = Health(Record())
+    places = []
+
+    def run(evaluates: bool, trains: bool) -> None:
+        health.begin_run(evaluates)
+        places.append(str(health.place))
+        if trains:
+            health.train()
+            places.append(str(health.place))
+        health.end_run()
+        places.append(str(health.place))
+
+    run(evaluates=True, trains=False)
+    run(evaluates=False, trains=True)
+    run(evaluates=False, trains=False)  # it had seemed to train
+    run(evaluates=True, trains=True)  # it had not
+    run(evaluates=True, trains=False)
+    assert places == [
+        "in an evaluation before its first step, in the evaluation's function",
+        "before its first step",
+        *["in step 1, in the step's function"] * 2,
+        "after step 1",
+        "in step 2, in the step's function",
+        "after step 1",
+        "in an evaluation after step 1, in the evaluation's function",
+        "in step 2, in the step's function",
+        "after step 2",
+        "in an evaluation after step 2, in the evaluation's function",
+        "after step 2",
+    ]
+    assert health.run == 5
+
+
+def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
+    health = Health(Record())
+    health.go_on_after(20)
+    assert str(health.place) == "after step 20"
+    steps = []
+    for run in range(1, 5):
+        health.begin_run(None)
+        steps.append(health.step)
+        health.end_run()
+        if run % 2 == 0:
+            health.count(20 + run // 2)
+    assert steps == [21, 22, 22, 22]  # each run is a step until the script has counted
+
+
+def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
+    """Three steps and two evaluations, one without eval(); fails in the second evaluation's run number ``at``."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places, evaluations = [], 0
+
+    def note() -> None:
+        places.append(strategy.health.place.when)
+
+    def train_step() -> None:
+        note()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def look() -> None:
+        note()
+
+    def evaluate() -> None:
+        nonlocal evaluations
+        note()
+        evaluations += 1
+        if evaluations == at and strategy.topology.index == 1:
+            raise ValueError("boom")
+
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": model, "optimizer": optimizer})
+    with checkpoints.resume():
+        for _ in range(2):
+            model.eval()
+            strategy.run(evaluate)
+            model.train()
+            strategy.run(look)
+            for _ in range(2):
+                strategy.run(train_step)
+                checkpoints.step()
+    return places, strategy.health.place.when
+
+
+def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
+    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=60)
+    for places, after in launch((str(tmp_path), 0)):
+        assert places == [
+            "in an evaluation before its first step",
+            "in step 1",  # the function is not known yet
+            "in step 1",
+            "in step 2",
+            "in an evaluation after step 2",
+            "in an evaluation after step 2",
+            "in step 3",
+            "in step 4",
+        ]
+        assert after == "after step 4"
+    assert (tmp_path / "step-00000004").exists()
+    with pytest.raises(mirrored.TowerFailedError, match="tower 1 of 2 failed, in an evaluation after step 6, in the"):
+        launch((str(tmp_path), 2))
+
+
+def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
+    health = Health(Record())
+    backward = BackwardCounter(health)
+    said = []
+    for evaluates in (False, True, False):
+        health.begin_run(evaluates)
+        if not evaluates:
+            health.train()
+            backward.begin()
+            said.append(str(backward))
+        health.end_run()
+    assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]
