@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mirrored.context import ReplicaContext
-from mirrored.data.shares import Batch
 from towers.system.devices import Device
 
 
@@ -22,7 +21,7 @@ class Observer:
         """What ``strategy.run`` calls in place of ``fn``, in the context ``replica``."""
         return fn
 
-    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Any]], first: int) -> Iterator[Any]:
         """What a distributed dataset yields in place of ``load(first)``, the batches from number ``first`` on."""
         return load(first)
 
