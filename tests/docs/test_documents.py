@@ -142,7 +142,7 @@ def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: py
 def test_the_plan_prints_what_its_page_shows() -> None:
     """Some tables of each command: those that the page shows, as they are printed."""
     page = (ROOT / "docs/scaling.md").read_text()
-    commands = re.findall(r"^\$ scripts/plan (.*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
     assert len(commands) == 5
     for arguments, shown in commands:
         printed = run_program(["scripts/planning", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
