@@ -11,7 +11,7 @@ import torch
 
 from mirrored.operations import ReduceOp, operation_name
 from towers.collectives import differentiable
-from towers.tensorflow_names import instead_of
+from towers.options import instead_of
 
 if TYPE_CHECKING:
     from mirrored.data.shares import Share

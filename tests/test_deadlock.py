@@ -12,10 +12,10 @@ import torch
 from conftest import at_most
 from jobs import make_data, make_mlp, parameters_of, towers
 from torch import Tensor, nn
+from towers.health.status_record import Place
 
 import mirrored
 from towers.health.deadlock import Standing, Wait, find
-from towers.health.status_record import Place
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 from conftest import at_most
 from jobs import ROOT, run_program
+from towers.system.run_with_timeout import within
 
 from mirrored.doctor import Finding, Severity, cores, examine, interfaces, launchers, tf_config, variables, versions
 from mirrored.doctor.finding import Check, ok
-from towers.system.run_with_timeout import within
 
 NOWHERE = "no-such-host.invalid"
 

@@ -18,12 +18,12 @@ from jobs import ROOT, run_program
 from sockets import family, listening
 from test_bad_clusters import free_port, torchrun_variables
 from torch.distributed import PrefixStore, TCPStore
+from towers.joining.messages import JOB_TOKEN
 
 from mirrored.cluster import TorchrunClusterResolver
 from towers import HandshakeError, StartupError
 from towers.collectives.connecting import default_group
 from towers.joining import handshake, messages
-from towers.joining.messages import JOB_TOKEN
 from towers.launching.job import Job, agent_command
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")

@@ -20,13 +20,13 @@ import pytest
 import torch
 from conftest import at_most, wait_until
 from jobs import ROOT, run_program, towers
+from towers.health.status_record import Record
 
 import mirrored
 from towers.collectives import nccl_watch, process_group
 from towers.health import failure, status_record
 from towers.health.failure import EXIT_PREEMPTED
 from towers.health.status import Health
-from towers.health.status_record import Record
 from towers.launching import console
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")

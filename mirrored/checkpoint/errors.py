@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from towers.health.failure import EXIT_PREEMPTED
-from towers.joining.messages import plain
+from towers.system.text import printable
 
 
 class CheckpointError(RuntimeError):
@@ -15,7 +15,7 @@ class CheckpointError(RuntimeError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(plain(" ".join(text.replace("\t", " ").splitlines())))
+        super().__init__(printable(" ".join(text.replace("\t", " ").splitlines())))
 
 
 class Preempted(SystemExit):
@@ -34,5 +34,5 @@ class Preempted(SystemExit):
 
 def some_of(names: Iterable[str]) -> str:
     """Names that a stranger may have written, as a person reads them."""
-    found = [plain(name, 100) for name in names]
+    found = [printable(name, 100) for name in names]
     return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")

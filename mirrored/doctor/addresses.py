@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from mirrored.doctor.finding import Finding, ok, problem, warning
 from towers.errors import PortInUseError, StartupError
-from towers.joining import handshake
-from towers.system.run_with_timeout import all_within
+from towers.joining.store import listen
+from towers.system.timeouts import run_all_with_timeout
 
 _RESOLVING = 5.0  # seconds
 _CONNECTING = 3.0
@@ -26,7 +26,7 @@ def resolve(hosts: Sequence[str]) -> list[list[str] | OSError]:
     def numeric(host: str) -> list[str]:
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None)))
 
-    found = all_within(_RESOLVING, [lambda host=host: numeric(host) for host in hosts])  # type: ignore[misc]
+    found = run_all_with_timeout(_RESOLVING, [lambda host=host: numeric(host) for host in hosts])  # type: ignore[misc]
     return [_as_error(answer) if isinstance(answer, BaseException) else answer for answer in found]
 
 
@@ -53,7 +53,7 @@ def is_own(address: str) -> bool:
 def check_can_serve(subject: str, host: str, port: int, origin: str) -> Finding:
     """Whether the store can be served there, as the chief does."""
     try:
-        handshake.listen(host, port, origin)[0].close()
+        listen(host, port, origin)[0].close()
     except PortInUseError:
         who = holder(port)
         return problem(

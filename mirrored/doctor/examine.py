@@ -26,7 +26,7 @@ from mirrored.doctor import (
 )
 from mirrored.doctor.finding import Check, Finding, problem
 from mirrored.doctor.report import Report
-from towers.system.run_with_timeout import within
+from towers.system.timeouts import run_with_timeout
 
 _CHECKS: Mapping[str, Check] = {
     "versions": versions.check,
@@ -72,7 +72,7 @@ def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, s
 def _made(subject: str, check: Check, environ: Mapping[str, str], seconds: float) -> list[Finding]:
     findings: list[Finding] = []
     try:
-        within(seconds, lambda: findings.extend(check(environ)))
+        run_with_timeout(seconds, lambda: findings.extend(check(environ)))
     except TimeoutError as error:
         findings.append(problem(subject, f"the check did not end: {error}", "see what on this machine does not answer"))
     except BaseException as error:

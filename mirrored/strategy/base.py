@@ -30,9 +30,8 @@ from mirrored.strategy.own_gradients import OwnGradients
 from mirrored.virtual.towers import cut_for
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
-from towers.options import CommunicationOptions
+from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
-from towers.tensorflow_names import instead_of
 from towers.topology import Topology
 
 log = get_logger("mirrored")

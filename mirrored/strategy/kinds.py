@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
@@ -16,16 +15,13 @@ from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.engine import TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
-from towers.collectives.connecting import default_group
-from towers.collectives.connecting.connect import connect
+from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
-from towers.launching import become, parent_watchdog
-from towers.launching.job import Job
-from towers.options import CommunicationOptions
+from towers.launching.job import Job, become
+from towers.options import CommunicationOptions, instead_of
 from towers.system import devices, machine
 from towers.system.devices import Device
 from towers.system.log import get_logger
-from towers.tensorflow_names import instead_of
 from towers.topology import DEVICES, STARTED_BY, Topology
 
 log = get_logger("mirrored")
@@ -188,9 +184,7 @@ def _find_towers(
     chosen = devices.parse_all(requested) if requested is not None else None
     topology = resolver.topology
     if topology is not None:
-        failure.leave_report_on_failure(quiet=_by_own_agent())
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            parent_watchdog.end_with_parent()
+        failure.install_hooks()
         device = devices.for_tower(
             topology.local_index,
             topology.local_size,
@@ -202,36 +196,27 @@ def _find_towers(
         if device.type == "cpu" and topology.size > 1:
             machine.keep_freed_memory()
         return topology, connect(topology, _use(device), options)
-    default_group.refuse_unknown_peers()
+    refuse_unknown_peers()
     if chosen is not None:
         devices.check_exist(chosen, gpus)
     chosen = chosen or devices.visible(gpus)
     if len(chosen) > 1 or resolver.workers > 1:
-        _become(resolver, chosen, options)
-    return Topology(started_by=_how(resolver)), Alone(_use(chosen[0]))
-
-
-def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
-    become.become(
-        Job(
+        job = Job(
             towers=len(chosen),
             worker=resolver.worker,
             workers=resolver.workers,
             addresses=resolver.addresses,
             origin=resolver.origin,
-            started_by=_how(resolver),
+            started_by=_started_by(resolver),
             startup_seconds=options.startup_timeout_seconds,
         )
-    )
+        become(job)  # this process runs the script once per tower from here on
+    return Topology(started_by=_started_by(resolver)), Alone(_use(chosen[0]))
 
 
-def _how(resolver: ClusterResolver) -> str:
-    """How a person would say the program was started."""
+def _started_by(resolver: ClusterResolver) -> str:
+    """The command that a person typed, for the log."""
     return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
-
-
-def _by_own_agent() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
 
 
 def _use(device: torch.device) -> torch.device:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
-from towers.health.deadlock import Wait
 from towers.health.failure import is_peer_lost
+from towers.health.status import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
 
 _OPERATIONS = {
@@ -226,6 +226,22 @@ def failures() -> Iterator[Exception | None]:
 def backends(backend: str) -> str:
     """What c10d is told: beside NCCL there is Gloo, for the towers' messages on the host."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def make_default_group(
+    store: dist.Store, index: int, size: int, device: torch.device, backend: str, timeout: timedelta
+) -> Any:
+    """c10d's default group, of all towers, which all make it."""
+    with without_greeting():
+        dist.init_process_group(
+            backends(backend),
+            store=store,
+            rank=index,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    return dist.group.WORLD
 
 
 def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) -> Any:

@@ -1,4 +1,11 @@
-"""This machine: its identity, its cores, and the threads a tower may use."""
+"""This machine: its identity, its cores and memory, and the network interfaces that towers use.
+
+[Note: the interface is looked up] Left alone, Gloo listens at the address that the machine's name resolves to: on
+Debian a loopback address, which other machines cannot reach, elsewhere one that the outside can reach. NCCL takes the
+first interface that looks good. So towers that share a machine and a network namespace (the handshake shows it) listen
+on loopback, and other towers on the interface that leads to the chief. The agent and ``launch`` put loopback into the
+environment of the towers of one machine, so that it also holds for groups that a script makes before its strategy.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +16,14 @@ import pathlib
 import re
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 
-_LEADS_SECONDS = 3.0
+_GLOO = "GLOO_SOCKET_IFNAME"
+_NCCL = "NCCL_SOCKET_IFNAME"
+
+_REACH_SECONDS = 3.0
 
 
 def host_identity() -> str:
@@ -33,6 +44,16 @@ def network_identity() -> str:
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/net")
     return "the machine's own"
+
+
+def identity(towards: tuple[str, int] | None) -> dict[str, str | None]:
+    """What other towers compare this machine by: ``machine``, ``network`` and its own ``address``.
+
+    Args:
+        towards: host and port to which that address leads; None where there are none.
+    """
+    address = address_towards(*towards) if towards is not None else None
+    return {"machine": host_identity(), "network": network_identity(), "address": address}
 
 
 def cores() -> int:
@@ -100,14 +121,14 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
-def is_led_to(host: str, port: int) -> bool:
+def is_reached_at(host: str, port: int) -> bool:
     """Whether an address at which this machine listens is its own, or one in front of it that leads here."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address[0], 0))
         return True
     with contextlib.suppress(OSError):
-        socket.create_connection((host, port), timeout=_LEADS_SECONDS).close()
+        socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
         return True
     return False
 
@@ -144,3 +165,37 @@ def _interface_of_ipv6(address: str) -> str | None:
             if found == wanted:
                 return name
     return None
+
+
+def own_address(others: Sequence[str]) -> str | None:
+    """This machine's address on the way to all of ``others`` (host names); None when there is not exactly one."""
+    found = {address_towards(host, 1) for host in others}
+    return found.pop() if len(found) == 1 else None
+
+
+def listen_on(interface: str) -> None:
+    """Let Gloo and NCCL of this process, and of those it starts, listen on ``interface`` alone.
+
+    See [Note: the interface is looked up].
+    """
+    os.environ.update(interface_variables(interface, os.environ))
+
+
+def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that have to be set for that; those in ``environ`` are the user's, and stay."""
+    wanted = {_GLOO: interface}
+    if not _nccl_is_configured(environ):
+        wanted[_NCCL] = f"={interface}"  # without the sign it would be the beginning of a name
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _nccl_is_configured(environ: Mapping[str, str]) -> bool:
+    """Whether a file of the user's or the machine's tells NCCL its interface, which a variable would override."""
+    files = [environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]
+    for file in files:
+        try:
+            if _NCCL in pathlib.Path(file).read_text(errors="replace"):
+                return True
+        except OSError:  # there is no such file
+            continue
+    return False
