@@ -17,7 +17,8 @@ import mirrored
 from mirrored.verification import Cause
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SCRIPTS, PROGRAMS, EXAMPLES = ROOT / "tests" / "verify_scripts", ROOT / "tests" / "programs", ROOT / "examples"
+PROGRAMS, EXAMPLES = ROOT / "tests" / "programs", ROOT / "examples"
+SCRIPTS = PROGRAMS / "verification"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from towers.c10d.group import Group
@@ -24,6 +23,7 @@ from towers.c10d.shared_group import SharedMemoryGroup
 from towers.c10d.store import StoreCommunicator
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
+from towers.system.torch_private import add_backend, nccl_options
 
 NAME = "towers_shm"
 """What the backend is called."""
@@ -71,8 +71,7 @@ def _beside(group: Group) -> dist.ProcessGroup:
     plain = dist.ProcessGroup(store, group.rank(), group.size())
     for device, name in named.items():
         if name == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options = nccl_options(timeout)
             backend: Any = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
             kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
@@ -80,8 +79,7 @@ def _beside(group: Group) -> dist.ProcessGroup:
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise ArgumentError(f"beside {NAME} there can be nccl and gloo, not {name}")
-        plain._register_backend(torch.device(device), kind, backend)
-        plain._set_default_backend(kind)
+        add_backend(plain, device, kind, backend)
     return plain
 
 

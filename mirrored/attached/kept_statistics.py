@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from mirrored.attached.batch_norm import takes_statistics_of_all_towers
+from towers.system.torch_private import NormBase
 
 
 class KeptStatistics:
@@ -23,7 +23,7 @@ class KeptStatistics:
         self._kept = [
             (tensor, tensor.clone())
             for module in modules
-            if isinstance(module, _NormBase) and not takes_statistics_of_all_towers(module)
+            if isinstance(module, NormBase) and not takes_statistics_of_all_towers(module)
             for tensor in (module.running_mean, module.running_var)
             if tensor is not None and not is_lazy(tensor)
         ]

@@ -122,7 +122,11 @@ class Saver:
             "towers": self._comm.size,
             "virtual_towers": self._strategy.virtual_towers,
             "saved": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.version.__version__,
+                "numpy": np.__version__,
+            },
             "objects": objects,
             "own": own,
         }

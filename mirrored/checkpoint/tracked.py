@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mirrored.attached import metrics
 from mirrored.checkpoint import way_back
 from mirrored.checkpoint.way_back import WayBack
+from towers.system.torch_private import inner_schedules, set_state_versions, state_versions
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -85,7 +86,7 @@ class TrackedModule(Tracked):
         self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
         state = self._module.state_dict()
         # What torch keeps beside the state: versions, by which modules know how to read what older ones have saved.
-        extra = {_VERSIONS: dict(getattr(state, "_metadata", {}))}
+        extra = {_VERSIONS: state_versions(state)}
         if found := metrics.states_of(self._module):
             extra[_METRICS] = found
         return {**state, **extra}
@@ -106,7 +107,7 @@ class TrackedModule(Tracked):
 
     def load(self, state: Any) -> None:
         own = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
-        own._metadata = state.get(_VERSIONS, {})  # type: ignore[attr-defined]
+        set_state_versions(own, state.get(_VERSIONS, {}))
         self._module.load_state_dict(own)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
@@ -281,7 +282,7 @@ def _what_schedules_lack(schedule: Any, state: Any) -> str | None:
     for key in state.keys() - here.keys():
         if not isinstance(key, str) or key in vars(schedule) or callable(getattr(schedule, key, None)):
             return f"it has no state {key!r}"
-    saved, inner = state.get("_schedulers", []), getattr(schedule, "_schedulers", [])
+    saved, inner = inner_schedules(state), inner_schedules(schedule)
     if not isinstance(saved, list) or len(saved) != len(inner):
         return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
     return next(filter(None, map(_what_schedules_lack, inner, saved)), None)

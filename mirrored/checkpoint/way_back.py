@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mirrored.attached import metrics
+from towers.system.torch_private import own_buffers, own_parameters
 
 WayBack = Callable[[], None]
 
@@ -23,7 +24,7 @@ def of_module(module: nn.Module) -> WayBack:
     lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     tables: list[tuple[Any, dict[str, Any]]] = []
-    tables += [(table, dict(table)) for part in parts for table in (part._parameters, part._buffers)]
+    tables += [(table, dict(table)) for part in parts for table in (own_parameters(part), own_buffers(part))]
     extra = [(part, copy.deepcopy(part.get_extra_state())) for part in parts if _has_extra_state(part)]
     counted = metrics.states_of(module)
 

@@ -31,17 +31,17 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         if present:
             yield problem(
                 _SUBJECT,
-                f"the machine has {present}, but torch {torch.__version__} was built without CUDA",
+                f"the machine has {present}, but torch {torch.version.__version__} was built without CUDA",
                 "install a CUDA build of torch: https://pytorch.org/get-started",
             )
         else:
-            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.__version__})")
+            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.version.__version__})")
         return
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     driver = _driver()
-    versions = f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}"
+    versions = f"driver {driver or 'unknown'}, torch {torch.version.__version__} for CUDA {torch.version.cuda}"
     if count == 0:
         reason = str(said[0].message).split("(Triggered")[0] if said else "torch finds none"
         if present:

@@ -27,11 +27,20 @@ from towers.gradients.nonfinite import LoneWatch, check_action, watch_for
 from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.sharding.optimizer import OptimizerSharder
+from towers.system.torch_private import current_graph_task_id
 from towers.system.uncompiled import Untraced
 
 _untraced = Untraced(
     ["towers", "mirrored"],
-    traced=["batch_norm", "batch_norm_calls", "context", "losses", "operations", "stand_in"],  # parts of a model's step
+    traced=[  # parts of a model's step
+        "towers.batch_norm",
+        "mirrored.attached.batch_norm",
+        "mirrored.attached.batch_norm_calls",
+        "mirrored.context",
+        "mirrored.losses",
+        "mirrored.operations",
+        "mirrored.stand_in",
+    ],
 )
 
 
@@ -270,7 +279,7 @@ class Engine:
         """Whether a backward has begun whose gradients are not averaged yet."""
         if self.averager is not None:
             return self.averager.in_backward
-        return self.virtual is not None and torch._C._current_graph_task_id() != -1
+        return self.virtual is not None and current_graph_task_id() != -1
 
     @property
     def state_is_shared_out(self) -> bool:

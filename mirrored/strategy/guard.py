@@ -15,6 +15,7 @@ from towers.gradients.buckets import DenseSlot
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 if TYPE_CHECKING:
     from mirrored.strategy.base import Strategy
@@ -66,7 +67,7 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 @torch.no_grad()
 def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
     """Whether a parameter has a gradient that is not all zeros. Zeros are equal on all towers anyway."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -91,7 +92,7 @@ class OptimizerGuard:
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strategy = self._strategy()
         if strategy is None:
@@ -142,7 +143,7 @@ class OptimizerGuard:
             self._say_if_not_virtual(strategy)
             strategy.engine.prepare_step(optimizer)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strategy = self._strategy()
         if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_twin(optimizer):
@@ -170,7 +171,7 @@ class OptimizerGuard:
                 f"its last step ({name}{more}). loss.backward() averages them, inside strategy.run. "
                 "torch.autograd.grad does not: call strategy.grad(loss, parameters) instead, or "
                 "strategy.average_gradients(parameters) when gradients were put into .grad. (A backward() that is "
-                "compiled with torch._dynamo.config.trace_autograd_ops calls no hooks, ours neither)"
+                f"compiled with {TRACED_AUTOGRAD} calls no hooks, ours neither)"
             )
 
     def _check_sparse(self, strategy: Strategy, parameters: list[torch.Tensor]) -> None:

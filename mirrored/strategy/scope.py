@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from towers.mirroring.mirror import Named
+from towers.system.torch_private import own_buffers, own_parameters
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -188,7 +189,7 @@ class Recorder:
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, root in self.roots():
             for path, module in root.named_modules():
-                if module._buffers:
+                if own_buffers(module):
                     found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
         return list(found.values())
 
@@ -208,7 +209,7 @@ class Recorder:
 
 
 def _has_uninitialized(module: nn.Module) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
+    own = [*own_parameters(module).values(), *own_buffers(module).values()]
     return any(tensor is not None and is_lazy(tensor) for tensor in own)
 
 

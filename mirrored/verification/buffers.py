@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from mirrored.attached.batch_norm import takes_statistics_of_all_towers
 from mirrored.verification.causes import Cause, Finding, some
 from mirrored.verification.compare import Comparison
 from mirrored.verification.trace import Sketch, has_values
+from towers.system.torch_private import NormBase, own_buffers, unsaved_buffers
 
 _STATISTICS = ("running_mean", "running_var")
 
@@ -23,9 +23,9 @@ def buffers_of(roots: Iterable[tuple[str, nn.Module]], several: bool) -> Iterato
     """
     for name, root in roots:
         for path, module in root.named_modules():
-            own = several and isinstance(module, _NormBase) and not takes_statistics_of_all_towers(module)
-            for key, buffer in module._buffers.items():
-                if buffer is None or not has_values(buffer) or key in module._non_persistent_buffers_set:
+            own = several and isinstance(module, NormBase) and not takes_statistics_of_all_towers(module)
+            for key, buffer in own_buffers(module).items():
+                if buffer is None or not has_values(buffer) or key in unsaved_buffers(module):
                     continue
                 if not (own and key in _STATISTICS):
                     yield ".".join(filter(None, (name, path, key))), buffer

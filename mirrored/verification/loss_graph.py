@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from mirrored.verification.trace import Term
+from towers.system.torch_private import SAVED_FACTORS, SAVED_REDUCTION, SAVED_SIZES, SAVED_TARGET, SAVED_TOTAL_WEIGHT
 
 _REDUCTIONS = {1: "mean of", 2: "sum of"}  # torch's numbers for reduction="mean" and "sum"
 
@@ -64,15 +65,15 @@ def _follow(
         _follow(inner[0], branch, chain, share, found)
     elif name in ("Mean", "Sum"):
         share, count = share or _made_by_mirrored(node), 1
-        for size in node._saved_self_sym_sizes:
+        for size in getattr(node, SAVED_SIZES):
             count *= int(size)
         reduced = ("mean of" if name == "Mean" else "sum of", count)
         found.append((Term((*chain, reduced), share, _divisor(chain, count if name == "Mean" else 1)), branch))
-    elif (reduction := _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))) is not None:
-        target = getattr(node, "_saved_target", None)
+    elif (reduction := _REDUCTIONS.get(getattr(node, SAVED_REDUCTION, 0))) is not None:
+        target = getattr(node, SAVED_TARGET, None)
         count = target.numel() if target is not None else 0
         # That of cross entropy is the weight of the targets that are not ignored.
-        divisor = float(getattr(node, "_saved_total_weight", count)) if reduction == "mean of" else 1
+        divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if reduction == "mean of" else 1
         found.append((Term((*chain, (reduction, count)), share, _divisor(chain, divisor)), branch))
     else:
         found.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node), _divisor(chain, 1)), branch))
@@ -107,7 +108,7 @@ def _made_by_mirrored(node: Any) -> bool:
 
 def _constant(node: Any) -> float | None:
     """The number that a product or quotient was made with, if it is one."""
-    for attribute in ("_saved_other", "_saved_self"):
+    for attribute in SAVED_FACTORS:
         value = getattr(node, attribute, None)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return float(value)

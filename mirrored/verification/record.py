@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
-from torch.overrides import _pop_mode_temporarily
 from torch.utils.hooks import RemovableHandle
 
 from mirrored.context import current_frame, strategy_with_towers
@@ -29,6 +28,7 @@ from mirrored.verification.rounding import Unrest
 from mirrored.verification.trace import Draw, Loss, Result, Run, Sketch, Step, bits, has_values, rows, sketch
 from mirrored.verification.watch import Watcher, generator_state, in_a_graph, other_generators, script_line
 from towers.system import tree as trees
+from towers.system.torch_private import pop_mode_temporarily
 
 _RESULT_VALUES = 16
 
@@ -88,7 +88,7 @@ class Recorder(Cutter):
         for handle in self._handles:
             handle.remove()
         try:
-            with _pop_mode_temporarily():
+            with pop_mode_temporarily():
                 yield
         finally:
             self._watch_modules()

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import runpy
 import sys
@@ -145,7 +146,9 @@ def _silence() -> None:
 
 def _raised(error: BaseException, script: str) -> Raised:
     frames = traceback.extract_tb(error.__traceback__)
-    packages = tuple(os.path.dirname(path) + os.sep for path in (seeds.__file__, errors.__file__, torch.__file__))
+    packages = tuple(
+        os.path.dirname(path) + os.sep for path in (seeds.__file__, errors.__file__, inspect.getfile(torch))
+    )
     own = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen", runpy.__file__))]
     kind = type(error).__name__
     text = "".join(traceback.format_list(own or frames))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from towers.collectives.communicator import as_bytes
+from towers.system.torch_private import is_functorch_tensor
 
 _SAMPLES = 256
 _PIECE = 2**20
@@ -59,7 +60,7 @@ class Sketch:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor's numbers can be read: not on the meta device, nor within a transform of ``torch.func``."""
-    held = not tensor.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    held = not tensor.is_meta and not is_functorch_tensor(tensor)
     return held and not is_lazy(tensor)
 
 

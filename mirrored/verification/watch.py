@@ -20,6 +20,7 @@ from mirrored.verification.interventions import LossFactor, batch_norm_over_towe
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.randomness import DRAWING, Place, draw_as_one_tower
 from mirrored.verification.trace import Draw, LocalChange, Loss, Term, Write, has_values
+from towers.system.torch_private import in_functorch_transform
 
 if TYPE_CHECKING:
     from mirrored.verification.record import Recorder
@@ -53,7 +54,7 @@ def in_a_graph() -> bool:
 
 def _in_a_transform() -> bool:
     """Whether a transform of ``torch.func`` is at work, within which no tensor's memory can be read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return in_functorch_transform()
 
 
 def generator_state(device: torch.device) -> str:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=11, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
     options = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
+    print(f"torch {torch.version.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(
         f"{'':<16}{'step, ms':>10}{'check, µs':>11}{'µs a step':>11}{'of a step':>11}"
         f"{'checked ÷ not':>15}{'25 %':>8}{'75 %':>8}{'watched ÷ not':>15}{'25 %':>8}{'75 %':>8}"

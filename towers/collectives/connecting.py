@@ -29,6 +29,7 @@ from towers.joining.store import Message, join_store, serve_store
 from towers.options import CommunicationOptions
 from towers.system import machine
 from towers.system.log import get_logger
+from towers.system.torch_private import default_store
 from towers.topology import Topology
 
 log = get_logger("towers")
@@ -131,7 +132,7 @@ def _choose_algorithm(algorithm: str) -> None:
 
 def _store_of_default_group() -> dist.Store:
     """The store in which the towers of one more strategy join."""
-    return dist.PrefixStore(f"towers/later{next(_later)}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"towers/later{next(_later)}", default_store())
 
 
 def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store:

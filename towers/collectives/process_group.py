@@ -19,6 +19,7 @@ from towers.collectives.communicator import Communicator, Pending, keep_from_for
 from towers.health.failure import is_peer_lost
 from towers.health.status import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
+from towers.system.torch_private import backend_of
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -176,7 +177,7 @@ class ProcessGroupCommunicator(Communicator):
         group = self._group
         if self.backend != "nccl" or group is None:
             return None
-        found = group._get_backend(self.device).get_error().name
+        found = backend_of(group, self.device).get_error().name
         if found == "SUCCESS":
             return None
         me = self.towers[self.index]

@@ -55,6 +55,7 @@ from towers.mirroring.mirror import Named
 from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
 from towers.system.memory_layout import gradient_dtype
+from towers.system.torch_private import DisableTorchFunctionSubclass, current_graph_task_id, disable_dynamo
 from towers.system.uncompiled import refuse_compiled_autograd
 
 _P = ParamSpec("_P")
@@ -66,7 +67,7 @@ def _among_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             return method(*args, **kwargs)
 
     return wrapper
@@ -239,7 +240,7 @@ class GradientAverager:
 
     # -- own parts only ----------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @_among_gradients
     def complete(self) -> None:
         """Get the others' parts of gradients of which this tower has its own only; all towers call it, or none.
@@ -320,7 +321,7 @@ class GradientAverager:
                 f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
                 "no_sync and not averaged yet: adding up virtual towers' gradients would mix the two"
             )
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             self.complete_if_held()
         if self._scatter is not None:
             self._scatter.settle_debts()
@@ -330,7 +331,7 @@ class GradientAverager:
         finally:
             self._is_aside = False
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @_among_gradients
     def sum_by_tree(self) -> None:
         """Replace every gradient by the sum over all towers, added in the order of a balanced tree; all towers call it.
@@ -364,7 +365,7 @@ class GradientAverager:
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
-        return self._in_cycle or torch._C._current_graph_task_id() != -1
+        return self._in_cycle or current_graph_task_id() != -1
 
     def _arrive(self, parameter: Tensor, slot: DenseSlot, hook: GradientHook) -> None:
         if self._hold_back(slot, parameter):
@@ -411,7 +412,7 @@ class GradientAverager:
         elif not self._in_cycle:
             self._begin()
             when_backward_is_done(self._finish)
-        elif not self._starts_early and self._task != torch._C._current_graph_task_id():
+        elif not self._starts_early and self._task != current_graph_task_id():
             self._nested = True
         return self._paused
 
@@ -445,7 +446,7 @@ class GradientAverager:
         self._backward.begin()
         self.averaged += 1
         self._in_cycle = True
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_graph_task_id()
         self._phase_outside = self._health.phase
         self._health.enter(BACKWARD)
         for bucket in self.buckets:

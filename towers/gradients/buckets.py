@@ -25,7 +25,8 @@ from towers.gradients.lazy import make_pending, make_plain
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.mirroring.mirror import Named
-from towers.system.memory_layout import ALONE, flatten_real, gradient_dtype, holders, view_like
+from towers.system.memory_layout import ALONE, flatten_real, gradient_dtype, view_like
+from towers.system.torch_private import foreach_copy_, storage_holders
 
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from here on bringing a gradient at once saves more than one call for many does
@@ -100,7 +101,9 @@ class DenseSlot(Slot):
         assert view is not None
         if end - start < _APART * self.numel or gradient.is_sparse or gradient.stride() != view.stride():
             return False
-        if gradient.requires_grad or holders(gradient) != ALONE:  # in memory of its own alone can it be averaged
+        if (
+            gradient.requires_grad or storage_holders(gradient) != ALONE
+        ):  # in memory of its own alone can it be averaged
             return False
         source, target = flatten_real(gradient), flatten_real(view)
         target[:start].copy_(source[:start])
@@ -284,7 +287,7 @@ class Bucket:
             slot.filled = None
             slot.packed = None if parameter is None else parameter.grad
         if sources:
-            torch._foreach_copy_(targets, sources)  # many small ones in one call
+            foreach_copy_(targets, sources)  # many small ones in one call
         self.used = used
         if tail:
             _write(self.tail[: len(used)], used)
@@ -324,7 +327,7 @@ class Bucket:
         ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
         moved = self.buffer is not None and self.buffer.data_ptr() != self._address
-        if self.buffer is None or moved or holders(self.buffer) > self._own_holders + ours:
+        if self.buffer is None or moved or storage_holders(self.buffer) > self._own_holders + ours:
             # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
             self._allocate(channel, closing)
 
@@ -373,7 +376,7 @@ class Bucket:
                 slot.view = view_like(parameter, self.buffer[slot.start :])
             else:
                 slot.view = self.buffer[:0]
-        self._own_holders = holders(self.buffer)
+        self._own_holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()
 
 

@@ -19,6 +19,7 @@ from towers.mirroring.extremes import extremes, joined, what_is_not_finite
 from towers.mirroring.mirror import Named
 from towers.system.log import get_logger
 from towers.system.text import name_towers
+from towers.system.torch_private import current_graph_task_id, disable_dynamo, queue_callback
 
 log = get_logger("towers")
 
@@ -131,17 +132,17 @@ class LoneWatch:
         parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(slot))
         parameter.requires_grad_(trainable)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _arrive(self, slot: Slot) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:  # also after a backward that ended in an exception
             self._task = task
             self._arrived = []
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            queue_callback(self._finish)
         slot.arrived = True
         self._arrived.append(slot)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _finish(self) -> None:
         arrived, self._arrived = self._arrived, []
         with torch.no_grad():

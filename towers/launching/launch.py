@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import torch
-
 from towers.errors import CannotStartError, TowerFailedError
 from towers.health import failure
 from towers.health.failure import FailureReport
@@ -28,6 +26,7 @@ from towers.health.status import StatusRecord
 from towers.joining.store import serve_store
 from towers.launching import console, processes
 from towers.system import devices, machine
+from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
 DEFAULT_TIMEOUT = 3600.0
@@ -97,7 +96,7 @@ def launch(
     start_method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
-    context.set_forkserver_preload(["towers.launching.launch", "torch._dynamo"])
+    context.set_forkserver_preload(["towers.launching.launch", COMPILER])
     token = secrets.token_hex()
     store = serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
     started: list[ForkServerProcess] = []
@@ -267,7 +266,7 @@ def _check_gpus(names: str) -> None:
         CannotStartError: it cannot.
     """
     only_cpus = names != "" and all(devices.parse(name).type == "cpu" for name in names.split(","))
-    if not only_cpus and torch.cuda._is_in_bad_fork():
+    if not only_cpus and is_in_bad_fork():
         raise CannotStartError(
             "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
             "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "

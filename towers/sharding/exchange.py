@@ -14,7 +14,8 @@ from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
 from towers.sharding.shards import Shard, ranges
-from towers.system.memory_layout import ALONE, holders, view_like
+from towers.system.memory_layout import ALONE, view_like
+from towers.system.torch_private import storage_holders
 
 
 class Exchange(ABC):
@@ -99,7 +100,7 @@ class SharedParameters(Exchange):
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would not share it any more.
-        return holders(parameter) == ALONE or self._homes.get(parameter) == parameter.data_ptr()
+        return storage_holders(parameter) == ALONE or self._homes.get(parameter) == parameter.data_ptr()
 
     def place(self, slots: Sequence[DenseSlot]) -> None:
         if self._generation != self._averager.generation:

@@ -37,6 +37,7 @@ from towers.sharding.exchange import Exchange, GatheredParameters, SharedParamet
 from towers.sharding.shards import Shard, share_out
 from towers.system.log import get_logger
 from towers.system.memory_layout import is_dense
+from towers.system.torch_private import DisableTorchFunctionSubclass, compiler_traces, disable_dynamo, step_hooks
 
 log = get_logger("towers")
 
@@ -128,8 +129,7 @@ class ShardedOptimizer:
     def attach(self, optimizer: Optimizer) -> None:
         """See that the twin steps after all other hooks of the optimizer, and that they find its parameters again."""
         before, after = self._hooks
-        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
-        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        pre_hooks, post_hooks = step_hooks(optimizer)
         pre_hooks.move_to_end(before)
         post_hooks.move_to_end(after, last=False)
 
@@ -147,7 +147,7 @@ class ShardedOptimizer:
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the twin step, and leave the optimizer's own step nothing to do."""
         self._depth += 1
@@ -155,7 +155,7 @@ class ShardedOptimizer:
             return None
         try:
             args, kwargs = _closed(args, kwargs)
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with torch.no_grad(), DisableTorchFunctionSubclass():
                 self._step(optimizer, args[1:], kwargs)
         except BaseException:
             self._depth = 0
@@ -165,7 +165,7 @@ class ShardedOptimizer:
             group["params"] = []
         return args, kwargs
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:
@@ -339,7 +339,7 @@ class SharedOut(dict[Any, Any]):
         return True
 
     def _look(self, *args: Any) -> Any:
-        if torch._guards.CompileContext.try_get() is None:
+        if not compiler_traces():
             self._refuse()
         return iter(())  # torch.compile looks into the state of an optimizer that it traces, and finds none
 
