@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
@@ -72,20 +70,6 @@ class CommunicationOptions:
                     f"{field} is {value!r}, but must be a positive {'whole ' if kind is int else ''}number"
                     f"{'' if finite else ' (math.inf: no limit)'}"
                 )
-
-    def backend(self, device: torch.device) -> str:
-        """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
-
-        Raises:
-            ValueError: the implementation does not work on this device.
-        """
-        if self.implementation == "auto":
-            return "nccl" if device.type == "cuda" else "gloo"
-        if self.implementation == "nccl" and device.type != "cuda":
-            raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
-        if self.implementation == "shared_memory" and device.type != "cpu":
-            raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
-        return "gloo" if self.implementation == "shared_memory" else self.implementation
 
 
 def instead_of(**ours: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:

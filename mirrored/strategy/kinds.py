@@ -175,31 +175,27 @@ def default_strategy() -> Strategy:
 def _find_towers(
     resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
 ) -> tuple[Topology, Communicator]:
-    """This tower's place and its communicator; starts the towers first when nobody has yet."""
-    gpus = devices.count_gpus()
+    """This tower's place and its communicator.
+
+    Where no launcher has started the towers, the program is replaced by an agent that does.
+    """
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     if (watching := observer()) is not None:
         requested = watching.devices(requested)
-    chosen = devices.parse_all(requested) if requested is not None else None
     topology = resolver.topology
     if topology is not None:
         failure.install_hooks()
         device = devices.for_tower(
             topology.local_index,
             topology.local_size,
-            chosen,
-            gpus,
+            requested,
             topology.origin,
-            sees_all=STARTED_BY in os.environ,  # those that we start do
+            sees_all=STARTED_BY in os.environ,  # towers of our launchers do
         )
-        if device.type == "cpu" and topology.size > 1:
-            machine.keep_freed_memory()
         return topology, connect(topology, _use(device), options)
     refuse_unknown_peers()
-    if chosen is not None:
-        devices.check_exist(chosen, gpus)
-    chosen = chosen or devices.visible(gpus)
+    chosen = devices.for_worker(requested)
     if len(chosen) > 1 or resolver.workers > 1:
         job = Job(
             towers=len(chosen),
@@ -228,8 +224,10 @@ def _use(device: torch.device) -> torch.device:
 
 
 def _announce(strategy: Strategy) -> None:
-    """The one line at the start that says how many towers, on what, by which backend, started how."""
+    """Share out the machine, and log the line that says how many towers, on what, by which backend, started how."""
     topology = strategy.topology
+    if strategy.device.type == "cpu" and topology.size > 1:
+        machine.keep_freed_memory()
     threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return

@@ -290,18 +290,20 @@ def test_row_21_no_visible_gpu() -> None:
         devices.check_exist(wanted, gpus=1)
 
 
-def test_row_22_more_towers_than_gpus() -> None:
-    assert devices.for_tower(1, 2, None, 2, "torchrun") == torch.device("cuda", 1)
+def test_row_22_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    assert devices.for_tower(1, 2, None, "torchrun") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
-        devices.for_tower(0, 4, None, 2, "torchrun")
+        devices.for_tower(0, 4, None, "torchrun")
 
 
-def test_one_visible_gpu_for_each_process() -> None:
-    """As srun --gpus-per-task=1 shows them; that they differ is checked when the towers meet."""
-    assert devices.for_tower(3, 4, None, 1, "srun") == torch.device("cuda", 0)
-    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], 1, "srun") == torch.device("cuda", 0)
+def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun --gpus-per-task=1 shows them; that they differ is checked in the handshake."""
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    assert devices.for_tower(3, 4, None, "srun") == torch.device("cuda", 0)
+    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], "srun") == torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"2 towers .*, but only 1 GPU: .* devices=\['cpu:0', 'cpu:1'\]"):
-        devices.for_tower(0, 2, None, 1, "launch", sees_all=True)
+        devices.for_tower(0, 2, None, "launch", sees_all=True)
 
 
 @pytest.mark.parametrize("what", ["torch", "python", "mirrored"])
@@ -444,7 +446,7 @@ def test_first_slurm_host(nodelist: str, host: str) -> None:
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:
     with pytest.raises(ValueError, match=r"devices names 1 \(cpu:0\), but 2 towers were started .* \(from torchrun\)"):
-        devices.for_tower(0, 2, devices.parse_all(["cpu:0"]), 0, "torchrun")
+        devices.for_tower(0, 2, ["cpu:0"], "torchrun")
 
 
 def test_devices() -> None:

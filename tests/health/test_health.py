@@ -8,6 +8,7 @@ import os
 import pathlib
 import pty
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from towers.collectives import nccl_watch, process_group
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import Health, StatusRecord, record_path
 from towers.launching import console
+from towers.launching.job import Job, agent_command
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
@@ -251,7 +253,7 @@ def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
 CANNOT_LEAVE = """
 import atexit, sys, threading, time
 import torch
-from towers.collectives import process_group, shutdown
+from towers.collectives import process_group
 from towers.collectives.communicator import Alone
 
 class Group:
@@ -262,10 +264,10 @@ def starts_no_threads(self: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 group = Group()
-shutdown.leave_process_group = lambda: time.sleep(1000)
+process_group.leave_process_group = lambda: time.sleep(1000)
 process_group.open_communicators.add(communicator := Alone(torch.device("cpu")))
-shutdown._LEAVING_SECONDS = 0.3
-shutdown.leave_at_exit(may_hang=True)
+process_group._LEAVING_SECONDS = 0.3
+process_group.leave_at_exit(may_hang=True)
 atexit.register(setattr, threading.Thread, "start", starts_no_threads)
 print("last words")
 {how}
@@ -291,8 +293,8 @@ def test_a_tower_that_cannot_leave_the_others_ends(how: str, code: int, said: st
 
 def test_a_job_that_nobody_listens_to_ends_well() -> None:
     """Its starter has closed its outputs, as some schedulers do."""
-    command = f"exec {sys.executable} {ROOT / 'towers'} --towers 1 -- {sys.executable} -c 'import sys' >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
+    command = shlex.join(agent_command(Job(1), [sys.executable, "-c", "import sys"]))
+    assert subprocess.run(["sh", "-c", f"exec {command} >&- 2>&-"], timeout=60).returncode == 0
 
 
 # -- being told to end ---------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from towers.collectives import nccl_watch
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
-from towers.collectives.process_group import ProcessGroupCommunicator, failures, make_default_group, new_group
+from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
 from towers.collectives.shared_memory import communicator as shared_memory
-from towers.collectives.shutdown import leave_at_exit
 from towers.errors import StartupError
 from towers.health import heartbeat
-from towers.health.status import Health, StatusRecord
+from towers.health.status import Health
 from towers.joining import handshake
 from towers.joining.store import Message, join_store, serve_store
 from towers.options import CommunicationOptions
@@ -66,8 +65,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         topology.started_by,
         topology.origin,
     )
-    health = Health(StatusRecord.of_this_tower())
-    health.enter("joining the other towers")
+    health = Health.of_this_tower("joining the other towers")
     group = _join_process_group(topology, device, options)
     group.health = health
     health.watch(group)
@@ -82,7 +80,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
 def _join_process_group(
     topology: Topology, device: torch.device, options: CommunicationOptions
 ) -> ProcessGroupCommunicator:
-    backend = options.backend(device)
+    backend = _backend(options.implementation, device)
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
         _choose_algorithm(options.algorithm)
@@ -95,14 +93,28 @@ def _join_process_group(
                 f"{topology.origin} says tower {topology.index} of {topology.size}"
             )
         if topology.local_size == topology.size:
-            machine.listen_on(machine.loopback_interface())
+            machine.listen_on()
         _handshake(_store_of_default_group(), topology, device, options)
         return ProcessGroupCommunicator(new_group(backend, timeout), device, backend, timeout, options.wire_dtype)
     store = _join_store(topology, options)
     _choose_network(topology, _handshake(store, topology, device, options))
-    group = make_default_group(dist.PrefixStore("c10d", store), topology.index, topology.size, device, backend, timeout)
-    leave_at_exit(may_hang=backend == "nccl")
-    return ProcessGroupCommunicator(group, device, backend, timeout, options.wire_dtype)
+    c10d = dist.PrefixStore("c10d", store)
+    return join_default_group(c10d, topology.index, topology.size, device, backend, timeout, options.wire_dtype)
+
+
+def _backend(implementation: str, device: torch.device) -> str:
+    """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
+
+    Raises:
+        ValueError: the implementation does not work on this device.
+    """
+    if implementation == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if implementation == "nccl" and device.type != "cuda":
+        raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
+    if implementation == "shared_memory" and device.type != "cpu":
+        raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
+    return "gloo" if implementation == "shared_memory" else implementation
 
 
 def refuse_unknown_peers() -> None:
@@ -194,13 +206,12 @@ def _choose_network(topology: Topology, messages: list[Message]) -> None:
     own = places[topology.index]
     elsewhere = [message["address"] for message, there in zip(messages, places, strict=True) if there != own]
     if not elsewhere or topology.local_size == topology.size:
-        interface: str | None = machine.loopback_interface()
-    else:
-        # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
-        target = topology.address[0] if own != places[0] else next(filter(None, elsewhere), topology.address[0])
-        address = machine.address_towards(target, topology.address[1])
-        interface = machine.interface_of(address) if address else None
-    if interface:
+        machine.listen_on()
+        return
+    # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
+    target = topology.address[0] if own != places[0] else next(filter(None, elsewhere), topology.address[0])
+    address = machine.address_towards(target, topology.address[1])
+    if address and (interface := machine.interface_of(address)):
         machine.listen_on(interface)
 
 

@@ -103,14 +103,6 @@ class StatusRecord:
             self.beat()
 
     @classmethod
-    def of_this_tower(cls) -> StatusRecord:
-        """A new record, in the file that the process that started this tower reads, where there is one."""
-        path = os.environ.get(STATUS_RECORD)
-        with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
-            return cls(path, create=path is not None)
-        return cls()
-
-    @classmethod
     def find(cls, directory: os.PathLike[str] | str, tower: int) -> StatusRecord | None:
         """The record of ``tower`` in the directory of the process that started it; None where there is none."""
         with contextlib.suppress(OSError, ValueError):
@@ -266,6 +258,17 @@ class Health:
         self.deadlock: str | None = None
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
+
+    @classmethod
+    def of_this_tower(cls, phase: str) -> Health:
+        """With a new record, in the file that the process that started this tower reads, where there is one."""
+        path = os.environ.get(STATUS_RECORD)
+        record = StatusRecord()
+        with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
+            record = StatusRecord(path, create=path is not None)
+        health = cls(record)
+        health.enter(phase)
+        return health
 
     def enter(self, phase: str) -> None:
         """From now on the tower is in this phase ("writing the checkpoint"). Empty: in none that has a name."""

@@ -225,15 +225,15 @@ def _compare(kind: str, compare: Compare, index: int, message: Message, other: i
             f"different versions: {_list_versions(mine)} on {kind} {index}{_on_host(message)}, "
             f"{_list_versions(theirs)} on {kind} {other}{_on_host(reference)}"
         )
-    damaged = f"the message of {kind} {index}{_on_host(message)} is damaged"
     for field, value in reference.items():
         fits = (str if value is None else type(value), type(None))
         if field not in message or not isinstance(message[field], fits):
-            return f"{damaged}: {printable(field, 64)} is missing or of another kind"
+            damage = f": {printable(field, 64)} is missing or of another kind"
+            return f"the message of {kind} {index}{_on_host(message)} is damaged{damage}"
     try:
         return compare(index, message, other, reference)
     except RecursionError:  # hundreds of lists in one another
-        return damaged
+        return f"the message of {kind} {index}{_on_host(message)} is damaged"
 
 
 def _on_host(message: Message) -> str:

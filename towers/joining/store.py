@@ -245,18 +245,17 @@ def join_store(
         StartupError: nothing listened there before the deadline.
         HandshakeError: the store is another job's. Nothing was written there.
     """
-    at = join_address(host, port)
     started = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=2.0).close()
             break
         except UnicodeError as error:
-            raise StartupError(f"{at} (from {origin}) is no address: {error}") from None
+            raise StartupError(f"{join_address(host, port)} (from {origin}) is no address: {error}") from None
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise StartupError(
-                    f"{server} did not answer at {at} within {time.monotonic() - started:.0f} s "
+                    f"{server} did not answer at {join_address(host, port)} within {time.monotonic() - started:.0f} s "
                     f"({error.strerror or error}); the address comes from {origin}: start it, or correct that"
                 ) from None
         time.sleep(0.1)
@@ -269,17 +268,17 @@ def join_store(
     except (TimeoutError, RuntimeError) as error:
         reason = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
         raise StartupError(
-            f"what listens at {at} does not answer as {server} would{reason}: another program has the port; "
-            f"the address comes from {origin}: start {server} there, or correct that"
+            f"what listens at {join_address(host, port)} does not answer as {server} would{reason}: "
+            f"another program has the port; the address comes from {origin}: start {server} there, or correct that"
         ) from None
     try:  # see [Note: unauthenticated peers]
         SignedStore(store, token).publish(_OWNER, {"host": socket.gethostname()}, refuse_other_jobs=True)
     except OtherJobError as error:
         raise HandshakeError(
-            f"{name} (on {socket.gethostname()}) is not of the job that meets at {at}: its store holds "
-            f"{error}; the address comes from {origin}. All processes of a job have the same {JOB_TOKEN} "
-            "or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables left over from "
-            "another job"
+            f"{name} (on {socket.gethostname()}) is not of the job that meets at {join_address(host, port)}: "
+            f"its store holds {error}; the address comes from {origin}. All processes of a job have the same "
+            f"{JOB_TOKEN} or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables left "
+            "over from another job"
         ) from None
     except TowersError:
         raise

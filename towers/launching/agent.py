@@ -89,7 +89,7 @@ def _set_environment(job: Job) -> None:
         os.environ[DEVICES] = ",".join(job.devices)
     if job.workers == 1:
         os.environ[JOB_TOKEN] = secrets.token_hex()
-        machine.listen_on(machine.loopback_interface())
+        machine.listen_on()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     if not log.isEnabledFor(logging.DEBUG):

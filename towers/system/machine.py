@@ -173,12 +173,12 @@ def own_address(others: Sequence[str]) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def listen_on(interface: str) -> None:
-    """Let Gloo and NCCL of this process, and of those it starts, listen on ``interface`` alone.
+def listen_on(interface: str | None = None) -> None:
+    """Let Gloo and NCCL of this process, and of those it starts, listen on ``interface`` alone, by default loopback.
 
     See [Note: the interface is looked up].
     """
-    os.environ.update(interface_variables(interface, os.environ))
+    os.environ.update(interface_variables(interface or loopback_interface(), os.environ))
 
 
 def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
