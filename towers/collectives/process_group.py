@@ -322,6 +322,8 @@ def leave_at_exit(*, may_hang: bool) -> None:
         announced = max((communicator.health.exit_code for communicator in list(open_communicators)), default=0)
         ending.set()
         leaving.join(1.0 if error is not None else _LEAVING_SECONDS if may_hang else None)
+        if not leaving.is_alive():
+            log.debug("this tower has left its process groups")
         if not leaving.is_alive() or not may_hang:
             return
         logging.shutdown()

@@ -12,15 +12,16 @@ a tower is killed, or calls ``os._exit``   no report: ``exit_report._failure`` t
 a tower waits for one that is gone         a ``PeerLostError`` (``shared_memory/barrier.py``, or
                                            ``timeout_messages.connection_lost``), a consequence: it is reported two
                                            seconds late, and ``exit_report._cause`` looks for the first failure
-a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others by ``heartbeat.py``, and
+a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others by ``heartbeat.py``;
                                            the tower raises a ``CollectiveTimeoutError``
 towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadlock`` publishes it; all of them raise a
                                            ``DeadlockError`` in ``Health.check_deadlock``
-a step passes its deadline                 ``heartbeat.StepDeadline`` reports a ``StepTimeoutError`` and ends the process
+a step passes its deadline                 ``heartbeat.StepDeadline`` reports a ``StepTimeoutError``, and ends the tower
 NCCL finds an error or a timeout           ``collectives/nccl_watch.py`` reports it and ends the process
 models differ when the programs end        ``mirrored/attached/last_check.py``, in the tower that ends last
-the job is told to end (SIGTERM …)         ``Supervisor._forward`` sends the signal to the towers. Those that save end with
-                                           exit code 75: ``exit_report._preempted``; else the agent dies of the signal
+the job is told to end (SIGTERM …)         ``Supervisor._forward`` sends the signal to the towers. Those that save end
+                                           with exit code 75: ``exit_report._preempted``; else the agent dies of the
+                                           signal
 another worker fails                       ``launching/failure_broadcast.py``; this worker's towers are ended
 the agent is gone                          ``failure.end_with_parent``, the parent watchdog, kills the tower
 a tower ends early with exit code 0        ``exit_report.first_good_end``, once another tower has failed for it

@@ -9,8 +9,9 @@
          │   OMP_NUM_THREADS (cores / towers) and, where they were named, DEVICES
          ├─ python train.py    terminal as it is
          └─ python train.py    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
-                 RANK, WORLD_SIZE, LOCAL_RANK, …, MASTER_ADDR, MASTER_PORT, RUN_ID (torchrun's), ERROR_FILE, STATUS_RECORD
-                 MirroredStrategy() → _find_towers → mirrored/cluster/torchrun.py → collectives/connecting.py, connect
+                 RANK, WORLD_SIZE, LOCAL_RANK, …, MASTER_ADDR, MASTER_PORT, RUN_ID (torchrun's), ERROR_FILE,
+                 STATUS_RECORD MirroredStrategy() → _find_towers → mirrored/cluster/torchrun.py →
+                 collectives/connecting.py, connect
 
 The other ways to the same towers:
 
@@ -19,10 +20,11 @@ The other ways to the same towers:
   "addresses": […]}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's. ``mirrored
   cluster`` starts such workers on one machine (``play_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
-- ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded, with
+- ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
+  with
   the variables that torchrun would set (``launch.py``).
 
-``agent.py`` runs torchrun's engine, ``supervision.py`` decides when towers end, ``failure_broadcast.py`` tells the other
-workers, and ``exit_report.py`` says how the job ended. ``processes.py`` is what the agent and ``launch`` have in common.
-The names of the variables are in :mod:`towers.topology`.
+``agent.py`` runs torchrun's engine, ``supervision.py`` decides when towers end, ``failure_broadcast.py`` tells the
+other workers, and ``exit_report.py`` says how the job ended. ``processes.py`` is what the agent and ``launch`` have in
+common. The names of the variables are in :mod:`towers.topology`.
 """

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+
+LOG_LEVEL = "MIRRORED_LOG_LEVEL"
+"""Environment variable with the level from which lines show: ``debug``, ``info`` (the default), ``warning``, ``error``.
+
+At ``debug`` every tower says when it has started, joined the others and begun its heartbeats, when it reports a
+failure, and when it leaves; agents say what they start, which reports they have read and how the job has ended.
+"""
 
 
 class _ShownUnlessConfigured(logging.Handler):
@@ -17,8 +25,8 @@ class _ShownUnlessConfigured(logging.Handler):
 def get_logger(name: str) -> logging.Logger:
     """The logger of one of the packages (``"towers"`` or ``"mirrored"``).
 
-    INFO lines show on standard error until the program configures Python's root logger; from then on they
-    go where that says. Silence them with ``logging.getLogger("mirrored").setLevel("WARNING")``.
+    Lines of :data:`LOG_LEVEL` and above show on standard error until the program configures Python's root logger; from
+    then on they go where that says. ``logging.getLogger("mirrored").setLevel("WARNING")`` silences the others.
     """
     logger = logging.getLogger(name)
     if not any(isinstance(handler, _ShownUnlessConfigured) for handler in logger.handlers):
@@ -26,5 +34,6 @@ def get_logger(name: str) -> logging.Logger:
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
+            level = logging.getLevelName(os.environ.get(LOG_LEVEL, "").upper())
+            logger.setLevel(level if isinstance(level, int) else logging.INFO)
     return logger
