@@ -15,7 +15,7 @@ class CannotStartError(TowersError):
 
 
 class StartupError(TowersError):
-    """The towers, or the workers that hold them, did not all meet before the start-up deadline."""
+    """The towers, or the workers that hold them, did not all come before the start-up deadline."""
 
 
 class PortInUseError(StartupError, OSError):
@@ -23,7 +23,7 @@ class PortInUseError(StartupError, OSError):
 
 
 class HandshakeError(TowersError):
-    """The towers met and found that they do not belong together: raised on all of them, with one text."""
+    """The handshake has shown that the towers do not belong together: raised on all of them, with one text."""
 
 
 class DisagreementError(TowersError, ValueError):

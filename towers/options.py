@@ -99,9 +99,9 @@ def _advice(
     function: Callable[..., Any], places: list[str], ours: dict[str, str], given: int, kwargs: dict[str, Any]
 ) -> str:
     name = function.__qualname__.removesuffix(".__init__")
-    found = [foreign for foreign in ours if foreign in kwargs]
-    if found:
-        return "; ".join(f"{name}() has no argument {foreign}: {ours[foreign]}" for foreign in found)
+    named = [foreign for foreign in ours if foreign in kwargs]
+    if named:
+        return "; ".join(f"{name}() has no argument {foreign}: {ours[foreign]}" for foreign in named)
     without_self = [place for place in places if place != "self"]
     instead = "; ".join(f"for TensorFlow's {foreign}: {advice}" for foreign, advice in ours.items())
     return (

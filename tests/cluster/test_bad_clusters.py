@@ -252,7 +252,7 @@ def test_row_20_a_worker_never_starts() -> None:
     for text, code in run_agents(worker_job(0, addresses, seconds=2.0), worker_job(2, addresses, seconds=2.0)):
         assert code == 1
         assert "1 of 3 workers did not come within" in text
-        assert "worker 1 (127.0.0.1:2); who should come was read from TF_CONFIG" in text
+        assert "worker 1 (127.0.0.1:2); the list of workers was read from TF_CONFIG" in text
         assert len(text.splitlines()) == 1
 
 

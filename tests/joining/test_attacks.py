@@ -25,7 +25,7 @@ from towers.joining.store import Message, NotAMessageError, join_store, serve_st
 
 TOKEN = "a secret of the tests"
 SECONDS = timedelta(seconds=10)
-KEYS = ("tower/0", "tower/1", "tower/found0", "tower/found1")
+KEYS = ("tower/0", "tower/1", "tower/confirmed0", "tower/confirmed1")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_a_replayed_message_does_not_stand_for_a_tower_that_is_not_there(live: i
     old = recorded()
     store.set(f"tower/{gone}", old[f"tower/{gone}"])
     if all_of_it:
-        store.set(f"tower/found{gone}", old[f"tower/found{gone}"])
+        store.set(f"tower/confirmed{gone}", old[f"tower/confirmed{gone}"])
     with pytest.raises(
         StartupError, match=rf"1 of 2 towers did not come within 0 s: tower {gone} \(rank {gone}\)"
     ) as e:
@@ -147,9 +147,9 @@ def is_message(store: Store, key: str) -> bool:
 
 
 FORGED = {
-    "of another token": lambda key: sign("another", key, {"found": "x"}),
-    "of no token": lambda key: sign("", key, {"found": "x"}),
-    "of another key": lambda key: sign(TOKEN, key + "0", {"found": "x"}),
+    "of another token": lambda key: sign("another", key, {"digest": "x"}),
+    "of no token": lambda key: sign("", key, {"digest": "x"}),
+    "of another key": lambda key: sign(TOKEN, key + "0", {"digest": "x"}),
     "with the signature of another message": lambda key: sign(TOKEN, key, {}).replace('message": "{', 'message": "{ '),
     "nothing": lambda key: "",
 }

@@ -103,7 +103,7 @@ def test_workers_with_different_tokens_are_refused() -> None:
     assert [process.returncode for process in processes] == [1, 1]
     assert refused.startswith(f"towers: worker 1 (on {os.uname().nodename}) is not of the job that meets at")
     assert len(refused.splitlines()) == 1
-    assert "1 of 2 workers did not come within 4 s: worker 1 (127.0.0.1:2); who should" in waited
+    assert "1 of 2 workers did not come within 4 s: worker 1 (127.0.0.1:2); the list of workers" in waited
 
 
 def test_where_the_token_comes_from() -> None:

@@ -193,13 +193,13 @@ class ProcessGroupCommunicator(Communicator):
         group = self._group
         if self.backend != "nccl" or group is None:
             return None
-        found = backend_of(group, self.device).get_error().name
-        if found == "SUCCESS":
+        status = backend_of(group, self.device).get_error().name
+        if status == "SUCCESS":
             return None
         me = self.towers[self.index]
-        if found == "TIMEOUT":
+        if status == "TIMEOUT":
             return timeout_error(self.health, me, self._timeout.total_seconds())
-        return connection_lost(self.health, me, RuntimeError(f"NCCL: {found}"))
+        return connection_lost(self.health, me, RuntimeError(f"NCCL: {status}"))
 
 
 class _Started:
@@ -241,7 +241,7 @@ def failures() -> Iterator[Exception | None]:
 
 
 def backends(backend: str) -> str:
-    """What c10d is told: beside NCCL there is Gloo, for the towers' messages on the host."""
+    """The backends of a group: beside NCCL there is Gloo, for the towers' messages on the host."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
@@ -282,9 +282,9 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
 
 @contextlib.contextmanager
 def without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there.
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes there which peers it has connected to.
 
-    Not where NCCL is to write there, for who looks for what is wrong.
+    Not where ``NCCL_DEBUG`` is set: NCCL writes there, too.
     """
     if os.environ.get("NCCL_DEBUG"):
         yield

@@ -162,8 +162,8 @@ class Heartbeat:
         self._waited = waits
         if waits is not None and waits == waited:
             store.store.add(_BLOCKED, 1)
-            found = store.read(_DEADLOCK)
-            health.deadlock = found["towers"] if found is not None else None
+            published = store.read(_DEADLOCK)
+            health.deadlock = published["towers"] if published is not None else None
         return self._find_deadlock(store) if self._topology.is_chief else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:

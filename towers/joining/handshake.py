@@ -77,41 +77,41 @@ def exchange(
     board = _Board(SignedStore(store, token), kind, index)
     started = time.monotonic()
     pause = 0.005
-    found: dict[int, Message] = {}
+    messages: dict[int, Message] = {}
     try:
-        mine = found[index] = board.claim({"host": socket.gethostname(), "versions": versions(), **message})
+        mine = messages[index] = board.claim({"host": socket.gethostname(), "versions": versions(), **message})
         while True:
             board.raise_result()
             board.republish()
             for i in range(len(names)):
-                if i not in found and (theirs := board.message(i)) is not None:
-                    found[i] = theirs
+                if i not in messages and (theirs := board.message(i)) is not None:
+                    messages[i] = theirs
                     board.fail_together(_compare(kind, compare, i, theirs, index, mine))
-                    if len(found) == len(names):
+                    if len(messages) == len(names):
                         # All compare all with the first, so that none goes on where two others found a difference.
                         for other in range(1, len(names)):
-                            board.fail_together(_compare(kind, compare, other, found[other], 0, found[0]))
+                            board.fail_together(_compare(kind, compare, other, messages[other], 0, messages[0]))
                         pause = 0.005
             late = time.monotonic() >= deadline
-            missing = [i for i in range(len(names)) if i not in found]
+            missing = [i for i in range(len(names)) if i not in messages]
             if not missing:
-                messages = [found[i] for i in range(len(names))]
-                missing = board.unconfirmed(messages, late=late)
+                in_order = [messages[i] for i in range(len(names))]
+                missing = board.unconfirmed(in_order, late=late)
                 if not missing:
-                    return messages
+                    return in_order
             if late:
                 described = ", ".join(f"{kind} {i} ({names[i]})" + board.rejected(i) for i in missing)
                 waited = time.monotonic() - started
                 board.fail_together(
                     f"{len(missing)} of {len(names)} {kind}s did not come within {waited:.0f} s: "
-                    f"{described}; who should come was read from {origin}",
+                    f"{described}; the list of {kind}s was read from {origin}",
                     StartupError,
                 )
             time.sleep(pause)
             pause = min(0.2, pause * 1.5)
     except TowersError:
         if serves:
-            board.wait_until_read([i for i in found if i != index])
+            board.wait_until_read([i for i in messages if i != index])
         raise
     except RuntimeError as error:  # what torch's store raises when its server is gone
         raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {printable(str(error))}") from None
@@ -178,13 +178,13 @@ class _Board:
     def _without(self, others: Sequence[int], digest: str) -> list[int]:
         """Those of ``others`` that have not confirmed ``digest``."""
         for other in others:
-            confirmation = self._store.read(self._key(f"found{other}")) if other not in self._confirmed else None
-            if confirmation is not None and confirmation.get("found") == digest:
+            confirmation = self._store.read(self._key(f"confirmed{other}")) if other not in self._confirmed else None
+            if confirmation is not None and confirmation.get("digest") == digest:
                 self._confirmed.add(other)
         return [other for other in others if other not in self._confirmed]
 
     def _confirm(self, digest: str) -> None:
-        self._store.write(self._key(f"found{self._index}"), {"found": digest})
+        self._store.write(self._key(f"confirmed{self._index}"), {"digest": digest})
 
     def rejected(self, index: int) -> str:
         """What an error message adds about a message that was rejected in the place of process ``index``."""

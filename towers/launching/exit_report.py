@@ -43,7 +43,7 @@ def make_exit_report(
     Args:
         result: of torchrun's agent.
         directory: with the towers' reports and status records.
-        broadcast: tells other workers of a failure, or is told.
+        broadcast: to and from the other workers.
     """
     endings, forwarded = supervisor.endings, supervisor.forwarded
     if supervisor.failed_elsewhere is None:

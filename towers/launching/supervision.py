@@ -206,9 +206,9 @@ def died_of(number: signal.Signals) -> frozenset[int]:
 
 def _exit_code(process: int) -> int | None:
     try:
-        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ending = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torch has collected it
         return 0
-    if found is None:
+    if ending is None:
         return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status

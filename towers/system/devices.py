@@ -114,7 +114,7 @@ def for_tower(
     shown_one = gpus == 1 and local_size > 1 and not sees_all
     if shown_one and (chosen is None or chosen == [torch.device("cuda", 0)]):
         # The launcher shows each process its own GPU; if it is the same one after all, the towers find out when
-        # they meet.
+        # they join.
         return torch.device("cuda", 0)
     if chosen is None:
         if gpus == 0:

@@ -134,24 +134,24 @@ def is_reached_at(host: str, port: int) -> bool:
 
 
 def interfaces() -> dict[str, str | None]:
-    """The network interfaces of this machine and their IPv4 addresses; None for one that has none that can be told."""
-    found: dict[str, str | None] = {name: None for _, name in socket.if_nameindex()}
+    """The network interfaces of this machine and their IPv4 addresses; None where an address cannot be read."""
+    addresses: dict[str, str | None] = {name: None for _, name in socket.if_nameindex()}
     if not sys.platform.startswith("linux"):
-        return found
+        return addresses
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR: struct ifreq in, its address at bytes 20 to 24 out
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in found:
+        for name in addresses:
             with contextlib.suppress(OSError):
                 request = name.encode()[:15].ljust(256, b"\0")
                 answer = fcntl.ioctl(probe.fileno(), get_address, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None when it cannot be told."""
+    """The name of the network interface that has ``address``; None when none is known to have it."""
     if ":" in address and sys.platform.startswith("linux"):
         return _interface_of_ipv6(address)
     return next((name for name, own in interfaces().items() if own == address), None)
@@ -161,16 +161,16 @@ def _interface_of_ipv6(address: str) -> str | None:
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
-            found, *_, name = line.split()
-            if found == wanted:
+            number, *_, name = line.split()
+            if number == wanted:
                 return name
     return None
 
 
 def own_address(others: Sequence[str]) -> str | None:
     """This machine's address on the way to all of ``others`` (host names); None when there is not exactly one."""
-    found = {address_towards(host, 1) for host in others}
-    return found.pop() if len(found) == 1 else None
+    addresses = {address_towards(host, 1) for host in others}
+    return addresses.pop() if len(addresses) == 1 else None
 
 
 def listen_on(interface: str | None = None) -> None:
