@@ -104,7 +104,7 @@ def limits(plan: Plan, memory: float) -> None:
     whole = model.gathered + model.gradients + model.state
     print(f"\nWhat else grows (state: {as_size(whole)} a device, without activations):")
     head = ["devices", f"batch, {plan.unit}", "state, sharded", "failure every", "save every", "useful"]
-    rows = [[*head, "cards at the store", "of bytes", "signs of life", "announcement", "by hosts", "reading it"]]
+    rows = [[*head, "handshake at store", "of bytes", "of heartbeats", "announcement", "by hosts", "reading it"]]
     for cluster in plan.clusters:
         batch = plan.global_batch or model.batch * cluster.size
         sharded = model.gathered + model.gradients + model.state / cluster.size
@@ -115,9 +115,9 @@ def limits(plan: Plan, memory: float) -> None:
             row += [as_duration(mtbf), as_duration(every), f"{failures.useful(plan.save, mtbf, plan.restart):.3f}"]
         else:
             row += ["–"] * 3
-        row.append(as_duration(bookkeeping.meeting_seconds(cluster.size)))
-        row.append(as_size(bookkeeping.card_bytes(cluster.size)))
-        row.append(f"{bookkeeping.signs_of_life(cluster.size):.1%}")
+        row.append(as_duration(bookkeeping.handshake_seconds(cluster.size)))
+        row.append(as_size(bookkeeping.handshake_bytes(cluster.size)))
+        row.append(f"{bookkeeping.heartbeats(cluster.size):.1%}")
         row.append(as_duration(bookkeeping.announcement(cluster)) if cluster.size > 1 else "–")
         row.append(as_duration(bookkeeping.announcement_by_hosts(cluster)) if cluster.size > 1 else "–")
         row.append(as_duration(bookkeeping.reading(cluster.size)))
