@@ -197,12 +197,13 @@ def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
     """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
-    if strategy is None or strategy.engine.batch_norms is None:
+    layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
+    if strategy is None or layers is None:
         return forward(*args, **kwargs)
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
     if layer.plain.forward is BatchNormBase.forward:
-        return strategy.engine.batch_norms.train(layer, x, counts)
-    return strategy.engine.batch_norms.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)
+        return layers.train(layer, x, counts)
+    return layers.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from mirrored import cluster
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.engine import TrainingOptions
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
@@ -50,7 +50,41 @@ class OneDeviceStrategy(Strategy):
             machine.share_out_threads(1, alone=True)
 
 
-class MirroredStrategy(Strategy):
+class _TowersStrategy(Strategy):
+    """A strategy whose towers are processes: those of a launcher, or those that it starts.
+
+    Args:
+        resolver: the cluster.
+        requested: the devices of this worker's towers, if the script names them.
+        communication: as the script gives it.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        requested: Sequence[Device] | None,
+        communication: object,
+        training: TrainingOptions,
+        seed: int | None,
+    ) -> None:
+        if communication is None:
+            communication = CommunicationOptions()
+        if not isinstance(communication, CommunicationOptions):
+            raise TypeError(
+                f"communication is {communication!r}, but has to be "
+                "mirrored.CommunicationOptions(implementation='nccl', …)"
+            )
+        named = _named_devices(requested)
+        if resolver.topology is not None:
+            topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
+        else:
+            device = _start_towers(resolver, named, communication)
+            topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
+        super().__init__(topology, communicator, resolver, communication, seed, training)
+        _announce(self)
+
+
+class MirroredStrategy(_TowersStrategy):
     """One model on all devices of this machine, or on all processes of a launcher.
 
     Without a launcher, several devices make the constructor start this script again, once per device
@@ -102,7 +136,7 @@ class MirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
@@ -111,14 +145,10 @@ class MirroredStrategy(Strategy):
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
-        resolver = launcher or LocalClusterResolver()
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
+        super().__init__(launcher or LocalClusterResolver(), devices, communication, training, seed)
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(_TowersStrategy):
     """One model on all devices of all workers (machines) of a cluster.
 
     The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
@@ -144,26 +174,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
         training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
-        resolver = cluster.resolve(os.environ, cluster_resolver)
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
-
-
-def _checked(communication: object) -> CommunicationOptions:
-    if communication is None:
-        return CommunicationOptions()
-    if isinstance(communication, CommunicationOptions):
-        return communication
-    raise TypeError(
-        f"communication is {communication!r}, but has to be mirrored.CommunicationOptions(implementation='nccl', …)"
-    )
+        super().__init__(cluster.resolve(os.environ, cluster_resolver), devices, communication, training, seed)
 
 
 @functools.cache
@@ -172,42 +188,64 @@ def default_strategy() -> Strategy:
     return OneDeviceStrategy()
 
 
-def _find_towers(
-    resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
-) -> tuple[Topology, Communicator]:
-    """This tower's place and its communicator.
+set_default_strategy(default_strategy)
 
-    Where no launcher has started the towers, the program is replaced by an agent that does.
-    """
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside every scope and run the default one, which has one replica."""
+    current = current_frame()
+    strategy = current.strategy if current is not None else default_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def _named_devices(requested: Sequence[Device] | None) -> Sequence[Device] | None:
+    """The devices of this worker's towers that a script, the command line or an observer names; None if nobody does."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     if (watching := observer()) is not None:
         requested = watching.devices(requested)
-    topology = resolver.topology
-    if topology is not None:
-        failure.install_hooks()
-        device = devices.for_tower(
-            topology.local_index,
-            topology.local_size,
-            requested,
-            topology.origin,
-            sees_all=STARTED_BY in os.environ,  # towers of our launchers do
-        )
-        return topology, connect(topology, _use(device), options)
+    return requested
+
+
+def _join_towers(topology: Topology, named: Sequence[Device] | None, options: CommunicationOptions) -> Communicator:
+    """This process is a tower already, which a launcher or our agent has started: join the others.
+
+    Args:
+        named: the devices of this worker's towers, if any were named.
+    """
+    failure.install_hooks()
+    ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
+    device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
+    return connect(topology, _use(device), options)
+
+
+def _start_towers(
+    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions
+) -> torch.device:
+    """No launcher has started towers: replace this process by an agent that runs this program once per tower.
+
+    Args:
+        named: as of :func:`_join_towers`.
+
+    Returns:
+        The device of the only tower, where there is but one; else it does not return.
+    """
     refuse_unknown_peers()
-    chosen = devices.for_worker(requested)
+    chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
-        job = Job(
-            towers=len(chosen),
-            worker=resolver.worker,
-            workers=resolver.workers,
-            addresses=resolver.addresses,
-            origin=resolver.origin,
-            started_by=_started_by(resolver),
-            startup_seconds=options.startup_timeout_seconds,
+        become(
+            Job(
+                towers=len(chosen),
+                worker=resolver.worker,
+                workers=resolver.workers,
+                addresses=resolver.addresses,
+                origin=resolver.origin,
+                started_by=_started_by(resolver),
+                startup_seconds=options.startup_timeout_seconds,
+            )
         )
-        become(job)  # this process runs the script once per tower from here on
-    return Topology(started_by=_started_by(resolver)), Alone(_use(chosen[0]))
+    return chosen[0]
 
 
 def _started_by(resolver: ClusterResolver) -> str:

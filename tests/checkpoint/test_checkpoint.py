@@ -28,8 +28,9 @@ import mirrored
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.codec import Encoder, Malformed, decode
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.folder import Folder, Opened, name_of
-from mirrored.checkpoint.tensors import Layout, TensorFile
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
+from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from tests.faults.training import Interrupted, make_model, steps_of, train
 from tests.support.faulty_disk import FaultyDisk, save_values, saved_value
 from tests.support.jobs import run_program, towers
@@ -309,7 +310,7 @@ def test_row_46_an_object_that_refuses_its_state_changes_nothing(folder: pathlib
     manager.save(wait=True)
     progress["epoch"], stubborn.asked = 2, 1
     nn.init.zeros_(model.weight)
-    with pytest.raises(mirrored.CheckpointError, match="stubborn cannot take it on: KeyError: 'not mine'"):
+    with pytest.raises(mirrored.CheckpointError, match="stubborn cannot load its state: KeyError: 'not mine'"):
         manager.restore(name_of(0))
     assert progress == {"epoch": 2}
     assert not model.weight.any()
@@ -922,7 +923,7 @@ def test_the_file_of_tensors_is_an_ordinary_one(tmp_path: pathlib.Path) -> None:
         "c": torch.tensor(1.5),
         "e": torch.empty(0, 2),
     }
-    layout = Layout(tensors)
+    layout = FileLayout(tensors)
     memory = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.copy_to(memory)
     for pieces in (layout.pieces(), layout.pieces_of(memory)):
@@ -939,7 +940,7 @@ def test_opening_reads_what_was_checked(folder: pathlib.Path) -> None:
     """Files that are exchanged while a checkpoint is open change nothing of what is read."""
     manager, model = one_tower(folder)
     manager.save(wait=True)
-    opened = Opened(folder / name_of(0))
+    opened = StoredCheckpoint(folder / name_of(0))
     shutil.rmtree(folder / name_of(0))
     assert torch.equal(opened.tensors.read("model/weight"), model.weight)
     opened.close()

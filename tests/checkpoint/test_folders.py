@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 import mirrored
-from mirrored.checkpoint.folder import name_of
+from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
 from tests.joining.test_attacks import Jumps
 

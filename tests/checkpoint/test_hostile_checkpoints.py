@@ -111,14 +111,14 @@ def test_a_state_at_which_no_generator_can_stand_is_refused(folder: pathlib.Path
         streams[field] = change(streams[field])
 
     forge(folder, states)
-    refused(run, "mirrored.streams cannot take it on: ")
+    refused(run, "mirrored.streams cannot load its state: ")
 
 
 @pytest.mark.parametrize("stream", ["outside", "inside"])
 def test_a_random_state_that_is_none_at_all_is_refused(folder: pathlib.Path, stream: str) -> None:
     run = Run(folder)
     forge(folder, lambda found: found["mirrored.streams"].update({stream: 5}))
-    refused(run, "mirrored.streams cannot take it on: ")
+    refused(run, "mirrored.streams cannot load its state: ")
 
 
 # -- all or nothing ------------------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ CRAFTED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "numbers that are lists": ("optimizer: its parameters", in_state(*GROUP, "params", value=[[], [], [], []])),
     "moment of another shape": ("parameter 1", in_state("optimizer", "state", 1, "exp_avg", value=torch.ones(9))),
     "an array that torch cannot copy": (
-        "optimizer cannot take it on",
+        "optimizer cannot load its state",
         in_state("optimizer", "state", 3, "more", value=np.ones(2)),
     ),
-    "versions that are none": ("model: it is saved with versions", in_state("model", "mirrored.versions", value=[1])),
-    "a version that is none": ("model: it is saved with", in_state("model", "mirrored.versions", "0", value=7)),
-    "no epoch": ("data cannot take it on", in_state("data", "epoch", value=None)),
-    "a step of -3": ("data cannot take it on", in_state("data", "step", value=-3)),
+    "versions that are none": ("model: its versions in the", in_state("model", "mirrored.versions", value=[1])),
+    "a version that is none": ("model: its versions in the", in_state("model", "mirrored.versions", "0", value=7)),
+    "no epoch": ("data cannot load its state", in_state("data", "epoch", value=None)),
+    "a step of -3": ("data cannot load its state", in_state("data", "step", value=-3)),
     "examples that never were": (
-        "data cannot take it on",
+        "data cannot load its state",
         lambda states: states["data"].update(step=1, data={**states["data"]["data"], "global_batch_size": -2}),
     ),
-    "a seed of -3": ("mirrored.strategy cannot take it on", in_state("mirrored.strategy", "seed", value=-3)),
+    "a seed of -3": ("mirrored.strategy cannot load its state", in_state("mirrored.strategy", "seed", value=-3)),
     "no schedule": ("schedule: it is saved as a int, not as a schedule", in_state("schedule", value=5)),
     "a list for progress": ("progress: it is a dict here", in_state("progress", value=[])),
 }
@@ -218,7 +218,7 @@ def test_a_model_that_fails_halfway_is_as_it_was(folder: pathlib.Path) -> None:
         late.weight.fill_(5)
     late.kept, late.refuses = {"calls": 3}, True
     before, weight = run.standing(), late.weight
-    with pytest.raises(mirrored.CheckpointError, match="late cannot take it on: RuntimeError.*never mind"):
+    with pytest.raises(mirrored.CheckpointError, match="late cannot load its state: RuntimeError.*never mind"):
         run.manager.restore("forged")
     late.refuses = False
     assert run.standing() == before
@@ -281,7 +281,7 @@ def _one_tower_fails(strategy: mirrored.Strategy, folder: str) -> Any:
     progress["x"] = 2
     late.refuses = not strategy.is_chief
     before = [model.weight.tolist(), str(optimizer.state_dict()), torch.get_rng_state().tolist()]
-    with pytest.raises(mirrored.CheckpointError, match="tower 1: late cannot take it on") as caught:
+    with pytest.raises(mirrored.CheckpointError, match="tower 1: late cannot load its state") as caught:
         manager.restore("honest")
     assert [model.weight.tolist(), str(optimizer.state_dict()), torch.get_rng_state().tolist()] == before
     step()

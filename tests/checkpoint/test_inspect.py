@@ -16,7 +16,7 @@ from torch import nn
 import mirrored
 from mirrored import cli
 from mirrored.checkpoint import manifest as manifests
-from mirrored.checkpoint.folder import name_of
+from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
 from tests.support.hostile_checkpoints import forge, forge_manifest
 
@@ -92,7 +92,7 @@ ABSURD: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "another step": ("it is of step 7: the folder was renamed", lambda manifest: manifest.update(step=7)),
     "no towers": ("its field 'towers' is 0", lambda manifest: manifest.update(towers=0)),
     "absurd towers": ("it is of 1000000000000 towers", lambda manifest: manifest.update(towers=10**12)),
-    "more of their own": ("it is of 1 towers, and holds", lambda manifest: manifest["own"].append({})),
+    "more of their own": ("it is of 1 towers, but holds", lambda manifest: manifest["own"].append({})),
     "virtual towers of -4": ("its field 'virtual_towers' is -4", lambda manifest: manifest.update(virtual_towers=-4)),
     "bytes of -1": (
         "is .* bytes long, but was written with -1",

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable
 
 import mirrored
-from mirrored.checkpoint import lock
-from mirrored.checkpoint.disk import Disk
+from mirrored.checkpoint.disk import Disk, take_lock
 
 
 def manager(folder: pathlib.Path, disk: Disk | None = None) -> mirrored.CheckpointManager:
@@ -72,7 +71,7 @@ def test_another_name_of_the_folder_is_the_same_folder(tmp_path: pathlib.Path) -
 
 def test_a_forked_child_has_no_lock_of_its_parent(tmp_path: pathlib.Path) -> None:
     parent = manager(tmp_path)
-    assert not in_a_child(lambda: lock.take(tmp_path / ".lock"))
+    assert not in_a_child(lambda: take_lock(tmp_path / ".lock"))
     assert not another_process_may_write(tmp_path), "the child, which has ended, has taken nothing with it"
     parent.wait()
 

@@ -27,7 +27,7 @@ from mirrored.cluster import (
     resolve,
     slurm,
 )
-from mirrored.doctor import cores
+from mirrored.doctor.resources import check_cores
 from tests.support.jobs import run_program
 from tests.support.waiting import at_most
 from towers import HandshakeError, PortInUseError, StartupError
@@ -433,7 +433,7 @@ def test_a_number_of_threads_that_is_none_is_left_to_openmp(stated: str, monkeyp
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", stated)
     assert machine.share_out_threads(2) == f"{before} thread{'s' if before > 1 else ''} each"
-    assert list(cores.check({"OMP_NUM_THREADS": stated}))
+    assert list(check_cores({"OMP_NUM_THREADS": stated}))
 
 
 @pytest.mark.parametrize(

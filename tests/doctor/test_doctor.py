@@ -14,8 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from mirrored.doctor import Finding, Severity, cores, examine, interfaces, launchers, tf_config, variables, versions
-from mirrored.doctor.finding import Check, ok
+from mirrored.doctor import Finding, Severity, examine, versions
+from mirrored.doctor.findings import Check, ok
+from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
+from mirrored.doctor.network import check_interfaces
+from mirrored.doctor.resources import check_cores
 from tests.support.jobs import ROOT, run_program
 from tests.support.waiting import at_most
 from towers.system.timeouts import run_with_timeout
@@ -69,7 +72,7 @@ def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
 
 
 def test_a_wrong_tf_config_is_named_as_training_would() -> None:
-    found = findings(tf_config.check, Severity.PROBLEM, TF_CONFIG=cluster("a:1", "b:2", index=7))
+    found = findings(check_tf_config, Severity.PROBLEM, TF_CONFIG=cluster("a:1", "b:2", index=7))
     assert "task.index is 7" in found["TF_CONFIG"].what
 
 
@@ -88,20 +91,20 @@ def taken() -> Iterator[tuple[int, int]]:
 def test_the_chief_is_told_who_has_its_port(taken: tuple[int, int]) -> None:
     port, process = taken
     environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=0)}
-    found = findings(tf_config.check, Severity.PROBLEM, **environ)
+    found = findings(check_tf_config, Severity.PROBLEM, **environ)
     assert f"in use by process {process} ({sys.executable} -c import socket" in found["chief's port"].what
     environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    assert "in use" in findings(launchers.check, Severity.PROBLEM, **environ)["chief's port"].what
+    assert "in use" in findings(check_launcher, Severity.PROBLEM, **environ)["chief's port"].what
 
 
 def test_a_chief_that_answers_or_has_not_been_started(taken: tuple[int, int]) -> None:
     port, _ = taken
     environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
-    assert findings(tf_config.check, Severity.OK, **environ)["chief"].what.endswith("answers")
+    assert findings(check_tf_config, Severity.OK, **environ)["chief"].what.endswith("answers")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
-    assert "nothing listens" in findings(tf_config.check, Severity.WARNING, **environ)["chief"].what
+    assert "nothing listens" in findings(check_tf_config, Severity.WARNING, **environ)["chief"].what
 
 
 def test_an_unreachable_chief_is_a_problem_within_seconds() -> None:
@@ -115,14 +118,14 @@ def test_an_unreachable_chief_is_a_problem_within_seconds() -> None:
             waiting.setblocking(False)
             waiting.connect_ex((host, port))
         environ = {"TF_CONFIG": cluster(f"{host}:{port}", "127.0.0.1:2", index=1)}
-        found = findings(tf_config.check, Severity.PROBLEM, **environ)
+        found = findings(check_tf_config, Severity.PROBLEM, **environ)
     assert "cannot be reached: timed out" in found["chief"].what
 
 
 def test_an_address_of_another_machine_is_noticed() -> None:
     environ = {"TF_CONFIG": cluster("127.0.0.1:1", "203.0.113.7:2", index=1), "GLOO_SOCKET_IFNAME": "lo"}
-    assert "no interface of this machine" in findings(tf_config.check, Severity.WARNING, **environ)["TF_CONFIG"].what
-    found = findings(tf_config.check, Severity.PROBLEM, **environ)
+    assert "no interface of this machine" in findings(check_tf_config, Severity.WARNING, **environ)["TF_CONFIG"].what
+    found = findings(check_tf_config, Severity.PROBLEM, **environ)
     assert "leads here to this machine itself" in found["TF_CONFIG"].what
     assert "cannot be reached" in found["GLOO_SOCKET_IFNAME"].what
 
@@ -130,11 +133,11 @@ def test_an_address_of_another_machine_is_noticed() -> None:
 def test_variables_that_contradict_each_other_or_are_left_over() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     both = {**environ, "TF_CONFIG": cluster("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", index=2)}
-    assert "contradict each other" in findings(launchers.check, Severity.PROBLEM, **both)["launcher"].what
+    assert "contradict each other" in findings(check_launcher, Severity.PROBLEM, **both)["launcher"].what
     nowhere = {**environ, "MASTER_ADDR": NOWHERE}
-    assert "does not resolve" in findings(launchers.check, Severity.PROBLEM, **nowhere)["launcher"].what
-    assert "LOCAL_RANK set, but not" in findings(launchers.check, Severity.WARNING, LOCAL_RANK="0")["launcher"].what
-    assert "no task of srun" in findings(launchers.check, Severity.NOTE, SLURM_JOB_ID="7")["launcher"].what
+    assert "does not resolve" in findings(check_launcher, Severity.PROBLEM, **nowhere)["launcher"].what
+    assert "LOCAL_RANK set, but not" in findings(check_launcher, Severity.WARNING, LOCAL_RANK="0")["launcher"].what
+    assert "no task of srun" in findings(check_launcher, Severity.NOTE, SLURM_JOB_ID="7")["launcher"].what
 
 
 def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
@@ -147,17 +150,17 @@ def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
         ("^=" + ",".join(name for name in names if name != "lo"), "chooses lo"),
     ):
         assert (
-            chosen in findings(interfaces.check, Severity.WARNING, NCCL_SOCKET_IFNAME=named)["NCCL_SOCKET_IFNAME"].what
+            chosen in findings(check_interfaces, Severity.WARNING, NCCL_SOCKET_IFNAME=named)["NCCL_SOCKET_IFNAME"].what
         )
 
 
 def test_variables_that_change_results_or_speed() -> None:
     set_to_do_nothing = {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "warn", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    assert [f.severity for f in variables.check(set_to_do_nothing)] == [Severity.OK]
-    found = {f.subject: f.severity for f in variables.check({"NCCL_ALGO": "Tree", "CUDA_LAUNCH_BLOCKING": "1"})}
+    assert [f.severity for f in check_variables(set_to_do_nothing)] == [Severity.OK]
+    found = {f.subject: f.severity for f in check_variables({"NCCL_ALGO": "Tree", "CUDA_LAUNCH_BLOCKING": "1"})}
     assert found == {"NCCL_ALGO": Severity.NOTE, "CUDA_LAUNCH_BLOCKING": Severity.WARNING}
-    assert "OMP_NUM_THREADS" in findings(cores.check, Severity.WARNING, OMP_NUM_THREADS="4096")
-    assert "OMP_NUM_THREADS" in findings(cores.check, Severity.PROBLEM, OMP_NUM_THREADS="all")
+    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.WARNING, OMP_NUM_THREADS="4096")
+    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.PROBLEM, OMP_NUM_THREADS="all")
 
 
 @pytest.mark.parametrize(
@@ -206,9 +209,9 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPa
 
 def printed(check: str) -> list[str]:
     """A program that prints what a check finds, each with its severity, and how to run it."""
-    program = f"import os, mirrored.doctor.{check} as c, mirrored.doctor.memory as m\n"
+    program = "import os, mirrored.doctor.resources as r\n"
     program += (
-        "for f in [*c.check(os.environ), *m.check_dev_shm(os.environ)]: print(f.severity.name, f.subject, f.what)"
+        f"for f in [*r.{check}(os.environ), *r.check_dev_shm(os.environ)]: print(f.severity.name, f.subject, f.what)"
     )
     return [sys.executable, "-c", program]
 
@@ -219,7 +222,7 @@ def test_no_room_where_a_training_writes(tmp_path: pathlib.Path) -> None:
     if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], capture_output=True).returncode:
         pytest.skip("a small file system needs unshare and the right to mount")
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([*mounted, *printed("disk")], capture_output=True, text=True, env=environ)
+    result = subprocess.run([*mounted, *printed("check_disk")], capture_output=True, text=True, env=environ)
     assert f"PROBLEM directory nothing can be written to {tmp_path}" in result.stdout
     assert "WARNING /dev/shm 8 MB of 8 MB free" in result.stdout
 
@@ -238,7 +241,7 @@ def test_a_containers_cpu_limit_is_seen() -> None:
             group.rmdir()
         pytest.skip("a limit needs cgroups and the right to make them")
     try:
-        words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *printed("cores")]
+        words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *printed("check_cores")]
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         environ.pop("OMP_NUM_THREADS")
         result = subprocess.run(words, capture_output=True, text=True, env=environ)

@@ -15,7 +15,7 @@ import mirrored
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import at_most
 from towers.health.deadlock import Beat, find_cycle
-from towers.health.status import Status, Wait
+from towers.health.peers import Status, Wait
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import mirrored
 from tests.support.jobs import ROOT, run_program, towers
 from tests.support.waiting import at_most, wait_until
 from towers.collectives import nccl_watch, process_group
+from towers.gradients.pairing import BackwardCounter
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import Health, StatusRecord, record_path
 from towers.launching import console
@@ -100,10 +102,13 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: s
 
 
 def hang(strategy: mirrored.Strategy) -> None:
+    model = strategy.mirror(torch.nn.Linear(2, 1))
+
     def step() -> None:
         if strategy.health.step == 2 and strategy.topology.index == 1:
             time.sleep(60)
         strategy.reduce("sum", 1)
+        model(torch.ones(1, 2)).sum().backward()
 
     strategy.run(step)
     strategy.run(step)
@@ -164,11 +169,14 @@ def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text
 
 
 def die(strategy: mirrored.Strategy) -> None:
+    model = strategy.mirror(torch.nn.Linear(2, 1))
+
     def step() -> None:
         if strategy.health.step == 3 and strategy.topology.index == 1:
             with strategy.health.during("writing the checkpoint"):
                 os.kill(os.getpid(), signal.SIGKILL)
         strategy.reduce("sum", 1)
+        model(torch.ones(1, 2)).sum().backward()
 
     for _ in range(3):
         strategy.run(step)
@@ -370,13 +378,13 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
     places = [str(seen.read())]
     health.enter("loading data")
     places.append(str(seen.read()))
-    health.begin_step()
+    health.begin_run(None)
     with health.at("reduce('sum')"):
         places.append(str(seen.read()))
     with pytest.raises(OSError), health.during("writing the checkpoint — " + "x" * 100):
         raise OSError
     places.append(str(seen.read()))
-    health.end_step()
+    health.end_run()
     places.append(str(seen.read()))
     assert places == [
         "before its first step",
@@ -553,9 +561,10 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
 def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import mirrored\n"
+        "import mirrored, torch\n"
         "strategy = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
-        "strategy.run(lambda: None)\n"
+        "model = strategy.mirror(torch.nn.Linear(1, 1))\n"
+        "strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())\n"
         "if strategy.is_chief:\n"
         "    strategy.reduce('sum', 1)\n"
     )
@@ -566,3 +575,128 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
         "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"
     )
     assert last.endswith("look for one under `if strategy.is_chief:`")
+
+
+# -- one count of steps ------------------------------------------------------------------------------------
+
+
+def test_a_run_counts_as_a_step_when_it_trains() -> None:
+    health = Health(StatusRecord())
+    places = []
+
+    def run(evaluates: bool, trains: bool) -> None:
+        health.begin_run(evaluates)
+        places.append(str(health.status))
+        if trains:
+            health.train()
+            places.append(str(health.status))
+        health.end_run()
+        places.append(str(health.status))
+
+    run(evaluates=True, trains=False)
+    run(evaluates=False, trains=True)
+    run(evaluates=False, trains=False)  # it had seemed to train
+    run(evaluates=True, trains=True)  # it had not
+    run(evaluates=True, trains=False)
+    assert places == [
+        "in an evaluation before its first step, in the evaluation's function",
+        "before its first step",
+        *["in step 1, in the step's function"] * 2,
+        "after step 1",
+        "in step 2, in the step's function",
+        "after step 1",
+        "in an evaluation after step 1, in the evaluation's function",
+        "in step 2, in the step's function",
+        "after step 2",
+        "in an evaluation after step 2, in the evaluation's function",
+        "after step 2",
+    ]
+    assert health.run == 5
+
+
+def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
+    health = Health(StatusRecord())
+    health.go_on_after(20)
+    assert str(health.status) == "after step 20"
+    steps = []
+    for run in range(1, 5):
+        health.begin_run(None)
+        steps.append(health.step)
+        health.end_run()
+        if run % 2 == 0:
+            health.count(20 + run // 2)
+    assert steps == [21, 22, 22, 22]  # each run is a step until the script has counted
+
+
+def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
+    """Three steps and two evaluations, one without eval(); fails in the second evaluation's run number ``at``."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places, evaluations = [], 0
+
+    def note() -> None:
+        places.append(strategy.health.status.when)
+
+    def train_step() -> None:
+        note()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def look() -> None:
+        note()
+
+    def evaluate() -> None:
+        nonlocal evaluations
+        note()
+        evaluations += 1
+        if evaluations == at and strategy.topology.index == 1:
+            raise ValueError("boom")
+
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": model, "optimizer": optimizer})
+    with checkpoints.resume():
+        for _ in range(2):
+            model.eval()
+            strategy.run(evaluate)
+            model.train()
+            strategy.run(look)
+            for _ in range(2):
+                strategy.run(train_step)
+                checkpoints.step()
+    return places, strategy.health.status.when
+
+
+def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
+    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=60)
+    for places, after in launch((str(tmp_path), 0)):
+        assert places == [
+            "in an evaluation before its first step",
+            "in step 1",  # the function is not known yet
+            "in step 1",
+            "in step 2",
+            "in an evaluation after step 2",
+            "in an evaluation after step 2",
+            "in step 3",
+            "in step 4",
+        ]
+        assert after == "after step 4"
+    assert (tmp_path / "step-00000004").exists()
+    with pytest.raises(mirrored.TowerFailedError, match="tower 1 of 2 failed, in an evaluation after step 6, in the"):
+        launch((str(tmp_path), 2))
+
+
+def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
+    health = Health(StatusRecord())
+    backward = BackwardCounter(health)
+    said = []
+    for evaluates in (False, True, False):
+        health.begin_run(evaluates)
+        if not evaluates:
+            health.train()
+            backward.begin()
+            said.append(str(backward))
+        health.end_run()
+    assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]

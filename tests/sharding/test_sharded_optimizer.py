@@ -26,7 +26,7 @@ from tests.support.waiting import at_most
 from tests.training.test_plain_pytorch import FEATURES, mlp, train
 from towers.collectives.shared_memory import regions
 from towers.gradients import buckets
-from towers.sharding.optimizer import SharedOut
+from towers.sharding.optimizer import OptimizerSharder, SharedOut
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -755,7 +755,7 @@ def train_in_two_halves(
         return {}, {}, []
     if chief_alone:
         time.sleep(1.0)  # the others have ended
-    twin = strategy.engine._sharder._known[optimizer].twin if shard else optimizer
+    twin = strategy.engine.attached(OptimizerSharder)._known[optimizer].twin if shard else optimizer
     held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in twin.state.values()]
     return model.state_dict(), optimizer.state_dict(), held
 

@@ -14,9 +14,9 @@ import mirrored
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.codec import Encoder, decode
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.folder import Folder, Opened
-from mirrored.checkpoint.manifest import Manifest
-from mirrored.checkpoint.tensors import Layout
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import Manifest, StoredCheckpoint
+from mirrored.checkpoint.tensors import FileLayout
 
 
 class Run:
@@ -74,13 +74,13 @@ class Run:
 
 def forge(folder: pathlib.Path, states: Callable[[dict[str, Any]], Any], name: str = "forged") -> None:
     """Save as ``name`` the states of the checkpoint "honest" after ``states`` has changed them."""
-    opened = Opened(folder / "honest")
+    opened = StoredCheckpoint(folder / "honest")
     found = {each: decode(tree, opened.tensors.read) for each, tree in opened.manifest["objects"].items()}
     opened.close()
     states(found)
     encoder = Encoder()
     objects = {each: encoder.encode(state, each) for each, state in found.items()}
-    layout = Layout(encoder.tensors)
+    layout = FileLayout(encoder.tensors)
     manifest = {**opened.manifest, "objects": objects, "tensors": layout.unusual}
     Folder(folder, Disk()).write(name, manifest, layout.pieces(), 2)
 

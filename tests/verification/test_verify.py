@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 import mirrored
 from mirrored.observer import observer
-from mirrored.verification import Cause, Finding, Report
-from mirrored.verification.compare import Comparison
+from mirrored.verification import Cause, Explanation, VerificationReport
+from mirrored.verification.compare import RunComparison, compare, differing_result
 from mirrored.verification.explain import explain
+from mirrored.verification.interventions import GlobalDraw, draw_as_one_tower, form_of, pad
 from mirrored.verification.loss_graph import terms_of
-from mirrored.verification.padding import form_of, pad
 from mirrored.verification.proven_causes import told_apart
-from mirrored.verification.randomness import Place, draw_as_one_tower
-from mirrored.verification.reduced_values import differing
 from mirrored.verification.report import make_report
-from mirrored.verification.runs import Play
-from mirrored.verification.trace import Raised, Result, Seen, Step, rows, sketch
+from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
+from mirrored.verification.verify import ScriptJob
 from tests.support.jobs import ROOT, make_data, make_mlp, run_program
 
 SCRIPTS = ROOT / "tests" / "programs" / "verification"
@@ -35,7 +33,7 @@ def line_of(script: str, text: str) -> int:
     return number
 
 
-def plain(report: Report) -> str:
+def plain(report: VerificationReport) -> str:
     """The report's text in one line."""
     return re.sub(r"\s+", " ", str(report))
 
@@ -136,7 +134,7 @@ def test_a_right_script_is_called_so(script: str, steps: int, compared: int, wor
             "on one tower, too (line {everywhere}): ValueError: planned failure",
         ),
         ("error on one", Cause.FAILS_ON_ONE, "fails on one tower (line {on one}), but not on 2"),
-        ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 tower 1 fails (line {on towers}): ValueError: planned"),
+        ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 towers tower 1 fails (line {on towers}): ValueError: planned"),
         (
             "death",
             Cause.FAILS_ON_TOWERS,
@@ -294,50 +292,49 @@ def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str,
     assert words in plain(report)
 
 
-def alone(script: str, *arguments: str, steps: int = 1) -> Seen:
-    """What is seen of a script on one tower."""
-    play = Play(str(SCRIPTS / f"{script}.py"), arguments, False, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
-    [seen] = play.on(1)
-    return seen
+def trace_of(script: str, *arguments: str, steps: int = 1) -> Trace:
+    """The trace of a script on one tower."""
+    job = ScriptJob(str(SCRIPTS / f"{script}.py"), arguments, False, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
+    [trace] = job.run(1)
+    return trace
 
 
 def test_a_script_may_trace_export_save_and_load() -> None:
-    seen = alone("right_exported")
-    assert seen.raised is None, seen.raised
-    assert len(seen.steps) == 1
+    trace = trace_of("right_exported")
+    assert trace.raised is None, trace.raised
+    assert len(trace.steps) == 1
 
 
 def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be() -> None:
-    assert not alone("averaged", "all").stopped
-    seen = alone("averaged", "all", "many epochs")
-    assert seen.stopped
-    assert not seen.evaluated
-    comparison, _ = explained(seen, dataclasses.replace(seen, towers=2))
+    assert not trace_of("averaged", "all").stopped
+    trace = trace_of("averaged", "all", "many epochs")
+    assert trace.stopped
+    assert not trace.evaluated
+    comparison, _ = explained(trace, dataclasses.replace(trace, towers=2))
     assert "Not reached: verify ends the script" in plain(make_report("a", comparison, []))
 
 
-def explained(one: Seen, *many: Seen, fails_unwatched: bool = True) -> tuple[Comparison, list[Finding]]:
-    """What is said of runs without a further one."""
-    comparison = Comparison(one, many, None, False)
-    return explain(comparison, lambda _: None, lambda *_: None, lambda _: fails_unwatched)
+def explained(one: Trace, *many: Trace, fails_unrecorded: bool = True) -> tuple[RunComparison, list[Explanation]]:
+    """The explanation of runs where every further one fails, or all but those that are not recorded."""
+    return explain(compare(one, many), lambda _, changes: None if changes.recorded or fails_unrecorded else many)
 
 
 def test_no_step_to_compare_is_no_success() -> None:
-    one, tower = (Seen(towers=n, results=[Result("reduce('sum')", 9, 0, (1.0,), ("int64",), 1)]) for n in (1, 2))
-    _, [finding] = explained(one, tower, tower)
-    assert finding.cause is Cause.NOTHING_TRAINED
-    assert "no step was compared" in finding.what
-    assert "Of 1 results of reduce and gather none differs" in finding.what
+    one, tower = (Trace(towers=n, results=[Result("reduce('sum')", 9, 0, (1.0,), ("int64",), 1)]) for n in (1, 2))
+    _, [explanation] = explained(one, tower, tower)
+    assert explanation.cause is Cause.NOTHING_TRAINED
+    assert "no step was compared" in explanation.what
+    assert "Of 1 results of reduce and gather none differs" in explanation.what
 
 
 def test_what_only_watching_breaks_is_not_blamed_on_the_script() -> None:
     raised = Raised("TypeError", "no proxies", "", None, False)
-    runs = Seen(raised=raised), Seen(towers=2, raised=raised), Seen(towers=2, raised=raised)
-    _, [finding] = explained(*runs)
-    assert finding.cause is Cause.FAILS_EVERYWHERE
-    _, [finding] = explained(*runs, fails_unwatched=False)
-    assert finding.cause is Cause.FAILS_WHEN_WATCHED
-    assert "nothing can be said of this script. It runs on 1 tower" in finding.what
+    runs = Trace(raised=raised), Trace(towers=2, raised=raised), Trace(towers=2, raised=raised)
+    _, [explanation] = explained(*runs)
+    assert explanation.cause is Cause.FAILS_EVERYWHERE
+    _, [explanation] = explained(*runs, fails_unrecorded=False)
+    assert explanation.cause is Cause.FAILS_WHEN_WATCHED
+    assert "nothing can be said of this script. It runs on 1 tower" in explanation.what
 
 
 def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:
@@ -350,10 +347,10 @@ def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:
 @pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("float64", False), ("int64", False)])
 def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) -> None:
     one, many = (
-        Seen(towers=towers, steps=[a_step(torch.float64)], results=[Result("reduce('sum')", 9, 1, (v,), (dtype,), 1)])
+        Trace(towers=towers, steps=[a_step(torch.float64)], results=[Result("reduce('sum')", 9, 1, (v,), (dtype,), 1)])
         for towers, v in ((1, 4.08498000), (2, 4.08498020))
     )
-    found = differing(Comparison(one, [many, many], None, False))
+    found = differing_result(compare(one, [many, many]))
     assert (found is None) == same
     assert told_apart(4.08498000, 4.08498020) == ("4.08498", "4.0849802")
     assert told_apart(1.0, 2.0) == ("1", "2")
@@ -369,11 +366,11 @@ def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) ->
     ],
 )
 def test_buffers_are_compared_as_parameters_are(one: Tensor, many: Tensor, same: bool) -> None:
-    runs = (Seen(towers=n, steps=[a_step(torch.float32, b)]) for n, b in ((1, one), (2, many)))
+    runs = (Trace(towers=n, steps=[a_step(torch.float32, b)]) for n, b in ((1, one), (2, many)))
     alone, tower = runs
-    comparison, found = explained(alone, tower, tower)
+    comparison, explanations = explained(alone, tower, tower)
     assert (comparison.first is None) == same
-    assert [finding.cause for finding in found] == [] if same else [Cause.BUFFER]
+    assert [explanation.cause for explanation in explanations] == [] if same else [Cause.BUFFER]
 
 
 def test_shares_are_padded_as_the_batch_is() -> None:
@@ -452,12 +449,12 @@ def test_a_sketch_estimates_the_distance(numel: int) -> None:
     assert sketch(a).distance(sketch(torch.full_like(a, torch.nan))) == float("inf")
 
 
-def test_rows_tell_examples_apart() -> None:
+def test_digests_tell_examples_apart() -> None:
     x, y = make_data(6)
-    whole = rows([x, y, torch.tensor(3.0), torch.ones(2)])
+    whole = example_digests([x, y, torch.tensor(3.0), torch.ones(2)])
     assert len(set(whole)) == 6
-    assert rows([x[:4], y[:4]]) + rows([x[4:], y[4:]]) == whole
-    assert rows([x, y.flip(0)]) != whole
+    assert example_digests([x[:4], y[:4]]) + example_digests([x[4:], y[4:]]) == whole
+    assert example_digests([x, y.flip(0)]) != whole
 
 
 @pytest.mark.parametrize(
@@ -475,7 +472,7 @@ def test_random_numbers_of_shares_are_those_of_the_batch(
 ) -> None:
     def draw(local: int, tower: int, towers: int) -> Tensor:
         result = torch.full((local, *shape), -1.0)
-        place = Place((1, 2), (7, *shape), [(local, 7)], tower, towers)
+        place = GlobalDraw((1, 2), (7, *shape), [(local, 7)], tower, towers)
         assert draw_as_one_tower(name, result, args, {}, place)
         return result
 
@@ -489,6 +486,6 @@ def test_random_numbers_of_shares_are_those_of_the_batch(
 def test_numbers_that_do_not_belong_to_examples_are_the_same_on_all_towers() -> None:
     drawn = [torch.zeros(5), torch.zeros(5)]
     for tower, result in enumerate(drawn):
-        assert draw_as_one_tower("randn", result, (5,), {}, Place((0,), (5,), [(3 - tower, 5)], tower, 2))
+        assert draw_as_one_tower("randn", result, (5,), {}, GlobalDraw((0,), (5,), [(3 - tower, 5)], tower, 2))
     assert torch.equal(*drawn)
-    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, Place((0,), (6,), [(3, 6)], 0, 2))
+    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, GlobalDraw((0,), (6,), [(3, 6)], 0, 2))

@@ -1,4 +1,4 @@
-"""Towers that communicate through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs.
+"""Collectives through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs.
 
 [Note: groups end before the interpreter] Gloo's threads free the last collective's tensors and need the interpreter for
 it; a process that ended right after a collective was aborted in 8 of 12 runs (torch 2.13). Destroying the groups at
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
 from towers.health.failure import is_peer_lost, leave
-from towers.health.status import Wait
+from towers.health.peers import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
 from towers.system.log import get_logger
 from towers.system.torch_private import backend_of
@@ -96,7 +96,7 @@ class ProcessGroupCommunicator(Communicator):
         return _Started(self, work, self.count, tensor, tensor), rows
 
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        """Room for all towers' rows, and what fills it."""
+        """Memory for all towers' rows, and the collective that fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if self.backend == "nccl" and tensor.is_cuda:
             # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
@@ -112,13 +112,13 @@ class ProcessGroupCommunicator(Communicator):
         self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))
 
     def _begin(self) -> Any:
-        """This tower begins a collective; returns c10d's group."""
+        """Count one more collective of this tower; returns c10d's group."""
         self.check_whole()
         self.count += 1
         return self._group
 
     def _do(self, tensor: Tensor, collective: Callable[..., Any]) -> None:
-        """A collective from beginning to end."""
+        """Run a collective to its end."""
         group = self._begin()
         if tensor.is_cuda:
             with self.explained():
@@ -127,13 +127,13 @@ class ProcessGroupCommunicator(Communicator):
             self.wait_for(collective(group=group, async_op=True), self.count)
 
     def wait_for(self, work: Any, number: int) -> None:
-        """Return when a collective of the hosts is done.
+        """Return when a collective on the CPU is done.
 
         Args:
             number: the collective's.
 
         Raises:
-            CollectiveTimeoutError, PeerLostError, DeadlockError: it will not be.
+            CollectiveTimeoutError, PeerLostError, DeadlockError: it cannot end.
         """
         with self.explained():
             while not self._is_done(work):
@@ -143,7 +143,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @staticmethod
     def _is_done(work: Any) -> bool:
-        """Wait for a moment; whether the collective is done."""
+        """Whether the collective is done after a moment of waiting."""
         try:
             work.wait(_MOMENT)
         except RuntimeError:
@@ -154,7 +154,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say what a backend's time-out or lost connection means."""
+        """Translate a backend's time-out or lost connection."""
         try:
             yield
         except RuntimeError as error:
@@ -189,7 +189,7 @@ class ProcessGroupCommunicator(Communicator):
         self._group = None
 
     def failure(self) -> Exception | None:
-        """What NCCL has found out while no host was waiting for it."""
+        """An error that NCCL has found while no host was waiting for a collective."""
         group = self._group
         if self.backend != "nccl" or group is None:
             return None
@@ -231,7 +231,7 @@ _unused: list[Any] = []
 
 
 def failures() -> Iterator[Exception | None]:
-    """What NCCL has found out in each group (:mod:`towers.collectives.nccl_watch`)."""
+    """The errors that NCCL has found in each group (:mod:`towers.collectives.nccl_watch`)."""
     try:
         communicators = list(open_communicators)
     except RuntimeError:  # one was added meanwhile
@@ -241,7 +241,7 @@ def failures() -> Iterator[Exception | None]:
 
 
 def backends(backend: str) -> str:
-    """The backends of a group: beside NCCL there is Gloo, for the towers' messages on the host."""
+    """The backends that c10d is asked for: beside NCCL Gloo, for messages between hosts' CPUs."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
@@ -282,9 +282,9 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
 
 @contextlib.contextmanager
 def without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes there which peers it has connected to.
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 prints its connections there.
 
-    Not where ``NCCL_DEBUG`` is set: NCCL writes there, too.
+    Where NCCL_DEBUG asks NCCL to print, nothing is kept back.
     """
     if os.environ.get("NCCL_DEBUG"):
         yield

@@ -325,11 +325,28 @@ class GradientAverager:
             self.complete_if_held()
         if self._scatter is not None:
             self._scatter.settle_debts()
+        self._health.train()
         self._is_aside = True
         try:
             yield
         finally:
             self._is_aside = False
+
+    @disable_dynamo
+    @_among_gradients
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers without one of this tower's own.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+        self._check_whole()
+        self._before_adding()
+        if self._paused:
+            self._health.train()
+            return
+        self._begin()
+        self._finish()
 
     @disable_dynamo
     @_among_gradients
@@ -409,6 +426,7 @@ class GradientAverager:
             self._refuse_graph(slot)
         if self._paused:
             slot.unsynced = self._any_unsynced = True
+            self._health.train()
         elif not self._in_cycle:
             self._begin()
             when_backward_is_done(self._finish)
@@ -443,6 +461,7 @@ class GradientAverager:
         self._channel.check_whole()  # before anything is written where others may read it
         refuse_compiled_autograd(self._channel.index)
         self.check_paired()
+        self._health.train()
         self._backward.begin()
         self.averaged += 1
         self._in_cycle = True

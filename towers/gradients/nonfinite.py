@@ -24,17 +24,6 @@ from towers.system.torch_private import current_graph_task_id, disable_dynamo, q
 log = get_logger("towers")
 
 _NAMED = 3
-_ACTIONS = ("ignore", "warn", "raise")
-
-
-def check_action(action: str) -> None:
-    """See that ``action`` is one of those that there are.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if action not in _ACTIONS:
-        raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")
 
 
 class GradientWatch:

@@ -119,7 +119,7 @@ class Scatter:
         if self._owed:
             if not by_meeting:
                 self._regions.barrier.wait()
-            self._regions.withdraw()
+            self._regions.close_files()
             self._owed = False
 
     def _part(self, bucket: Bucket, tower: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.errors import DECIDE_TOGETHER
-from towers.health.status import Status, Wait
+from towers.health.peers import Status, Wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Beat:
 
     Attributes:
         number: of the heartbeat.
-        status: step, phase and collective.
+        status: run, step, phase and collective.
         begun: by name of the communicator, how many collectives the tower has begun.
         wait: what it waits in; None where it does not wait.
     """
@@ -104,9 +104,9 @@ def describe(cycle: Sequence[int], towers: Mapping[int, Beat]) -> str:
 
 
 def _progress(status: Status) -> tuple[int, bool]:
-    return status.step, not status.running
+    return status.run, not status.running
 
 
 def _call(status: Status) -> str:
     call = status.call or status.phase or "its collective"
-    return f"{call} {'in' if status.running else 'after'} step {status.step}" if status.step else call
+    return f"{call} {status.when}" if status.run else call

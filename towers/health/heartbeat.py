@@ -33,7 +33,8 @@ from torch.distributed import PrefixStore, TCPStore
 from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
 from towers.health.deadlock import Beat
-from towers.health.status import AVERAGING, Health, PeerStatus, StatusRecord, Wait
+from towers.health.peers import PeerStatus, Wait
+from towers.health.status import AVERAGING, Health, StatusRecord
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.store import Message, SignedStore
 from towers.system.log import get_logger
@@ -304,8 +305,8 @@ class StepDeadline:
             time.sleep(pause)
             self._record.beat()
             status, left = self._record.read(), countdown.remaining()
-            if not status.running or status.step != watched:
-                watched, left = status.step, countdown.start()
+            if not status.running or status.run != watched:
+                watched, left = status.run, countdown.start()
             # A tower that waits for others leaves it to those to say what they do.
             waits = status.phase == AVERAGING or bool(status.call)
             if left <= (-_HEAD_START if waits else 0.0):
@@ -319,7 +320,7 @@ class StepDeadline:
         listing = f"; {listed(others)}" if others else ""
         failure.leave_report(
             StepTimeoutError(
-                f"tower {self._tower} has been in one step for {self._seconds:.0f} s, {health.status}{listing} "
+                f"tower {self._tower} has been in one run for {self._seconds:.0f} s, {health.status}{listing} "
                 "(CommunicationOptions.step_timeout_seconds)"
             ),
             trace,

@@ -13,24 +13,23 @@ answers no query, so it reads as stopped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import math
 import mmap
 import os
 import pathlib
 import struct
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from towers.errors import DeadlockError
 from towers.health import failure
-from towers.joining.store import Message
+from towers.health.peers import Peers, Status, Wait
 from towers.topology import STATUS_RECORD
 
 IN_STEP = "in the step's function"
+IN_EVALUATION = "in the evaluation's function"
 LOADING = "loading data"
 BACKWARD = "backward"
 AVERAGING = "averaging gradients"
@@ -39,7 +38,7 @@ AFTER_OPTIMIZER = "after optimizer.step()"
 
 _BYTES = 256
 _BEAT = struct.Struct("=qd")  # process id, last heartbeat
-_STATUS = struct.Struct("=q?d64s")  # step, whether it runs, since when, phase
+_STATUS = struct.Struct("=qq??d64s")  # run, step, whether it runs, whether it evaluates, since when, phase
 _CALL = struct.Struct("=96s")
 _STATUS_AT = 16
 _CALL_AT = 128
@@ -47,29 +46,6 @@ _SAVING_AT = 224
 
 _T = TypeVar("_T")
 _END = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """What a tower does.
-
-    Attributes:
-        step: how many steps have begun.
-        running: whether the last of them still runs.
-        phase: what the tower does there; empty where it is in the script's own code.
-        since: when it began with that, in ``time.monotonic()`` seconds of its host.
-        call: the collective that it is in, if that has a name.
-    """
-
-    step: int = 0
-    running: bool = False
-    phase: str = ""
-    since: float = 0.0
-    call: str = ""
-
-    def __str__(self) -> str:
-        when = f"{'in' if self.running else 'after'} step {self.step}" if self.step else "before its first step"
-        return ", ".join(filter(None, (when, self.phase, self.call and f"at {self.call}")))
 
 
 class StatusRecord:
@@ -96,7 +72,7 @@ class StatusRecord:
             finally:
                 os.close(descriptor)
             if create:
-                self.enter(0, False, b"")
+                self.enter(0, 0, False, False, b"")
                 self.call(b"")
                 self.save(False)
         if create or path is None:
@@ -113,9 +89,9 @@ class StatusRecord:
         """The record of another tower that the same process has started; None where there is none."""
         return None if self._path is None else self.find(self._path.parent, tower)
 
-    def enter(self, step: int, running: bool, phase: bytes) -> None:
+    def enter(self, run: int, step: int, running: bool, evaluates: bool, phase: bytes) -> None:
         """The tower enters another phase."""
-        _STATUS.pack_into(self._memory, _STATUS_AT, step, running, time.monotonic(), phase)
+        _STATUS.pack_into(self._memory, _STATUS_AT, run, step, running, evaluates, time.monotonic(), phase)
 
     def call(self, name: bytes) -> None:
         """The tower is in a collective of this name; empty: in none."""
@@ -141,9 +117,9 @@ class StatusRecord:
 
     def read(self) -> Status:
         """What the tower does, or did when it ended."""
-        step, running, since, phase = _STATUS.unpack_from(self._memory, _STATUS_AT)
+        run, step, running, evaluates, since, phase = _STATUS.unpack_from(self._memory, _STATUS_AT)
         (call,) = _CALL.unpack_from(self._memory, _CALL_AT)
-        return Status(step, running, _text(phase), since, _text(call))
+        return Status(run, step, running, evaluates, _text(phase), since, _text(call))
 
 
 def record_path(directory: os.PathLike[str] | str, tower: int) -> pathlib.Path:
@@ -153,74 +129,6 @@ def record_path(directory: os.PathLike[str] | str, tower: int) -> pathlib.Path:
 
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="ignore")
-
-
-@dataclasses.dataclass(frozen=True)
-class PeerStatus:
-    """What one tower knows of another.
-
-    Attributes:
-        tower: the other.
-        host: where it runs, if that is another host.
-        status: what it does, or did when it was last seen; None when it was never seen.
-        seconds: for how long it has been doing that.
-        silent: seconds since its last heartbeat; where that came through the store, as far as this tower has watched,
-            for the clocks of hosts differ.
-        stack: of its main thread, if it has answered a query.
-        silence_limit: after so many silent seconds it counts as gone.
-    """
-
-    tower: int
-    host: str = ""
-    status: Status | None = None
-    seconds: float = 0.0
-    silent: float = 0.0
-    stack: str = ""
-    silence_limit: float = math.inf
-
-    @property
-    def lives(self) -> bool:
-        """Whether it has answered, or had a heartbeat a moment ago."""
-        return bool(self.stack) or (self.status is not None and self.silent < self.silence_limit)
-
-    def __str__(self) -> str:
-        name = f"tower {self.tower}{self.host and f' on {self.host}'}"
-        if self.status is None:
-            return f"nothing is known of {name}"
-        if self.lives:
-            return f"{name} is {self.status}, for {self.seconds:.0f} s"
-        return (
-            f"{name} has sent no heartbeat for {self.silent:.0f} s (stopped, or its host is gone); it was last seen "
-            f"{self.status}"
-        )
-
-
-class Peers(Protocol):
-    """The other towers, which can be queried: :class:`towers.health.heartbeat.Heartbeat`."""
-
-    def others(self) -> list[int]:
-        """All towers but this one."""
-
-    def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
-        """What is known of other towers, and with ``stacks`` what they answer."""
-
-    def leave(self, name: str, message: Message) -> list[Message] | None:
-        """Leave a last message under ``name``; all towers' messages, if this tower is the last one to leave its own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """A collective that a tower waits in.
-
-    Attributes:
-        communicator: its name, equal on all towers.
-        number: which of the communicator's collectives it is.
-        towers: those that take part in it.
-    """
-
-    communicator: str
-    number: int
-    towers: Sequence[int]
 
 
 class Counted(Protocol):
@@ -239,7 +147,10 @@ class Health:
     """What this tower does, and what it knows of the others.
 
     Attributes:
-        step: how many steps (calls of ``strategy.run``) have begun.
+        run: how many runs (calls of ``strategy.run``) have begun; towers match their backwards by it.
+        step: the training step that runs, else the last one; this is the count that people see, also in checkpoints.
+            A run is a training step when it has a backward or an optimizer's step; at one tower each is.
+        evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
         phase: what the tower does now; empty where it is in the script's own code.
         record: where other processes read it; None where there are none, and nothing is written.
         heartbeat: the other towers, where there are any.
@@ -249,7 +160,9 @@ class Health:
     """
 
     def __init__(self, record: StatusRecord | None = None) -> None:
+        self.run = 0
         self.step = 0
+        self.evaluates = False
         self.phase = ""
         self.record = record
         self.heartbeat: Peers | None = None
@@ -258,6 +171,9 @@ class Health:
         self.deadlock: str | None = None
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
+        self._trains = False
+        self._done = 0  # training steps
+        self._counted_by_script = False
 
     @classmethod
     def of_this_tower(cls, phase: str) -> Health:
@@ -274,18 +190,47 @@ class Health:
         """From now on the tower is in this phase ("writing the checkpoint"). Empty: in none that has a name."""
         self.phase = phase
         if self.record is not None:
-            self.record.enter(self.step, self._running, _encoded(phase))
+            self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
 
-    def begin_step(self) -> None:
-        """A step begins."""
-        self.step += 1
-        self._running = True
-        self.enter(IN_STEP)
+    def begin_run(self, evaluates: bool | None) -> None:
+        """A run begins.
 
-    def end_step(self) -> None:
-        """The step is over. Not to be called when it failed: then the tower ended in it."""
+        Args:
+            evaluates: whether it seems to be none of training; None where it counts as a step, whatever it does.
+        """
+        self.run += 1
+        self.evaluates = bool(evaluates)
+        self.step = self._done + (not evaluates)
+        self._running, self._trains = True, evaluates is None
+        self.enter(IN_EVALUATION if evaluates else IN_STEP)
+
+    def train(self) -> None:
+        """The run that goes on is a training step: there is a backward in it, or an optimizer steps."""
+        self._trains = True
+        if self._running and self.evaluates:
+            self.evaluates = False
+            self.step = self._done + 1
+            self.enter(IN_STEP if self.phase == IN_EVALUATION else self.phase)
+
+    def end_run(self) -> None:
+        """The run is over. Not to be called when it failed: then it is where the tower ended."""
         self._running = False
+        self.evaluates = not self._trains
+        if self.evaluates:
+            self.step = self._done
+        elif not self._counted_by_script:
+            self._done = self.step
         self.enter("")
+
+    def go_on_after(self, steps: int) -> None:
+        """So many training steps are done, as a checkpoint says."""
+        self.step = self._done = steps
+        self.enter(self.phase)
+
+    def count(self, steps: int) -> None:
+        """So many training steps are done, which the script counts itself from now on."""
+        self.go_on_after(steps)
+        self._counted_by_script = True
 
     def watch(self, communicator: Counted) -> None:
         """While it lives, the other towers learn how many of its collectives this tower has begun."""
@@ -310,7 +255,9 @@ class Health:
     @property
     def status(self) -> Status:
         """What the tower does."""
-        return self.record.read() if self.record is not None else Status(self.step, self._running, self.phase)
+        if self.record is not None:
+            return self.record.read()
+        return Status(self.run, self.step, self._running, self.evaluates, self.phase)
 
     def during(self, phase: str) -> _During:
         """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""

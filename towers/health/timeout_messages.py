@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towers.errors import CollectiveTimeoutError, PeerLostError, collective_timeout
-from towers.health.status import Health, PeerStatus, Status
+from towers.health.peers import PeerStatus, Status
+from towers.health.status import Health
 
 _SHOWN = 4  # towers that a message tells of
 
@@ -34,7 +35,7 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
     mine = health.status
 
     def is_here(other: Status) -> bool:
-        return (other.step, other.phase, other.call) == (mine.step, mine.phase, mine.call)
+        return (other.run, other.phase, other.call) == (mine.run, mine.phase, mine.call)
 
     peers = health.heartbeat.query(health.heartbeat.others(), stacks=stacks)
     return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]

@@ -111,9 +111,10 @@ def first_good_end(job: Job, endings: Mapping[int, int], directory: os.PathLike[
     """Which tower of this worker was the first to end without failing, and what it did last; for those that went on."""
     for tower, code in endings.items():
         if code in (0, EXIT_PREEMPTED):
-            status = _status(directory, tower)
-            whole = code == 0 and status.startswith("after ")
+            record = StatusRecord.find(directory, tower)
+            whole = code == 0 and record is not None and record.read().is_between_runs
             call = " and made a call that it did not make: look for one under `if strategy.is_chief:`" if whole else ""
+            status = _status(directory, tower)
             return f"tower {tower}{_host(job)} ended with exit code {code} {status}, while others went on{call}"
     return None
 

@@ -154,7 +154,7 @@ class SharedParameters(Exchange):
                     for other in (*tensors[:index], *tensors[index + 1 :]):
                         other[start:end].copy_(tensors[index][start:end])
             self._regions.barrier.wait()
-            self._regions.withdraw()
+            self._regions.close_files()
             return without
 
         return spread

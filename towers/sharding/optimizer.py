@@ -211,7 +211,7 @@ class ShardedOptimizer:
             self._blocks = regions.blocks(self._key)
             if regions.newly_mapped:
                 regions.barrier.wait()
-                regions.withdraw()
+                regions.close_files()
 
     def _has_strange_gradient(self) -> bool:
         """Whether a gradient that is not complete has been given to another parameter."""
