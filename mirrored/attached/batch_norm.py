@@ -30,6 +30,7 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.labelled import LabelledGather
 from towers.errors import ForkedError
+from towers.system.profiling import range_
 from towers.system.torch_private import BatchNormBase, check_batch_norm_input, disable_dynamo
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
@@ -127,7 +128,8 @@ class BatchNorms:
             if tensor is not None and tensor.numel() != x.shape[1]:
                 raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
         gather, name = self._connect(), self._name(layer)
-        return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
+        with range_("mirrored::batch-norm"):
+            return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
 
     def _connect(self) -> LabelledGather:
         """The layers' own channel, so that their collectives never meet those of buckets or of the script."""

@@ -22,6 +22,7 @@ from towers.mirroring.extremes import extremes, what_is_not_finite
 from towers.mirroring.mirror import Named
 from towers.system.host_copy import HostCopy
 from towers.system.log import get_logger
+from towers.system.profiling import range_
 from towers.system.text import name_towers
 
 log = get_logger("mirrored")
@@ -108,6 +109,7 @@ class MirrorCheck:
             number = self._class_names[name]
             self._class_names[name] += 1
             self._optimizers[optimizer] = f"{name}[{number}]" if number else name
+            log.debug("%s steps for the first time", self._optimizers[optimizer])
 
     # -- when --------------------------------------------------------------------------------------------
 
@@ -126,7 +128,8 @@ class MirrorCheck:
         """
         self._runs += 1
         if self._runs == self.due:
-            self.come_to(self._runs)
+            with range_("mirrored::mirror-check"):
+                self.come_to(self._runs)
 
     def come_to(self, run: int) -> None:
         """Do what is due at the beginning of ``run``.
@@ -160,7 +163,8 @@ class MirrorCheck:
             MirrorError, DisagreementError: on all towers with one text.
         """
         when = f"after run {self._runs} had begun" if self._runs else "before the first run"
-        self._judge(self._start(call, self._runs, when, quick=False))
+        with range_("mirrored::mirror-check"):
+            self._judge(self._start(call, self._runs, when, quick=False))
 
     # -- what --------------------------------------------------------------------------------------------
 
@@ -190,6 +194,7 @@ class MirrorCheck:
         held = self.held(part)
         if self._barrier is not None:
             self._barrier(f"comes to {call}")
+        log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
         comparison = start_comparison(self._comm, call, held, quick=quick)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]

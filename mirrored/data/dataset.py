@@ -20,6 +20,10 @@ from mirrored.observer import observer
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING
+from towers.system.log import get_logger
+from towers.system.profiling import range_
+
+log = get_logger("mirrored")
 
 
 class DistributedDataset(ABC):
@@ -62,9 +66,10 @@ class DistributedDataset(ABC):
                 "weights, and random_split or Subset the indices, that they had then"
             )
         self._saved_order = None
+        log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
+            for batch, share in self._comm.health.each(LOADING, _traced(self._batches(drawn, epoch, step))):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -212,6 +217,16 @@ class DistributedDataset(ABC):
                 f"{other} on tower {tower}, {described[0]} on tower 0; make the same dataset, and call iter(), "
                 "next() and load_state_dict() alike, on every tower"
             )
+
+
+def _traced(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; the wait for each is a range in a profiler's trace."""
+    while True:
+        with range_("mirrored::data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -28,6 +28,7 @@ from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
+from towers.system.profiling import begin_range, end_range, range_
 from towers.topology import Topology
 
 log = get_logger("mirrored")
@@ -155,6 +156,7 @@ class Strategy(OwnGradients, DistributedData):
         outer = self._begin_run()
         self.health.begin_run(self._kinds.begin(fn) if self._several else None)
         replica = ReplicaContext(self, (args, kwargs))
+        in_trace = begin_range("mirrored::run")
         try:
             self.engine.begin_run()
             if (watching := observer()) is not None:
@@ -171,6 +173,7 @@ class Strategy(OwnGradients, DistributedData):
             self.engine.averager.give_up(error)
             raise
         finally:
+            end_range(in_trace)
             self._runs_in = outer
         self.health.end_run()
         if self._several:
@@ -304,7 +307,8 @@ class Strategy(OwnGradients, DistributedData):
             DisagreementError, ValueError, TypeError: on all towers alike.
         """
         self._check_here("reduce()")
-        result = values.reduce(self.communicator, operation_name(op), value, axis)
+        with range_("mirrored::reduce"):
+            result = values.reduce(self.communicator, operation_name(op), value, axis)
         if (watching := observer()) is not None:
             watching.returned(f"reduce({operation_name(op)!r})", result)
         return result
@@ -319,7 +323,8 @@ class Strategy(OwnGradients, DistributedData):
             DisagreementError, ValueError, TypeError: on all towers alike; a scalar is a ValueError.
         """
         self._check_here("gather()")
-        result = values.gather(self.communicator, value, axis)
+        with range_("mirrored::gather"):
+            result = values.gather(self.communicator, value, axis)
         if (watching := observer()) is not None:
             watching.returned("gather()", result)
         return result

@@ -31,7 +31,11 @@ from towers.mirroring import mirror
 from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
 from towers.sharding.optimizer import OptimizerSharder
+from towers.system.log import get_logger
+from towers.system.profiling import range_
 from towers.system.uncompiled import Untraced
+
+log = get_logger("mirrored")
 
 _T = TypeVar("_T")
 
@@ -125,6 +129,7 @@ class Engine:
             parts.append(Part(watch, add=LoneWatch(watch).add))
         self._records = bool(parts)
         self._parts = {type(part.of): part.of for part in parts}
+        log.debug("attached to tower %d: %s", comm.index, ", ".join(kind.__name__ for kind in self._parts) or "nothing")
         self._recorded = [part.recorded for part in parts if part.recorded]
         self._add = [part.add for part in parts if part.add]
         self._begin_run = [part.begin_run for part in parts if part.begin_run]
@@ -219,13 +224,15 @@ class Engine:
                 "one part: call the model with an example before the first run"
             )
         if self._several:
-            mirror.compare(self._comm, tensors)
-            mirror.broadcast(self._comm, [named.tensor for named in tensors])
+            with range_("mirrored::mirror"):
+                mirror.compare(self._comm, tensors)
+                mirror.broadcast(self._comm, [named.tensor for named in tensors])
             for _, root in self.recorder.roots():
                 metrics.prepare(root, self._comm)
         for module in lazy:
             AfterFirstForward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
+        log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         for add in self._add:
             add(parameters)
 

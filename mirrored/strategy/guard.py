@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from mirrored.context import current_frame
 from mirrored.strategy.scope import Recorder
@@ -18,6 +19,7 @@ from towers.gradients.buckets import DenseSlot
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.profiling import begin_range, end_range
 from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")
@@ -104,6 +106,7 @@ class OptimizerGuard:
         self._prepare = prepare
         self._said_nothing_to_train: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._in_trace: record_function | None = None
         _hook_steps(weakref.ref(self))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -153,6 +156,7 @@ class OptimizerGuard:
         self._say_if_nothing_to_train(optimizer, parameters)
         if isinstance(optimizer, torch.optim.SparseAdam):
             self._check_sparse(parameters)
+        self._in_trace = begin_range("mirrored::optimizer-step")
         if len(foreign) < len(parameters):
             for prepare in self._prepare:
                 prepare(optimizer)
@@ -165,6 +169,8 @@ class OptimizerGuard:
         """
         if self._health.phase != OPTIMIZER or self._is_twin(optimizer):
             return
+        end_range(self._in_trace)
+        self._in_trace = None
         if _has_closure(args, kwargs):
             self._check_averaged(optimizer)
         self._health.enter(AFTER_OPTIMIZER)

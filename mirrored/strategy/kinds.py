@@ -217,6 +217,7 @@ def _join_towers(topology: Topology, named: Sequence[Device] | None, options: Co
     failure.install_hooks()
     ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
     device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
+    log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
 
 
@@ -234,6 +235,7 @@ def _start_towers(
     refuse_unknown_peers()
     chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
+        log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
         become(
             Job(
                 towers=len(chosen),

@@ -37,6 +37,7 @@ from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
 from towers.system.log import get_logger
+from towers.system.profiling import range_
 
 log = get_logger("mirrored")
 
@@ -176,9 +177,10 @@ class VirtualTowers:
                 buffers.restore()
             seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
             *inputs, weight = self._part(batch, sample_weight, local, own)
-            loss = _loss(loss_fn(*inputs), weight, end - start, total)
-            if loss.requires_grad:  # a part may have nothing to learn from
-                loss.backward()
+            with range_("mirrored::virtual-tower"):
+                loss = _loss(loss_fn(*inputs), weight, end - start, total)
+                if loss.requires_grad:  # a part may have nothing to learn from
+                    loss.backward()
             leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
             gradients = [parameter.grad for parameter in parameters]
             subtree.add([*gradients, loss.detach().double(), *buffers.take()])

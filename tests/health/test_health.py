@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 
@@ -22,10 +24,12 @@ import pytest
 import torch
 
 import mirrored
+from mirrored.checkpoint.stopping import StopSignals
 from tests.support.jobs import ROOT, run_program, towers
 from tests.support.waiting import at_most, wait_until
 from towers.collectives import nccl_watch, process_group
 from towers.gradients.pairing import BackwardCounter
+from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import Health, StatusRecord, record_path
 from towers.launching import console
@@ -429,6 +433,48 @@ def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
     assert time.monotonic() - started < 30
     assert result.returncode == 1
     assert "ValueError: boom" in result.stderr
+
+
+def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, at_exit, now = [], [], [100.0]
+    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda seconds, **_: asked.append(seconds))
+    monkeypatch.setattr(failure.atexit, "register", at_exit.append)
+    monkeypatch.setattr(failure.time, "monotonic", lambda: now[0])
+    failure.end_soon()
+    for later in (0.5, 1.4, 30.0):  # the last where a checkpoint was being written
+        now[0] = 100.0 + later
+        at_exit[0]()
+    assert asked == pytest.approx([1.5, 2.0, 1.1, 1.0])
+
+
+def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(failure.time, "sleep", waited.append)
+    for told in (False, True):
+        with (
+            contextlib.suppress(mirrored.PeerLostError),
+            StopSignals([signal.SIGUSR1], 30.0),
+        ):
+            if told:
+                signal.raise_signal(signal.SIGUSR1)
+            raise (error := mirrored.PeerLostError("gone"))
+        failure._wait_if_consequence(error)
+        assert len(waited) == 1
+
+
+def raise_beside_a_thread(strategy: mirrored.Strategy) -> None:
+    if strategy.topology.index == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise ValueError("boom")
+    strategy.reduce("sum", 1)
+
+
+def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
+        towers(raise_beside_a_thread)
+    assert [(failed.tower, failed.consequence) for failed in caught.value.failures] == [(1, False), (0, True)]
 
 
 @pytest.mark.parametrize("code", [0, 75])

@@ -55,16 +55,6 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         PortInUseError: the store's address is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
-    log.debug(
-        "started as tower %d of %d (worker %d of %d) on %s by %s, as read from %s",
-        topology.index,
-        topology.size,
-        topology.worker,
-        topology.workers,
-        device,
-        topology.started_by,
-        topology.origin,
-    )
     health = Health.of_this_tower("joining the other towers")
     group = _join_process_group(topology, device, options)
     group.health = health

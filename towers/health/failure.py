@@ -5,16 +5,19 @@ A tower that ends with an uncaught exception leaves a report in the file that it
 user's own torchrun the report gives torchrun's summary its traceback.
 
 [Note: a tower that has failed ends itself] Its interpreter may wait for a thread, a pool or an exit handler for ever,
-and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 2.5
-s after the report. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
+and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
+s after the report, or 2.5 s after it where only exit handlers and the interpreter's end are left, which takes a second
+of a core with torch. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
 agent. Reports are written under another name and renamed, so that they are whole or absent.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
-the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank.
+the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
+told it to end: then it has seen the cause.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -43,7 +46,8 @@ _SHORT = 200  # characters
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
-_LAST_SECONDS = 2.5  # what threads and exit handlers of a process that has failed may take
+_LAST_SECONDS = 1.5  # what threads of a process that has failed may take
+_EXIT_SECONDS = 2.5  # the same with exit handlers and the interpreter, whose end takes a second of a core with torch
 
 SAVING_SECONDS = 30.0
 """How long a checkpoint that is being written may still take when the job has failed."""
@@ -173,9 +177,15 @@ def leave_report(error: Exception, trace: str) -> None:
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
+def mark_seen_by_launcher(error: BaseException) -> None:
+    """The launcher has told this process to end, so it has seen the cause of ``error``."""
+    with contextlib.suppress(Exception):  # a foreign exception, which takes no attributes
+        error.seen_by_launcher = True  # type: ignore[attr-defined]
+
+
 def _wait_if_consequence(error: BaseException) -> None:
     """See [Note: consequences wait]."""
-    if is_peer_lost(error):
+    if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
         time.sleep(_LAUNCHER_SECONDS)
 
 
@@ -273,15 +283,25 @@ def end_soon() -> None:
     See [Note: a tower that has failed ends itself].
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
+    started = time.monotonic()
+
+    def end_in(seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+    def when_threads_have_ended() -> None:
+        if not _saves.count:
+            end_in(max(_EXIT_SECONDS - (time.monotonic() - started), _EXIT_SECONDS - _LAST_SECONDS))
+
+    atexit.register(when_threads_have_ended)
     if not _saves.count:
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
         return
-    faulthandler.dump_traceback_later(SAVING_SECONDS + _LAST_SECONDS, exit=True, file=nowhere)
+    end_in(SAVING_SECONDS + _LAST_SECONDS)
 
     def watch() -> None:
         while _saves.count:
             time.sleep(0.05)
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
 

@@ -248,6 +248,7 @@ def _be_tower(
     # datasets would have to pickle.
     multiprocessing.set_start_method(start_method, force=True)
     gc.freeze()  # what the fork server has loaded is no garbage: looking at it takes a tenth of a second each time
+    failed = False
     try:
         _check_gpus(variables.get(DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
@@ -256,7 +257,10 @@ def _be_tower(
         os._exit(130)
     except BaseException as error:
         message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+        failed = isinstance(error, Exception)
     sender.send(message)
+    if failed:
+        failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
 
 
 def _check_gpus(names: str) -> None:

@@ -1,4 +1,10 @@
-"""Log lines that a person sees without configuring anything, and that a configured log receives."""
+"""Log lines that a person sees without configuring anything, and that a configured log receives.
+
+``MIRRORED_LOG_LEVEL`` in the environment sets how much: ``debug``, ``info`` (the default), ``warning``, ``error`` or
+``critical``. On ``debug`` the packages also log changes of their state (towers that start or join, features that are
+attached, models that are mirrored, epochs, checks), with the milliseconds since the process began. A level that a
+program sets on the loggers ``"mirrored"`` and ``"towers"`` itself wins.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,10 @@ import logging
 import os
 import sys
 
-LOG_LEVEL = "MIRRORED_LOG_LEVEL"
-"""Environment variable with the level from which lines show: ``debug``, ``info`` (the default), ``warning``, ``error``.
+LEVEL = "MIRRORED_LOG_LEVEL"
+"""Environment variable with the level of all log lines of this project."""
 
-At ``debug`` every tower says when it has started, joined the others and begun its heartbeats, when it reports a
-failure, and when it leaves; agents say what they start, which reports they have read and how the job has ended.
-"""
+_LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
 class _ShownUnlessConfigured(logging.Handler):
@@ -25,15 +29,21 @@ class _ShownUnlessConfigured(logging.Handler):
 def get_logger(name: str) -> logging.Logger:
     """The logger of one of the packages (``"towers"`` or ``"mirrored"``).
 
-    Lines of :data:`LOG_LEVEL` and above show on standard error until the program configures Python's root logger; from
-    then on they go where that says. ``logging.getLogger("mirrored").setLevel("WARNING")`` silences the others.
+    INFO lines show on standard error until the program configures Python's root logger; from then on they
+    go where that says. Silence them with ``MIRRORED_LOG_LEVEL=warning`` in the environment, or with
+    ``logging.getLogger("mirrored").setLevel("WARNING")``.
     """
     logger = logging.getLogger(name)
-    if not any(isinstance(handler, _ShownUnlessConfigured) for handler in logger.handlers):
-        handler = _ShownUnlessConfigured()
-        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-        logger.addHandler(handler)
-        if logger.level == logging.NOTSET:
-            level = logging.getLevelName(os.environ.get(LOG_LEVEL, "").upper())
-            logger.setLevel(level if isinstance(level, int) else logging.INFO)
+    if any(isinstance(handler, _ShownUnlessConfigured) for handler in logger.handlers):
+        return logger
+    wanted = os.environ.get(LEVEL, "").strip().lower() or "info"
+    level = _LEVELS.get(wanted, logging.INFO)
+    since_start = " %(relativeCreated).0f ms" if level == logging.DEBUG else ""
+    handler = _ShownUnlessConfigured()
+    handler.setFormatter(logging.Formatter(f"%(name)s{since_start}: %(message)s"))
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(level)
+    if wanted not in _LEVELS and name == "mirrored":
+        logger.warning("%s is %r, but must be one of %s: taken as info", LEVEL, wanted, ", ".join(_LEVELS))
     return logger
