@@ -15,10 +15,10 @@ import torch
 from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
 from towers.gradients.slots import Slot
-from towers.mirroring.equality import name_towers
 from towers.mirroring.extremes import extremes, joined, what_is_not_finite
 from towers.mirroring.mirror import Named
 from towers.system.log import get_logger
+from towers.system.text import name_towers
 from towers.system.torch_private import current_graph_task_id, disable_dynamo, queue_callback
 
 log = get_logger("towers")

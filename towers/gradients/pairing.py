@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from towers.collectives.communicator import Communicator
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Health
-from towers.mirroring.equality import name_towers
+from towers.system.text import name_towers
 
 _BITS = 16  # of the run's number, and as many of the backward's in its run; the first difference is a small one
 
