@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import Communicator
-from towers.collectives.shared_memory.regions import PART_ALIGNMENT
 from towers.errors import MirrorError, TowersError
 from towers.gradients.lazy import make_pending, make_plain
 from towers.gradients.slots import Slot
@@ -178,7 +178,7 @@ class Bucket:
     @property
     def alignment(self) -> int:
         """Slots begin at multiples of so many elements."""
-        return PART_ALIGNMENT // self.dtype.itemsize
+        return CHUNK_ALIGNMENT // self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from towers.collectives.arithmetic import chunk_of
 from towers.collectives.communicator import Communicator, WholeCall
-from towers.collectives.shared_memory.regions import Regions, part
+from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket
 from towers.system.memory_layout import flatten_real
 
@@ -123,7 +124,7 @@ class Scatter:
             self._owed = False
 
     def _part(self, bucket: Bucket, tower: int) -> tuple[int, int]:
-        return part(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
+        return chunk_of(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
 
 
 def _apart(buckets: Sequence[Bucket]) -> list[tuple[Tensor, Tensor, int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from towers.collectives.shared_memory.regions import part
+from towers.collectives.arithmetic import chunk_of
 from towers.gradients.buckets import DenseSlot
 
 _PIECE_BYTES = 2**19
@@ -74,7 +74,7 @@ def _shards(
             if slot in whole:
                 yield Shard(group, slot, 0, slot.shape.numel(), whole=True)
                 continue
-            low, high = part(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
+            low, high = chunk_of(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
             start = (max(low, slot.start) - slot.start) // real
             end = (min(high, slot.start + slot.numel) - slot.start) // real

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import as_bytes
-from towers.collectives.shared_memory.regions import PART_ALIGNMENT
 from towers.gradients.buckets import DenseSlot
 from towers.sharding.shards import Shard
 
@@ -67,11 +67,11 @@ def encode(
                 dtype = str(value.dtype).removeprefix("torch.")
                 header.append([number, name, dtype, list(value.shape), value.device == parameter.device, end])
                 tensors.append((number, name, value, end))
-                end += -(-value.nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+                end += -(-value.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             else:
                 header.append([number, name, value])
     text = json.dumps(header).encode()
-    start = -(-(8 + len(text)) // PART_ALIGNMENT) * PART_ALIGNMENT
+    start = -(-(8 + len(text)) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     block = allocate(start + end)
     block[:8].view(torch.int64)[0] = len(text)
     block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -114,7 +114,7 @@ def join(
 def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
     """What a block holds: number of the shard, name, value (tensors are views), whether on the parameter's device."""
     length = int(block[:8].view(torch.int64)[0])
-    start = -(-(8 + length) // PART_ALIGNMENT) * PART_ALIGNMENT
+    start = -(-(8 + length) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
         if not where:
             yield number, name, value, False
