@@ -84,8 +84,7 @@ class Saver:
             CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: as of ``CheckpointManager.save``.
         """
         self.wait()
-        shared_out = self._strategy.engine.state_is_shared_out
-        complete = self.writes or not shared_out or self._comm.regions is None
+        complete = self.writes or not self._strategy.engine.one_tower_reads_state
         captured = capture(self._comm, tracked, step, self.writes, complete)
         # What is mirrored is written once, as tower 0 has it.
         self._strategy.engine.check_before("saves a checkpoint of what all towers hold")

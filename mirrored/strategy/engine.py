@@ -26,6 +26,7 @@ from towers.gradients.averager import GradientAverager
 from towers.gradients.nonfinite import LoneWatch, check_action, watch_for
 from towers.mirroring import mirror
 from towers.options import CommunicationOptions
+from towers.sharding.exchange import exchange_for
 from towers.sharding.optimizer import OptimizerSharder
 from towers.system.uncompiled import Untraced
 
@@ -96,17 +97,17 @@ class Engine:
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
             channel = comm.channel()
-            watch = watch_for(channel, training.nonfinite_gradients)
+            exchange = exchange_for(channel) if training.shard_optimizer else None
             self.averager = GradientAverager(
                 channel,
                 communication.bucket_bytes,
+                reduction=exchange.reduction if exchange is not None else None,
                 announce=functools.partial(announce, comm),
-                scatter=training.shard_optimizer,
-                watch=watch,
+                watch=watch_for(channel, training.nonfinite_gradients),
             )
             meet = None
-            if training.shard_optimizer:
-                self._sharder = OptimizerSharder(self.averager, channel)
+            if exchange is not None:
+                self._sharder = OptimizerSharder(self.averager, channel, exchange)
                 meet = self._sharder.barrier
             self._mirror_check = MirrorCheck(
                 comm,
@@ -259,7 +260,7 @@ class Engine:
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """Inside, gradients are each tower's own."""
-        return self.averager.paused() if self.averager is not None else contextlib.nullcontext()
+        return self.averager.accumulating() if self.averager is not None else contextlib.nullcontext()
 
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
@@ -273,13 +274,13 @@ class Engine:
         return self.virtual is not None and torch._C._current_graph_task_id() != -1
 
     @property
-    def state_is_shared_out(self) -> bool:
-        """Whether each tower holds its part of the optimizers' state only."""
-        return self._sharder is not None
+    def one_tower_reads_state(self) -> bool:
+        """Whether optimizers' state is sharded, and a tower alone can read all of it."""
+        return self._sharder is not None and self._sharder.state_is_readable
 
-    def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer does another's work (:mod:`towers.sharding.optimizer`)."""
-        return self._sharder is not None and self._sharder.is_twin(optimizer)
+    def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer does another's work (:mod:`towers.sharding.inner`)."""
+        return self._sharder is not None and self._sharder.is_inner(optimizer)
 
     def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of mirrored parameters is about to step."""

@@ -97,7 +97,7 @@ class OptimizerGuard:
         if strategy is None:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not parameters or strategy.engine.is_twin(optimizer):
+        if not parameters or strategy.engine.is_inner_optimizer(optimizer):
             return  # it is a part of a step that has been checked
         foreign = [p for p in parameters if not strategy.is_mirrored(p)]
         frame = current_frame()
@@ -145,7 +145,7 @@ class OptimizerGuard:
     @torch._disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         strategy = self._strategy()
-        if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_twin(optimizer):
+        if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_inner_optimizer(optimizer):
             return
         if _has_closure(args, kwargs):
             self._check_averaged(strategy, optimizer)

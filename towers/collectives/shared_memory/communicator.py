@@ -45,7 +45,7 @@ class _Layout:
 class SharedMemoryCommunicator(Communicator):
     """Collectives of towers that are processes of one host; made by :func:`join`."""
 
-    regions: Regions
+    averages_in_place = True
 
     def __init__(
         self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
