@@ -180,7 +180,7 @@ def main() -> int:
             print(f"{outcome:8} {count:4}  {text}")
     counts = ", ".join(f"{len(found)} {outcome}" for outcome, found in sorted(outcomes.items()))
     print(
-        f"torch {torch.__version__}, {options.ranks} ranks, {time.monotonic() - began:.0f} s: "
+        f"torch {torch.version.__version__}, {options.ranks} ranks, {time.monotonic() - began:.0f} s: "
         f"{sum(map(len, outcomes.values()))} tests: {counts}"
     )
     return 1 if outcomes["failed"] else 0

@@ -17,7 +17,8 @@ import mirrored
 from mirrored.verification import Cause
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-SCRIPTS, PROGRAMS, EXAMPLES = ROOT / "tests" / "verify_scripts", ROOT / "tests" / "programs", ROOT / "examples"
+PROGRAMS, EXAMPLES = ROOT / "tests" / "programs", ROOT / "examples"
+SCRIPTS = PROGRAMS / "verification"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ def right_scripts(folder: str) -> list[Case]:
         Case(EXAMPLES / "dcgan.py", ("--epochs", "2", "--output", folder)),
         Case(PROGRAMS / "train.py"),
         Case(PROGRAMS / "drifts.py", ("same",)),
-        Case(PROGRAMS / "unwell.py", ("2", "none", "0", "0", "none")),
+        Case(PROGRAMS / "unwell.py", ("none", "0", "0", "optimizer")),
         right("right_cifar"),
         right("right_finetune"),
         right("right_language_model"),

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pathlib
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 
 import pytest
 import torch
+
+from tests.support.jobs import ROOT
 
 
 def pytest_configure() -> None:
@@ -21,13 +19,14 @@ def pytest_configure() -> None:
     Programs that the tests start take Ctrl-C also where the tests themselves run in the background. They find this
     project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
     most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
-    They look for garbage rarely while they load torch (``startup``).
+    They look for garbage rarely while they load torch (``support/startup``), and find
+    programs of the tests as modules.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    paths = [str(pathlib.Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")]
+    paths = [str(ROOT / "tests" / "support" / "startup"), str(ROOT), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
@@ -65,20 +64,3 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "PYTEST_CURRENT_TEST" in os.environ
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Return when ``condition`` holds; fail when it does not within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"did not come true within {seconds} s"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """A guard against hangs, not a measurement: fails when the block took longer."""
-    started = time.monotonic()
-    yield
-    took = time.monotonic() - started
-    assert took < seconds, f"took {took:.1f} s, more than {seconds} s"

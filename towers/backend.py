@@ -16,7 +16,6 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from towers.c10d.group import Group
@@ -24,19 +23,20 @@ from towers.c10d.shared_group import SharedMemoryGroup
 from towers.c10d.store import StoreCommunicator
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
+from towers.system.torch_private import add_backend, nccl_options
 
 NAME = "towers_shm"
-"""What the backend is called."""
+"""The name of the backend."""
 
 
 def register() -> None:
-    """Make :data:`NAME` known to ``torch.distributed``; once more does nothing."""
+    """Make :data:`NAME` known to ``torch.distributed``; idempotent."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(common: Any, options: Any) -> SharedMemoryGroup:
-    """Form the group; c10d calls it on all of its ranks."""
+    """Make a group; c10d calls it on all of its ranks."""
     if options is not None:
         raise ArgumentError(f"the backend {NAME} takes no options, but pg_options is {type(options).__name__}")
     timeout: timedelta = common.timeout
@@ -50,29 +50,28 @@ def _create(common: Any, options: Any) -> SharedMemoryGroup:
         advice = "; use gloo" if comm == SEVERAL_HOSTS else ""
         raise StartupError(f"the ranks of a group cannot share memory ({comm}), as the backend {NAME} does{advice}")
     ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
-    return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds, _beside)
+    return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds, _make_other)
 
 
-def _beside(group: Group) -> dist.ProcessGroup:
-    """The group of the backends that were named beside ours, for tensors that are not on the CPU.
+def _make_other(group: Group) -> dist.ProcessGroup:
+    """Make the group of the backends that were named beside ours, for tensors that are not on the CPU.
 
     Raises:
         ArgumentError: there are none.
     """
     config = dist.get_backend_config(group)
-    named = dict(part.split(":") for part in config.split(",") if not part.endswith(f":{NAME}"))
-    if not named:
+    others = dict(entry.split(":") for entry in config.split(",") if not entry.endswith(f":{NAME}"))
+    if not others:
         raise ArgumentError(
             f"the backend {NAME} takes tensors on the CPU; for others name one beside it, as in "
             f"init_process_group('cpu:{NAME},cuda:nccl')"
         )
     store = dist.PrefixStore("beside", group.store)
     timeout = timedelta(seconds=group.seconds)
-    plain = dist.ProcessGroup(store, group.rank(), group.size())
-    for device, name in named.items():
+    other = dist.ProcessGroup(store, group.rank(), group.size())
+    for device, name in others.items():
         if name == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
+            options = nccl_options(timeout)
             backend: Any = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
             kind = dist.ProcessGroup.BackendType.NCCL
         elif name == "gloo":
@@ -80,9 +79,8 @@ def _beside(group: Group) -> dist.ProcessGroup:
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             raise ArgumentError(f"beside {NAME} there can be nccl and gloo, not {name}")
-        plain._register_backend(torch.device(device), kind, backend)
-        plain._set_default_backend(kind)
-    return plain
+        add_backend(other, device, kind, backend)
+    return other
 
 
 register()

@@ -20,9 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mirrored.attached.batch_norm_calls import OwnCalls
 from mirrored.context import current_frame, strategy_with_towers
@@ -32,6 +30,8 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.labelled import LabelledGather
 from towers.errors import ForkedError
+from towers.system.profiling import range_
+from towers.system.torch_private import BatchNormBase, check_batch_norm_input, disable_dynamo
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
@@ -59,7 +59,7 @@ class BatchNorms:
         Raises:
             TypeError: its forward belongs to the object and not to its class.
         """
-        if not isinstance(module, _BatchNorm) or isinstance(module, (_OverAllTowers, nn.SyncBatchNorm)):
+        if not isinstance(module, BatchNormBase) or isinstance(module, (_OverAllTowers, nn.SyncBatchNorm)):
             return
         kind: Any = type(module)
         if any(base.__module__.startswith(_QUANTISED) for base in kind.__mro__):
@@ -73,7 +73,7 @@ class BatchNorms:
         self._widest = max(self._widest, module.num_features)
         module.__class__ = _over_all_towers(kind)
 
-    def train(self, layer: _BatchNorm, x: Tensor, counts: bool) -> Tensor:
+    def train(self, layer: BatchNormBase, x: Tensor, counts: bool) -> Tensor:
         """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
 
         Args:
@@ -84,7 +84,7 @@ class BatchNorms:
             ValueError, DisagreementError: as of :func:`towers.batch_norm.normalise`.
             ForkedError: in a process that was forked from a tower.
         """
-        layer._check_input_dim(x)
+        check_batch_norm_input(layer, x)
         running = None
         if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
             running = layer.running_mean, layer.running_var
@@ -95,7 +95,7 @@ class BatchNorms:
                 momentum = 1.0 / layer.num_batches_tracked.double()
         return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
 
-    def train_its_own_way(self, layer: _BatchNorm, forward: Callable[[], Any], counts: bool) -> Any:
+    def train_its_own_way(self, layer: BatchNormBase, forward: Callable[[], Any], counts: bool) -> Any:
         """What ``layer`` makes of this tower's share by a forward of its own; all towers call it.
 
         Raises:
@@ -114,7 +114,7 @@ class BatchNorms:
 
     def _normalise(
         self,
-        layer: _BatchNorm,
+        layer: BatchNormBase,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -128,7 +128,8 @@ class BatchNorms:
             if tensor is not None and tensor.numel() != x.shape[1]:
                 raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
         gather, name = self._connect(), self._name(layer)
-        return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
+        with range_("mirrored::batch-norm"):
+            return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
 
     def _connect(self) -> LabelledGather:
         """The layers' own channel, so that their collectives never meet those of buckets or of the script."""
@@ -143,7 +144,7 @@ class BatchNorms:
         self._gather.foresee(2 * self._widest)
         return self._gather
 
-    def _name(self, layer: _BatchNorm) -> str:
+    def _name(self, layer: BatchNormBase) -> str:
         name = self._names.get(layer)
         if name is None:
             name = self._name_of(layer)
@@ -159,10 +160,10 @@ def takes_statistics_of_all_towers(module: nn.Module) -> bool:
     return isinstance(module, (_OverAllTowers, nn.SyncBatchNorm))
 
 
-class _OverAllTowers(_BatchNorm):
+class _OverAllTowers(BatchNormBase):
     """Comes before a class of BatchNorm layers in :func:`_over_all_towers`."""
 
-    plain: ClassVar[type[_BatchNorm]]
+    plain: ClassVar[type[BatchNormBase]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:
@@ -193,17 +194,18 @@ def _plain(layer: Any) -> type:
     return kind
 
 
-@torch._disable_dynamo
+@disable_dynamo
 def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
-    if strategy is None or strategy.engine.batch_norms is None:
+    layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
+    if strategy is None or layers is None:
         return forward(*args, **kwargs)
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
-    if layer.plain.forward is _BatchNorm.forward:
-        return strategy.engine.batch_norms.train(layer, x, counts)
-    return strategy.engine.batch_norms.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)
+    if layer.plain.forward is BatchNormBase.forward:
+        return layers.train(layer, x, counts)
+    return layers.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)

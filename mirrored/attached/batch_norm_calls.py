@@ -15,10 +15,11 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from towers.system.torch_private import BatchNormBase
 
 Normalise = Callable[
-    [_BatchNorm, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, float | Tensor, float], Tensor
+    [BatchNormBase, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, float | Tensor, float], Tensor
 ]
 """From a layer, its input, weight, bias, running mean and variance, momentum and eps, the output in training mode."""
 
@@ -32,7 +33,7 @@ class OwnCalls:
         found: whether there was a call of the layer's own.
     """
 
-    def __init__(self, layer: _BatchNorm, normalise: Normalise) -> None:
+    def __init__(self, layer: BatchNormBase, normalise: Normalise) -> None:
         self.layer = layer
         self.normalise = normalise
         self.found = False

@@ -1,4 +1,9 @@
-"""Checkpoints: what is saved, how it survives a kill at any instant, and how a run goes on from it."""
+"""Checkpoints: saved whole or not at all, whenever a run is killed, and resumed to the same bits.
+
+A save passes :mod:`.manager`, :mod:`.saver` (state of all towers, from :mod:`.tracked` objects through :mod:`.codec`),
+:mod:`.folder` (a thread, then files through :mod:`.tensors`, :mod:`.manifest` and :mod:`.disk`). A restore passes
+:mod:`.manager`, :mod:`.restoring`, :mod:`.manifest` and :mod:`.tracked`.
+"""
 
 from mirrored.checkpoint.errors import CheckpointError, Preempted
 from mirrored.checkpoint.manager import CheckpointManager

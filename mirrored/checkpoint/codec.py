@@ -1,7 +1,7 @@
-"""State as JSON and tensors, and back: nothing that is read can name code to run.
+"""State as JSON and tensors, and back: nothing in a file can name code to run.
 
-JSON keeps None, booleans, numbers, texts and lists as they are; everything else is an object with one key that says
-what it is, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
+None, booleans, numbers, texts and lists are JSON of their own; everything else is an object whose first key names its
+type, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Encoder:
     """Turns state into JSON values, and collects the tensors by name.
 
     Attributes:
-        tensors: what was collected; detached, on their devices, not copied. A tensor that several places hold is there
-            once.
+        tensors: by name; detached, on their devices, not copied. A tensor that is in several places is collected once.
     """
 
     def __init__(self) -> None:
@@ -45,11 +44,11 @@ class Encoder:
         """The JSON value of ``value``.
 
         Args:
-            path: where it stands, for names and messages.
-            skip_code: leave functions in dicts out, as learning-rate schedules have them.
+            path: of ``value`` in the whole, for names of tensors and messages.
+            skip_code: leave out functions in dicts, as learning-rate schedules have them.
 
         Raises:
-            TypeError: something in it is no state (a function, an object); the text names where it is.
+            TypeError: something in it cannot be saved (a function, an object); the text has its path.
         """
 
         def inner(part: Any, key: object) -> Any:
@@ -114,7 +113,9 @@ class Encoder:
             )
         value = value.detach().resolve_conj().resolve_neg()
         if value.numel() and not value.data_ptr():
-            raise TypeError(f"{path} is a {type(value).__name__} without memory of its own; save what it stands for")
+            raise TypeError(
+                f"{path} is a {type(value).__name__} without memory of its own; save the tensor that it represents"
+            )
         key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (path,)
         name = self._names.setdefault(key, path)
         self.tensors.setdefault(name, value)
@@ -138,14 +139,14 @@ def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
 
 
 class Malformed(ValueError):
-    """What should be state is none."""
+    """A file or a value in it is not what this software writes."""
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The state that :meth:`Encoder.encode` was given.
+    """The inverse of :meth:`Encoder.encode`.
 
     Args:
-        tensor: gives a tensor by name; one without data ("meta") stands for an array, too.
+        tensor: returns a tensor by name; a "meta" tensor, without data, may also stand for an array.
 
     Raises:
         Malformed: it is no encoded state.

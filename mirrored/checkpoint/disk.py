@@ -1,16 +1,21 @@
-"""The one way to the disk: everything that is written and renamed goes through these few calls.
+"""Access to the disk: all writes and renames go through :class:`Disk`, whose calls tests let fail or kill the process.
 
-Tests hand out a disk that fails, or ends the process, at any one of them.
+[Note: the lock of a process] One process at a time writes into a folder, by as many managers as it likes. POSIX locks
+end with their process, however it ends. (Those of ``flock`` live on in data loaders' processes after their parent was
+killed.) POSIX locks also end when the process closes any descriptor of the file. So a process opens the lock file once,
+and all its holders share one :class:`FolderLock`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import pathlib
 import queue
 import threading
+import weakref
 from collections.abc import Iterable
 
 FILE_MODE = 0o600
@@ -18,12 +23,7 @@ FOLDER_MODE = 0o700
 
 
 class Disk:
-    """Calls of the operating system, and what a checkpoint needs that is made of them.
-
-    Errors are ``OSError``, as the system raises them.
-    """
-
-    # -- calls -------------------------------------------------------------------------------------------
+    """System calls, and the operations of checkpoints that are made of them. All errors are ``OSError``."""
 
     def create(self, path: pathlib.Path) -> int:
         """Open a new file for writing; it must not exist. Readable by its owner only, or less where umask says so."""
@@ -47,10 +47,8 @@ class Disk:
     def rmdir(self, path: pathlib.Path) -> None:
         os.rmdir(path)
 
-    # -- what is made of them ----------------------------------------------------------------------------
-
     def write_file(self, path: pathlib.Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
-        """Write a new file and see that it is on the disk; returns its size in bytes and its SHA-256.
+        """Write a new file and flush it to the disk; returns its size in bytes and its SHA-256.
 
         Hashing runs beside writing, in a thread.
         """
@@ -69,7 +67,7 @@ class Disk:
         return size, hasher.digest
 
     def sync_folder(self, path: pathlib.Path) -> None:
-        """See that what was created in, or renamed into, a folder is on the disk."""
+        """Flush the entries of a folder to the disk: files created in it, or renamed into it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.fsync(descriptor)
@@ -77,7 +75,7 @@ class Disk:
             os.close(descriptor)
 
     def replace_file(self, path: pathlib.Path, text: str) -> None:
-        """Give a small file new contents: whoever reads it finds the old or the new ones, whole."""
+        """Replace the contents of a small file atomically: a reader finds the old or the new ones, whole."""
         beside = path.with_name(f".{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             self.unlink(beside)
@@ -86,7 +84,7 @@ class Disk:
         self.sync_folder(path.parent)
 
     def remove(self, path: pathlib.Path) -> None:
-        """Remove a file, a link, or a folder with all in it; links in it are not followed."""
+        """Remove a file, a link, or a folder with its contents; links in it are not followed."""
         if path.is_dir() and not path.is_symlink():
             for entry in path.iterdir():
                 self.remove(entry)
@@ -96,7 +94,7 @@ class Disk:
 
 
 class _Hasher:
-    """SHA-256 of what is added, computed in a thread; ``digest`` is there after the ``with`` block."""
+    """SHA-256 of the added pieces, computed in a thread; ``digest`` is set at the end of the ``with`` block."""
 
     def __init__(self) -> None:
         self._sum = hashlib.sha256()
@@ -119,3 +117,40 @@ class _Hasher:
         self._queue.put(None)
         self._thread.join()
         self.digest = self._sum.hexdigest()
+
+
+class FolderLock:
+    """The lock file of a folder, held by this process until it ends or nobody references this object."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        weakref.finalize(self, os.close, descriptor)
+
+
+_held: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by process id (a forked child holds none), device and inode."""
+
+
+def take_lock(path: pathlib.Path) -> tuple[FolderLock, bool]:
+    """This process's lock on a file, which is made where it is missing; and whether the lock is new.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: the file cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if (lock := _held.get(_key(path))) is not None:  # see [Note: the lock of a process]
+            return lock, False
+    lock = FolderLock(path)
+    _held[_key(path)] = lock
+    return lock, True
+
+
+def _key(path: pathlib.Path) -> tuple[int, int, int]:
+    status = os.lstat(path)
+    return os.getpid(), status.st_dev, status.st_ino

@@ -1,17 +1,21 @@
-"""What can go wrong with checkpoints, as types a caller can catch."""
+"""Errors of checkpoints, and how an error of one tower becomes the same error on all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
 from towers.health.failure import EXIT_PREEMPTED
 from towers.joining.messages import plain
 
+_LONGEST = 4000  # characters of a problem, which may quote an untrusted checkpoint
+
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or loaded into what is there; the text names it.
+    """A checkpoint cannot be written, read, or loaded into the objects of this run; the text names it.
 
-    The text may quote a checkpoint that a stranger has written: it is one line, and nothing in it moves a cursor.
+    The text may quote an untrusted checkpoint, so it is one line without control characters.
     """
 
     def __init__(self, text: str) -> None:
@@ -19,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop, has finished its step and is saved; ends the program with exit code 75.
+    """A signal asked the run to stop; it has finished its step and saved. Ends the program with exit code 75.
 
     75 is EX_TEMPFAIL of sysexits.h: try again later.
     """
@@ -32,7 +36,29 @@ class Preempted(SystemExit):
         return Preempted, (self.step,)
 
 
-def some_of(names: Iterable[str]) -> str:
-    """Names that a stranger may have written, as a person reads them."""
-    found = [plain(name, 100) for name in names]
-    return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+def listed(names: Iterable[str]) -> str:
+    """Up to 20 names from an untrusted checkpoint, printable, as an enumeration."""
+    printable = [plain(name, 100) for name in names]
+    more = f" and {len(printable) - 20} more" if len(printable) > 20 else ""
+    return ", ".join(printable[:20]) + more
+
+
+def first_problem(comm: Communicator, call: str, problem: str) -> str:
+    """The problem of the first tower that has one, on all towers; with several towers it names the tower.
+
+    Args:
+        call: as of :func:`announce`.
+        problem: this tower's; empty when it has none.
+    """
+    problems = [announced.details for announced in announce(comm, call, problem[:_LONGEST])]
+    return next((f"tower {i}: {p}" if comm.size > 1 else p for i, p in enumerate(problems) if p), "")
+
+
+def raise_first(comm: Communicator, call: str, problem: str) -> None:
+    """As :func:`first_problem`, but raise it.
+
+    Raises:
+        CheckpointError: on all towers, when one has a problem.
+    """
+    if first := first_problem(comm, call, problem):
+        raise CheckpointError(first)

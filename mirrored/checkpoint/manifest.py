@@ -1,22 +1,36 @@
-"""The manifest: what a checkpoint holds, as JSON that says itself whether it is whole."""
+"""One stored checkpoint: its name, its manifest, and the checked way to open it.
+
+[Note: checksums find damage] The manifest (JSON) holds the SHA-256 of its own contents and of the file of tensors; the
+latter is computed in a thread beside the writing, and ``sha256sum`` checks it by hand. Checksums find damage; they are
+no signature. Whoever can write into the folder can forge a checkpoint with fitting checksums, so everything in it is
+also treated as untrusted.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import pathlib
+import re
 import reprlib
+import stat
 from typing import Any
 
 from mirrored.checkpoint.codec import Malformed
+from mirrored.checkpoint.errors import CheckpointError, listed
+from mirrored.checkpoint.tensors import TensorFile
 
 NAME = "manifest.json"
 TENSORS = "tensors.safetensors"
+LATEST = "latest"
 FORMAT = "mirrored checkpoint"
 VERSION = 1
 LARGEST = 2**26
-"""Bytes of a manifest that is written or read."""
+"""The most bytes of a manifest that is written or read."""
 MOST = 2**22
-"""Values in a manifest that is written or read, as commas and brackets count them. Each takes some 100 bytes."""
+"""The most values in a manifest, as commas and brackets count them. Each takes some 100 bytes of memory."""
 
 Manifest = dict[str, Any]
 
@@ -33,6 +47,43 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "tensors": dict,
     "files": dict,
 }
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_STEP = re.compile(r"step-([0-9]{8,})")
+
+
+def check_name(name: str) -> str:
+    """``name``, if it is one that cannot lead out of a folder.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == LATEST:
+        raise ValueError(
+            f"a checkpoint's name is {name!r}, but must be letters, digits, '.', '_' and '-', begin with a letter or a "
+            f"digit, and not be {LATEST!r}; it names a folder beside the others, not a path"
+        )
+    return name
+
+
+def is_step(name: str) -> bool:
+    """Whether a name looks like that of a step's checkpoint."""
+    return _STEP.fullmatch(name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step that a checkpoint's name stands for; None for names of another kind."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and name == name_of(int(match[1])) else None
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def own_name(name: str, tower: int) -> str:
+    """The name under which a tower's own value is saved, where it differs from tower 0's."""
+    return f"{name}@{tower}"
 
 
 def dump(manifest: Manifest) -> str:
@@ -41,10 +92,10 @@ def dump(manifest: Manifest) -> str:
 
 
 def check_size(text: bytes) -> None:
-    """See that a manifest is none that takes long, or much memory, to read.
+    """Refuse a manifest that takes long, or much memory, to read.
 
     Raises:
-        Malformed: it is.
+        Malformed: it is too long, or holds too many values.
     """
     if len(text) > LARGEST:
         raise Malformed(f"it is longer than {LARGEST} bytes; keep large lists as arrays or tensors")
@@ -56,40 +107,40 @@ def load(text: bytes) -> Manifest:
     """Read a manifest.
 
     Raises:
-        Malformed: it is none, or not whole.
+        Malformed: it is not a manifest, or damaged.
     """
     check_size(text)
     try:
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        manifest = json.loads(text)
+        if not isinstance(manifest, dict):
             raise Malformed("it is no JSON object")
-        stated = found.pop("sha256", None)
-        is_whole = text.endswith(b"}\n") and _checksum(found) == stated
+        stated = manifest.pop("sha256", None)
+        is_whole = text.endswith(b"}\n") and _checksum(manifest) == stated
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is no JSON: {error}") from None
-    if found.get("format") != FORMAT:
-        raise Malformed(f"its format is {_short(found.get('format'))}, not {FORMAT!r}")
-    if found.get("version") != VERSION:
-        version = _short(found.get("version"))
+    if manifest.get("format") != FORMAT:
+        raise Malformed(f"its format is {_short(manifest.get('format'))}, not {FORMAT!r}")
+    if manifest.get("version") != VERSION:
+        version = _short(manifest.get("version"))
         raise Malformed(f"its version is {version}; this version of mirrored reads version {VERSION}")
     if not is_whole:
         raise Malformed("its checksum does not fit: it is damaged")
     for field, kind in _FIELDS.items():
-        if not isinstance(found.get(field), kind) or isinstance(found[field], bool):
-            raise Malformed(f"its field {field!r} is {_short(found.get(field))}")
+        if not isinstance(manifest.get(field), kind) or isinstance(manifest[field], bool):
+            raise Malformed(f"its field {field!r} is {_short(manifest.get(field))}")
     for field, least in (("step", 0), ("towers", 1), ("virtual_towers", 1)):
-        if found[field] is not None and not least <= found[field] < 2**63:
-            raise Malformed(f"its field {field!r} is {_short(found[field])}")
-    entry = found["files"].get(TENSORS)
-    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or set(found["files"]) != {TENSORS}:
-        raise Malformed(f"its field 'files' is {_short(found['files'])}")
-    if not all(isinstance(value, dict) for value in (*found["own"], *found["tensors"].values())):
-        raise Malformed("its fields 'own' and 'tensors' hold something else than objects")
-    if len(found["own"]) != found["towers"]:
-        raise Malformed(f"it is of {found['towers']} towers, and holds what {len(found['own'])} have of their own")
-    return found
+        if manifest[field] is not None and not least <= manifest[field] < 2**63:
+            raise Malformed(f"its field {field!r} is {_short(manifest[field])}")
+    entry = manifest["files"].get(TENSORS)
+    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or set(manifest["files"]) != {TENSORS}:
+        raise Malformed(f"its field 'files' is {_short(manifest['files'])}")
+    if not all(isinstance(value, dict) for value in (*manifest["own"], *manifest["tensors"].values())):
+        raise Malformed("its fields 'own' and 'tensors' hold values that are no objects")
+    if len(manifest["own"]) != manifest["towers"]:
+        raise Malformed(f"it is of {manifest['towers']} towers, but holds the own state of {len(manifest['own'])}")
+    return manifest
 
 
 def _checksum(manifest: Manifest) -> str:
@@ -98,5 +149,106 @@ def _checksum(manifest: Manifest) -> str:
 
 
 def _short(value: Any) -> str:
-    text = reprlib.repr(value)  # however deep or large it is
+    text = reprlib.repr(value)  # bounded, however deep or large the value is
     return text if len(text) < 60 else f"{text[:57]}..."
+
+
+class StoredCheckpoint:
+    """A checkpoint on the disk, open for reading; close it.
+
+    Attributes:
+        path: its folder.
+        manifest: as of :func:`load`.
+        tensors: its file of tensors.
+    """
+
+    def __init__(self, path: pathlib.Path, *, check: bool = True) -> None:
+        """Open the checkpoint at ``path``.
+
+        Args:
+            check: read all of it, and compare checksums.
+
+        Raises:
+            CheckpointError: it does not exist, or is damaged; the text names the file.
+        """
+        self.path = path
+        try:
+            with contextlib.ExitStack() as stack:
+                folder = _open(path, os.O_DIRECTORY)
+                stack.callback(os.close, folder)
+                self.manifest = self._read_manifest(folder)
+                self._refuse_other_files(folder)
+                data = _open(path / TENSORS, folder=folder)
+                stack.callback(os.close, data)
+                self._check_tensors(data, check)
+                try:
+                    self.tensors = TensorFile(f"/proc/self/fd/{data}", self.manifest["tensors"])
+                except Malformed as error:
+                    raise CheckpointError(f"{path / TENSORS} cannot be read: {error}") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+
+    def _read_manifest(self, folder: int) -> Manifest:
+        path = self.path / NAME
+        with open(_open(path, folder=folder), "rb") as file:
+            text = file.read(LARGEST + 1)
+        try:
+            manifest = load(text)
+            if is_step(self.path.name) and step_of(self.path.name) != manifest["step"]:
+                raise Malformed(f"it is of step {manifest['step']}: the folder was renamed, or the manifest forged")
+            return manifest
+        except Malformed as error:
+            raise CheckpointError(f"{path} cannot be used: {error}") from None
+
+    def _refuse_other_files(self, folder: int) -> None:
+        others = {name for name in os.listdir(folder) if not name.startswith(".")} - {NAME, TENSORS}
+        if others:
+            raise CheckpointError(
+                f"{self.path} holds {listed(sorted(others))}, which no checkpoint has: remove it, if it is yours"
+            )
+
+    def _check_tensors(self, descriptor: int, check: bool) -> None:
+        path, stated = self.path / TENSORS, self.manifest["files"][TENSORS]
+        size = os.fstat(descriptor).st_size
+        if size != stated["bytes"]:
+            raise CheckpointError(f"{path} is {size} bytes long, but was written with {stated['bytes']}: it is damaged")
+        if check and _file_checksum(descriptor) != stated.get("sha256"):
+            raise CheckpointError(f"{path} has another checksum than when it was written: it is damaged")
+
+    def lacks(self, name: str) -> str:
+        """A message that the checkpoint has no object ``name``; empty where it has one."""
+        objects = self.manifest["objects"]
+        public = listed(each for each in objects if not each.startswith("mirrored."))
+        return "" if name in objects else f"it holds no {name!r}, only {public}"
+
+    def of_each_tower(self) -> set[str]:
+        """The names of tensors and objects that were not the same on all towers."""
+        names = {name.rpartition("@")[0] for name in self.tensors.names if "@" in name}
+        return names.union(*self.manifest["own"])
+
+    def close(self) -> None:
+        self.tensors.close()
+
+
+def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None) -> int:
+    """Open an ordinary file (with ``O_DIRECTORY``: a folder), but no link to one."""
+    try:
+        name = path if folder is None else path.name
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=folder)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        reason = "it is a symbolic link" if path.is_symlink() else error.strerror
+        raise CheckpointError(f"{path} cannot be opened: {reason}") from None
+    if not flags and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is no ordinary file")
+    return descriptor
+
+
+def _file_checksum(descriptor: int) -> str:
+    checksum, buffer = hashlib.sha256(), bytearray(2**20)
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:
+        while length := file.readinto(buffer):
+            checksum.update(memoryview(buffer)[:length])
+    return checksum.hexdigest()

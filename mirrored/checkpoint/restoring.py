@@ -1,4 +1,10 @@
-"""Taking a checkpoint on: all is checked on all towers before anything changes on one; what still fails goes back."""
+"""Restoring: a checkpoint is checked on all towers before anything changes on one, and rolled back if it still fails.
+
+[Note: which checkpoint is restored] Where hosts have disks of their own, the newest step that all towers have is used.
+A damaged checkpoint is skipped, with a warning, for the one before it. Where there are checkpoints and none can be
+used, that is an error and not a new start. On another number of towers, all take tower 0's state where towers differed;
+the log says of which objects.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mirrored.checkpoint.capture import own_name
 from mirrored.checkpoint.codec import Malformed, decode
-from mirrored.checkpoint.errors import CheckpointError
-from mirrored.checkpoint.folder import Opened
-from mirrored.checkpoint.together import first_problem
+from mirrored.checkpoint.errors import CheckpointError, first_problem, listed, raise_first
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import StoredCheckpoint, name_of, own_name
+from mirrored.checkpoint.rollback import Rollback
 from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
-from mirrored.checkpoint.way_back import WayBack
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.system.log import get_logger
 
@@ -23,15 +30,15 @@ log = get_logger("mirrored")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a run goes on from.
+    """The checkpoint from which a run continues.
 
     Attributes:
         name: of the checkpoint.
         step: after which it was saved.
         towers: how many there were.
-        left: names of what is in the checkpoint and was not asked for.
-        of_first_tower: names of what was saved for each tower, and of which every tower has taken tower 0's, because
-            there were another number of towers.
+        left: names of objects in the checkpoint that were not asked for.
+        of_first_tower: names of objects that were saved for each tower, and of which every tower has taken tower 0's,
+            because there were another number of towers.
     """
 
     name: str
@@ -41,20 +48,127 @@ class Restored:
     of_first_tower: tuple[str, ...] = ()
 
 
-class _Reader:
-    """One tower's view of an opened checkpoint."""
+class Restorer:
+    """Restores the tracked objects of all towers from a folder. All towers make the same calls.
 
-    def __init__(self, opened: Opened, tower: int, towers: int) -> None:
-        self._opened = opened
-        manifest = opened.manifest
+    Args:
+        verifies: whether this tower reads whole checkpoints to compare their checksums; one for each folder does.
+    """
+
+    def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], verifies: bool) -> None:
+        self._strategy = strategy
+        self._comm = strategy.communicator
+        self._folder = folder
+        self._tracked = tracked
+        self._verifies = verifies
+
+    def restore_newest(self) -> Restored | None:
+        """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
+
+        Raises:
+            CheckpointError: as of ``CheckpointManager.resume``. See [Note: which checkpoint is restored].
+        """
+        mine = self._folder.steps()
+        towers = [announced.details for announced in announce(self._comm, "looks for checkpoints", mine)]
+        common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
+        having = {step: tower for tower, steps in reversed(list(enumerate(towers))) for step in steps}
+        if not having:
+            return None
+        newest, folder = max(having), self._folder.path
+        if newest not in common:
+            self._warn(_why_not_newest(newest, towers))
+        problem = ""
+        for step in common:
+            problem = self._problem_of(name_of(step))
+            if not problem:
+                return self._restore(name_of(step))
+            self._warn(f"{problem}; the checkpoint before it is used, if there is one")
+        if not common:
+            raise CheckpointError(
+                f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {having[newest]}): "
+                "copy it to the hosts that have none, or remove it to start anew"
+            )
+        raise CheckpointError(
+            f"none of the {len(common)} checkpoints in {folder} can be used: {problem}; remove them to start anew"
+        )
+
+    def restore(self, name: str) -> Restored:
+        """Restore a checkpoint of this folder by its name.
+
+        Raises:
+            CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
+        """
+        if problem := self._problem_of(name):
+            raise CheckpointError(problem)
+        return self._restore(name)
+
+    def _problem_of(self, name: str) -> str:
+        """The error of a checkpoint in some tower's folder, the same on all towers; empty when it is whole in all."""
+        problem = ""
+        if self._verifies:
+            try:
+                StoredCheckpoint(self._folder.path / name).close()
+            except CheckpointError as error:
+                problem = str(error)
+        return first_problem(self._comm, f"checks checkpoint {name}", problem)
+
+    def _restore(self, name: str) -> Restored:
+        """Restore a checkpoint that is known to be whole."""
+        path, stored, problem = self._folder.path / name, None, ""
+        with self._strategy.health.during(f"restoring checkpoint {name}"):
+            try:
+                stored = StoredCheckpoint(path, check=False)
+            except CheckpointError as error:
+                problem = str(error)
+            raise_first(self._comm, f"opens checkpoint {name}", problem)
+            assert stored is not None
+            try:
+                self._strategy.engine.settle()
+                restored = _load_all(self._comm, self._tracked, stored)
+            finally:
+                stored.close()
+        if self._comm.index == 0:
+            log.info("goes on from %s, after step %d%s", path, restored.step, _remark(restored, self._comm.size))
+        return restored
+
+    def _warn(self, text: str) -> None:
+        if self._comm.index == 0:
+            log.warning("%s", text)
+
+
+def _why_not_newest(newest: int, towers: Sequence[Sequence[int]]) -> str:
+    has, has_not = ([str(i) for i, steps in enumerate(towers) if (newest in steps) is there] for there in (True, False))
+    return (
+        f"the checkpoint of step {newest} is there for tower {', '.join(has)}, but not for tower {', '.join(has_not)}: "
+        "the newest that all have is used"
+    )
+
+
+def _remark(restored: Restored, towers: int) -> str:
+    parts = []
+    if restored.towers != towers:
+        parts.append(f"by {restored.towers} towers, now {towers}")
+    if differed := [name for name in restored.of_first_tower if not name.startswith("mirrored.")]:
+        parts.append(f"all take tower 0's where towers differed in {listed(differed)}")
+    if left := [name for name in restored.left if not name.startswith("mirrored.")]:
+        parts.append(f"without its {listed(left)}")
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+class _Reader:
+    """The part of a stored checkpoint that one tower loads."""
+
+    def __init__(self, stored: StoredCheckpoint, tower: int, towers: int) -> None:
+        self._stored = stored
+        manifest = stored.manifest
         own = manifest["own"]
         self.same_towers = manifest["towers"] == towers and len(own) == towers
         self._tower = tower if self.same_towers else 0
         self._objects = {**manifest["objects"], **(own[tower] if self.same_towers else {})}
-        self._names = set(opened.tensors.names)
+        self._names = set(stored.tensors.names)
 
     def decode(self, name: str, *, data: bool) -> Any:
-        """The state of an object; without ``data``, its tensors are empty shells.
+        """The state of an object; without ``data``, its tensors are "meta" tensors.
 
         Raises:
             CheckpointError: the checkpoint is malformed.
@@ -62,82 +176,83 @@ class _Reader:
 
         def tensor(path: str) -> Tensor:
             mine = own_name(path, self._tower)
-            found = mine if mine in self._names else path
-            return self._opened.tensors.read(found) if data else self._opened.tensors.describe(found)
+            stored_name = mine if mine in self._names else path
+            tensors = self._stored.tensors
+            return tensors.read(stored_name) if data else tensors.describe(stored_name)
 
         try:
             return decode(self._objects[name], tensor)
         except (Malformed, RecursionError) as error:
-            raise CheckpointError(f"{self._opened.path}: {name} cannot be read: {error}") from None
+            raise CheckpointError(f"{self._stored.path}: {name} cannot be read: {error}") from None
 
 
-def restore(comm: Communicator, tracked: Sequence[Tracked], opened: Opened) -> Restored:
-    """Give everything that is tracked its state of the checkpoint; all towers call it.
+def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredCheckpoint) -> Restored:
+    """Load the state of all tracked objects; all towers call it.
 
     Raises:
         CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
     """
-    reader = _Reader(opened, comm.index, comm.size)
-    _agree(comm, opened, "checks a checkpoint", *_problems(opened, reader, tracked))
-    manifest = opened.manifest
-    taken = {one.name for one in tracked}
-    different = {name.partition("/")[0] for name in opened.of_each_tower()} if not reader.same_towers else set()
-    restored = Restored(
-        opened.path.name,
-        manifest["step"],
-        manifest["towers"],
-        tuple(name for name in manifest["objects"] if name not in taken),
-        tuple(name for name in manifest["objects"] if name in taken & different),
-    )
-    ways_back: list[tuple[str, WayBack]] = []
+    reader = _Reader(stored, comm.index, comm.size)
+    _agree(comm, stored, "checks a checkpoint", *_problems(stored, reader, tracked))
+    manifest = stored.manifest
+    loaded = {item.name for item in tracked}
+    different = {name.partition("/")[0] for name in stored.of_each_tower()} if not reader.same_towers else set()
+    rollbacks: list[tuple[str, Rollback]] = []
     try:
-        _agree(comm, opened, "takes a checkpoint on", *_take_on(reader, sorted(tracked, key=_turn), ways_back))
+        _agree(comm, stored, "loads a checkpoint", *_load(reader, sorted(tracked, key=_order), rollbacks))
     except BaseException:
-        for name, go_back in ways_back:
+        for name, roll_back in rollbacks:
             try:
-                go_back()
-            except Exception as error:  # what refused its new state may refuse its old one
+                roll_back()
+            except Exception as error:  # an object that refused its new state may refuse its old one
                 log.warning("%s could not be given the state that it had: %s: %s", name, type(error).__name__, error)
         raise
-    return restored
+    return Restored(
+        stored.path.name,
+        manifest["step"],
+        manifest["towers"],
+        tuple(name for name in manifest["objects"] if name not in loaded),
+        tuple(name for name in manifest["objects"] if name in loaded & different),
+    )
 
 
-def _turn(one: Tracked) -> int:
-    """When a thing is loaded: strangers' first, and our own last, since loading may draw random numbers."""
-    return 2 if one.name.startswith("mirrored.") else int(isinstance(one, (TrackedModule, TrackedOptimizer)))
+def _order(item: Tracked) -> int:
+    """The user's own objects are loaded first, and the strategy's last, since loading may draw random numbers."""
+    return 2 if item.name.startswith("mirrored.") else int(isinstance(item, (TrackedModule, TrackedOptimizer)))
 
 
-def _take_on(reader: _Reader, tracked: Sequence[Tracked], ways_back: list[tuple[str, WayBack]]) -> Iterator[str]:
-    """Load everything, up to what cannot be; yields why. What leads back is noted before anything changes."""
+def _load(reader: _Reader, tracked: Sequence[Tracked], rollbacks: list[tuple[str, Rollback]]) -> Iterator[str]:
+    """Load all objects, up to the first error, whose text it yields. All rollbacks are made before anything changes."""
     for load in (False, True):
-        for one in tracked:
+        for item in tracked:
             try:
                 if load:
-                    one.load(reader.decode(one.name, data=True))
+                    item.load(reader.decode(item.name, data=True))
                 else:
-                    ways_back.append((one.name, one.way_back()))
-            except Exception as error:  # whatever a stranger's methods raise
-                yield f"{one.name} cannot take it on: {type(error).__name__}: {error}"
+                    rollbacks.append((item.name, item.rollback()))
+            except Exception as error:  # methods of the user's objects may raise anything
+                yield f"{item.name} cannot load its state: {type(error).__name__}: {error}"
                 return
 
 
-def _problems(opened: Opened, reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
-    found = []
-    for one in tracked:
-        if lacking := opened.lacks(one.name):
-            found.append(lacking)
+def _problems(stored: StoredCheckpoint, reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
+    problems = []
+    for item in tracked:
+        if lacking := stored.lacks(item.name):
+            problems.append(lacking)
             continue
         try:
-            problem = one.problem(reader.decode(one.name, data=False))
+            problem = item.problem(reader.decode(item.name, data=False))
         except CheckpointError as error:
             problem = str(error)
-        except Exception as error:  # whatever comes of comparing with what a stranger has written
+        except Exception as error:  # comparing with an untrusted state may raise anything
             problem = f"it cannot be compared: {type(error).__name__}: {error}"
         if problem:
-            found.append(f"{one.name}: {problem}")
-    return found
+            problems.append(f"{item.name}: {problem}")
+    return problems
 
 
-def _agree(comm: Communicator, opened: Opened, call: str, *problems: str) -> None:
-    if found := first_problem(comm, call, "; ".join(problems)):
-        raise CheckpointError(f"checkpoint {opened.path} does not fit what is here, nothing was changed: {found}")
+def _agree(comm: Communicator, stored: StoredCheckpoint, call: str, *problems: str) -> None:
+    """Raise one error on all towers if any has problems."""
+    if problem := first_problem(comm, call, "; ".join(problems)):
+        raise CheckpointError(f"checkpoint {stored.path} does not fit what is here, nothing was changed: {problem}")

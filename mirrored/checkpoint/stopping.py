@@ -1,4 +1,8 @@
-"""Being asked to stop: by SIGTERM, SIGINT or SIGHUP on any tower, at the same step on all of them."""
+"""Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all of them, at the same step.
+
+[Note: requests are answered a step later] Requests to stop or to save are exchanged while the next step runs. So no
+tower waits for them, and all see them at the same step.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,21 @@ from typing import Any
 import torch
 
 from towers.collectives.communicator import Communicator, Pending
+from towers.health import failure
 from towers.launching.console import leave_terminal
 
 
 class StopSignals:
-    """Notes the first of the signals; the second ends the process as it always would, and so does the end of the grace.
+    """Context that records the first signal; the second ends the process as by default, and so does the grace period.
 
-    Signals that whoever started the program had ignored stay so. Only the main thread can be asked to stop.
+    Signals that the parent process had ignored stay ignored. Outside of the main thread nothing is handled.
 
     Args:
-        signals: which.
-        grace: seconds between the first signal and the end, if nothing else ends the program before.
+        signals: those to handle.
+        grace: seconds from the first signal to the end of the process, if nothing else ends it before.
+
+    Attributes:
+        received: the first signal; None before it.
     """
 
     def __init__(self, signals: Sequence[signal.Signals], grace: float) -> None:
@@ -39,7 +47,9 @@ class StopSignals:
                     self._before[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self.received is not None and error is not None:
+            failure.note_told(error)
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
@@ -50,7 +60,7 @@ class StopSignals:
         self.received = signal.Signals(number)
         if self.received == signal.SIGHUP:
             leave_terminal()
-        for handled in self._before:  # the system's own way: it also ends what does not come back to Python
+        for handled in self._before:  # the system's default: it also ends code that does not return to Python
             signal.signal(handled, signal.SIG_DFL)
         self._timer = threading.Timer(self._grace, self._end)
         self._timer.daemon = True
@@ -62,28 +72,25 @@ class StopSignals:
         os.kill(os.getpid(), self.received)
 
 
-STOP, DUE = 1, 2
+STOP, SAVE = 1, 2
 
 
-class Flags:
-    """What any tower wants, known to all of them at the same step without waiting: one step later.
-
-    Flags are exchanged while the next step runs.
-    """
+class StepRequests:
+    """Requests of any tower, as a bit mask of STOP and SAVE. See [Note: requests are answered a step later]."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._under_way: tuple[Pending, torch.Tensor] | None = None
+        self._in_flight: tuple[Pending, torch.Tensor] | None = None
 
     def exchange(self, mine: int) -> int:
-        """Tell all towers ``mine``; returns what they told the last time, all together (with one tower: this time)."""
+        """Send ``mine`` to all towers; returns the union of what they sent a call before (with one tower: now)."""
         if self._comm.size == 1:
             return mine
-        told = 0
-        if self._under_way is not None:
-            pending, rows = self._under_way
+        requests = 0
+        if self._in_flight is not None:
+            pending, rows = self._in_flight
             pending.wait()
-            for flags in rows.view(-1).tolist():
-                told |= flags
-        self._under_way = self._comm.start_all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
-        return told
+            for theirs in rows.view(-1).tolist():
+                requests |= theirs
+        self._in_flight = self._comm.start_all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
+        return requests

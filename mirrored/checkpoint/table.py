@@ -1,4 +1,4 @@
-"""A checkpoint as a table that a person reads."""
+"""``mirrored checkpoint inspect``: a checkpoint as a table."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.errors import CheckpointError, some_of
-from mirrored.checkpoint.folder import LATEST, Folder, Opened, name_of
-from mirrored.checkpoint.manifest import NAME, TENSORS
+from mirrored.checkpoint.errors import CheckpointError, listed
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint, name_of
 from towers.joining.messages import plain
 
 _MOST_ROWS = 100_000
-_LONGEST = 200  # letters of a path
+_LONGEST = 200  # characters of a path
 
 
 def inspect(path: str | os.PathLike[str]) -> str:
-    """What a checkpoint holds, or the newest of a folder of them; reads all of it and compares its checksums.
+    """The contents of a checkpoint, or of the newest in a folder; reads all of it and compares its checksums.
 
     Raises:
-        CheckpointError: there is none, or it is not whole.
+        CheckpointError: there is none, or it is damaged.
     """
-    opened = Opened(_find(pathlib.Path(path)))
+    stored = StoredCheckpoint(_find(pathlib.Path(path)))
     try:
-        return "\n".join(_lines(opened))
+        return "\n".join(_lines(stored))
     except (Malformed, RecursionError) as error:
-        raise CheckpointError(f"{opened.path / NAME} cannot be used: {error}") from None
+        raise CheckpointError(f"{stored.path / NAME} cannot be used: {error}") from None
     finally:
-        opened.close()
+        stored.close()
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
@@ -45,52 +45,52 @@ def _find(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-def _lines(opened: Opened) -> Iterator[str]:
-    manifest = opened.manifest
+def _lines(stored: StoredCheckpoint) -> Iterator[str]:
+    manifest = stored.manifest
     file = manifest["files"][TENSORS]
     virtual = f" ({manifest['virtual_towers']} virtual)" if manifest["virtual_towers"] else ""
-    versions = some_of(f"{name} {version}" for name, version in manifest["versions"].items())
+    versions = listed(f"{name} {version}" for name, version in manifest["versions"].items())
     saved = f"step {manifest['step']}, saved {plain(manifest['saved'], 40)} by {manifest['towers']} towers{virtual}"
-    yield f"{plain(str(opened.path))}: {saved}"
+    yield f"{plain(str(stored.path))}: {saved}"
     yield f"{file['bytes']:,} bytes of tensors, SHA-256 {plain(file['sha256'], 64)}, whole; {versions}"
     yield ""
     yield f"{'name':<44} {'dtype':<10} {'shape':<18} {'bytes':>12}"
-    describe = functools.cache(opened.tensors.describe)
+    describe = functools.cache(stored.tensors.describe)
     rows = _rows((name, decode(tree, describe)) for name, tree in manifest["objects"].items())
     for path, kind, shape, count in itertools.islice(rows, _MOST_ROWS):
         yield f"{path:<44} {kind:<10} {shape:<18} {count:>12}".rstrip()
     if more := sum(1 for _ in rows):
         yield f"and {more:,} more"
-    if own := sorted(opened.of_each_tower()):
+    if different := sorted(stored.of_each_tower()):
         yield ""
-        yield f"of its own on each tower: {some_of(own)}"
+        yield f"of its own on each tower: {listed(different)}"
 
 
 def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str, str]]:
-    """Path, kind, shape or value, and bytes of all that lies in objects with names, depth first."""
-    inside = [("", iter(objects))]
-    while inside:
-        above, parts = inside[-1]
+    """Path, type, shape or value, and bytes of every entry of named objects, depth first."""
+    stack = [("", iter(objects))]
+    while stack:
+        above, parts = stack[-1]
         try:
             key, value = next(parts)
         except StopIteration:
-            inside.pop()
+            stack.pop()
             continue
         path = (above + plain(str(key), _LONGEST))[:_LONGEST]
         if hasattr(value, "nbytes") and hasattr(value, "shape"):
             yield path, str(value.dtype).removeprefix("torch."), _brief(tuple(value.shape)), f"{value.nbytes:,}"
         elif isinstance(value, dict):
-            inside.append((f"{path}/", iter(value.items())))
+            stack.append((f"{path}/", iter(value.items())))
         elif isinstance(value, (list, tuple)) and any(
             isinstance(part, (dict, list, tuple)) or hasattr(part, "nbytes") for part in value
         ):
-            inside.append((f"{path}/", iter(enumerate(value))))
+            stack.append((f"{path}/", iter(enumerate(value))))
         else:
             yield path, type(value).__name__, _brief(value), ""
 
 
 def _brief(value: Any) -> str:
-    """A value in at most 60 letters, all of which can be printed."""
+    """A value in at most 60 characters, all printable."""
     sliced = value[:61] if isinstance(value, (str, bytes, list, tuple)) else value
     text = repr(sliced)
     return text if len(text) <= 60 and (sliced is value or len(value) <= 61) else f"{text[:57]}..."

@@ -1,7 +1,7 @@
-"""Tensors in a file: the safetensors format, written in pieces and read without trust.
+"""Tensors in a file: the safetensors format, written in pieces and read as untrusted.
 
 The format (https://github.com/huggingface/safetensors): the header's length in 8 bytes, the header as JSON, then the
-tensors one after another. dtypes that it does not know are kept as bytes; what they are stands in the manifest.
+tensors one after another. dtypes that it does not know are stored as bytes; the manifest says what they are.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LONGEST_HEADER = 10**8  # bytes that safetensors reads
 _PIECE = 2**23  # bytes that are written and hashed at a time
 
 
-class Layout:
-    """Where tensors lie in a file.
+class FileLayout:
+    """The header of a file of tensors, and the offsets of the tensors in it.
 
     Args:
         tensors: by name; of any dtype and strides.
@@ -47,9 +47,9 @@ class Layout:
         ValueError: there are too many.
 
     Attributes:
-        header: what stands before the first tensor.
-        nbytes: how long all tensors are together.
-        unusual: for the manifest, what of dtype, shape and strides the file does not tell.
+        header: the bytes before the first tensor.
+        nbytes: of all tensors together.
+        unusual: for the manifest, by name: dtype, shape and strides that the file's header cannot express.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -86,12 +86,12 @@ class Layout:
         """Copy all tensors into ``memory``, flat bytes on the CPU, :attr:`nbytes` long."""
         end = 0
         for tensor in self._tensors.values():
-            place = memory[end : end + tensor.nbytes]
+            target = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
-            if tensor.numel() and tensor.dtype in _FORMAT and place.storage_offset() % tensor.element_size() == 0:
-                place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            if tensor.numel() and tensor.dtype in _FORMAT and target.storage_offset() % tensor.element_size() == 0:
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
             elif tensor.numel():
-                place.copy_(as_bytes(tensor))
+                target.copy_(as_bytes(tensor))
 
     def pieces_of(self, memory: Tensor) -> Iterator[memoryview]:
         """The file's contents as they were when they were copied to ``memory``."""
@@ -101,18 +101,18 @@ class Layout:
 
 
 _MISFITS = (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError)
-"""What comes of making a tensor as a stranger's manifest says."""
+"""Errors of making a tensor as an untrusted manifest describes it."""
 
 
 class TensorFile:
-    """Tensors of a file that is open already, read one by one when they are asked for.
+    """The tensors of a file that is open already, read one by one on demand.
 
     Args:
         path: leads to the open file.
-        unusual: as of :class:`Layout`.
+        unusual: as of :class:`FileLayout`.
 
     Raises:
-        Malformed: it is no such file.
+        Malformed: it is no file of tensors.
     """
 
     def __init__(self, path: str, unusual: Mapping[str, Any]) -> None:
@@ -124,13 +124,13 @@ class TensorFile:
             raise Malformed(f"it is no safetensors file: {error}") from None
 
     def read(self, name: str) -> Tensor:
-        """A tensor of its own, on the CPU.
+        """A tensor on the CPU, with memory of its own.
 
         Raises:
-            Malformed: there is none, or it is not what the manifest says.
+            Malformed: there is none, or it is not as the manifest describes it.
         """
         try:
-            # A copy: what safetensors gives lies in the file, which may be removed or changed.
+            # A copy: safetensors maps the file, which may be removed or changed.
             tensor = self._file.get_tensor(name).clone()
         except SafetensorError as error:
             raise Malformed(f"there is no tensor {name!r} in it: {error}") from None
@@ -138,7 +138,7 @@ class TensorFile:
         if unusual is None:
             return cast(Tensor, tensor)
         try:
-            return as_it_was(tensor, unusual)
+            return restore_layout(tensor, unusual)
         except _MISFITS as error:
             raise Malformed(f"tensor {name!r} is not what the manifest says: {error}") from None
 
@@ -151,7 +151,7 @@ class TensorFile:
         try:
             entry = self._file.get_slice(name)
             tensor = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
-            return as_it_was(tensor, self._unusual.get(name, {}))
+            return restore_layout(tensor, self._unusual.get(name, {}))
         except (SafetensorError, *_MISFITS) as error:
             raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
 
@@ -159,11 +159,11 @@ class TensorFile:
         self._file.__exit__(None, None, None)
 
 
-def as_it_was(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
-    """A tensor as it was before it was laid out: dtype, shape and strides of :attr:`Layout.unusual`.
+def restore_layout(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
+    """A tensor with the dtype, shape and strides that it was saved with, of :attr:`FileLayout.unusual`.
 
     Raises:
-        TypeError, ValueError, KeyError, RuntimeError: that does not fit.
+        TypeError, ValueError, KeyError, RuntimeError: they do not fit.
     """
     if "dtype" in unusual:
         tensor = tensor.view(DTYPES[unusual["dtype"]]).view(unusual["shape"])
@@ -176,9 +176,9 @@ def as_it_was(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
 
 
 def _dense(shape: torch.Size, strides: list[int]) -> list[int]:
-    """The strides of a dense tensor whose dimensions lie in the order that ``strides`` say."""
-    found, step = [0] * len(strides), 1
+    """The strides of a dense tensor with the order of dimensions that ``strides`` have."""
+    dense, step = [0] * len(strides), 1
     for dimension in sorted(range(len(strides)), key=lambda i: (strides[i], -i)):
-        found[dimension] = step if shape[dimension] != 1 else strides[dimension]
+        dense[dimension] = step if shape[dimension] != 1 else strides[dimension]
         step *= shape[dimension]
-    return found if math.prod(shape) else list(strides)
+    return dense if math.prod(shape) else list(strides)

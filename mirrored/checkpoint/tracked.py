@@ -1,4 +1,4 @@
-"""The things whose state is saved, each in its own way."""
+"""The kinds of objects whose state is saved."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
-from mirrored.checkpoint import way_back
-from mirrored.checkpoint.way_back import WayBack
+from mirrored.checkpoint.rollback import Rollback, module_rollback, object_rollback, optimizer_rollback
+from towers.system.torch_private import inner_schedules, set_state_versions, state_versions
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -33,16 +33,15 @@ _LIKE_THE_PARAMETER = {
 
 IsMirrored = Callable[[Tensor], bool]
 
-
 _VERSIONS, _METRICS = "mirrored.versions", "mirrored.metrics"
 _BESIDE = (_VERSIONS, _METRICS)
 
 
 class Tracked(ABC):
-    """One thing that is saved, by name.
+    """One object that is saved, by name.
 
     Attributes:
-        name: how the user calls it.
+        name: the user's name for it.
         skip_code: whether functions in its state are left out.
     """
 
@@ -53,18 +52,18 @@ class Tracked(ABC):
 
     @abstractmethod
     def state(self) -> Any:
-        """Its state now."""
+        """Its current state."""
 
     @abstractmethod
     def load(self, state: Any) -> None:
-        """Take a state on. It may become part of what is tracked."""
+        """Load a state. The object may keep parts of it."""
 
     @abstractmethod
-    def way_back(self) -> WayBack:
-        """What gives it back the state that it has now, whatever a load has done to it."""
+    def rollback(self) -> Rollback:
+        """A function that restores its current state, whatever a load has done to it."""
 
     def problem(self, state: Any) -> str | None:
-        """Why ``state``, whose tensors may be without data, does not fit, as far as can be seen before."""
+        """Why ``state``, whose tensors may be "meta" tensors, does not fit, as far as known before loading."""
         return None
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
@@ -84,10 +83,10 @@ class TrackedModule(Tracked):
     def state(self) -> Any:
         self._mirrored = {p.data_ptr() for p in self._module.parameters() if not is_lazy(p) and self._is_mirrored(p)}
         state = self._module.state_dict()
-        # What torch keeps beside the state: versions, by which modules know how to read what older ones have saved.
-        extra = {_VERSIONS: dict(getattr(state, "_metadata", {}))}
-        if found := metrics.states_of(self._module):
-            extra[_METRICS] = found
+        # Versions, which torch keeps beside the state: modules need them to read states of older versions.
+        extra = {_VERSIONS: state_versions(state)}
+        if metric_states := metrics.states_of(self._module):
+            extra[_METRICS] = metric_states
         return {**state, **extra}
 
     def is_equal_everywhere(self, value: Tensor) -> bool:
@@ -98,20 +97,20 @@ class TrackedModule(Tracked):
             return f"it is saved as a {type(state).__name__}, not as a model"
         versions = state.get(_VERSIONS, {})
         if not isinstance(versions, dict) or not all(isinstance(value, dict) for value in versions.values()):
-            return "it is saved with versions that are none"
+            return "its versions in the checkpoint are malformed"
         here = self._module.state_dict()
         return mismatch(here, {key: value for key, value in state.items() if key not in _BESIDE}) or metrics.problem_of(
             self._module, state.get(_METRICS, {})
         )
 
     def load(self, state: Any) -> None:
-        own = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
-        own._metadata = state.get(_VERSIONS, {})  # type: ignore[attr-defined]
-        self._module.load_state_dict(own)
+        tensors = collections.OrderedDict((key, value) for key, value in state.items() if key not in _BESIDE)
+        set_state_versions(tensors, state.get(_VERSIONS, {}))
+        self._module.load_state_dict(tensors)
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
-    def way_back(self) -> WayBack:
-        return way_back.of_module(self._module)
+    def rollback(self) -> Rollback:
+        return module_rollback(self._module)
 
 
 class TrackedOptimizer(Tracked):
@@ -165,19 +164,19 @@ class TrackedOptimizer(Tracked):
 
     def load(self, state: Any) -> None:
         self._optimizer.load_state_dict(state)
-        # torch gives floating-point state the dtype of its parameter, also where it had another.
+        # torch converts floating-point state to the dtype of its parameter, also where it was saved in another.
         for number, parameter in dict(_numbered(self._optimizer.param_groups)).items():
-            kept = self._optimizer.state.get(parameter, {})
+            loaded = self._optimizer.state.get(parameter, {})
             for name, value in state["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and name in kept and kept[name].dtype != value.dtype:
-                    kept[name] = value.to(kept[name].device)
+                if isinstance(value, Tensor) and name in loaded and loaded[name].dtype != value.dtype:
+                    loaded[name] = value.to(loaded[name].device)
 
-    def way_back(self) -> WayBack:
-        return way_back.of_optimizer(self._optimizer)
+    def rollback(self) -> Rollback:
+        return optimizer_rollback(self._optimizer)
 
 
 class TrackedContainer(Tracked):
-    """A dict or a list that the script keeps its progress in; its contents are replaced, it stays the same object."""
+    """A dict or a list with the progress of the script; a load replaces its contents, not the object."""
 
     def __init__(self, name: str, container: dict[Any, Any] | list[Any]) -> None:
         super().__init__(name)
@@ -198,93 +197,93 @@ class TrackedContainer(Tracked):
         else:
             self._container[:] = state
 
-    def way_back(self) -> WayBack:
+    def rollback(self) -> Rollback:
         before = self._container.copy()
         return lambda: self.load(before)
 
 
 class TrackedObject(Tracked):
-    """Anything with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, one's own."""
+    """Anything with ``state_dict`` and ``load_state_dict``: a scaler, a dataset, a class of the user's."""
 
-    def __init__(self, name: str, thing: Any) -> None:
+    def __init__(self, name: str, target: Any) -> None:
         super().__init__(name)
-        self._thing = thing
+        self._object = target
 
     def state(self) -> Any:
-        return self._thing.state_dict()
+        return self._object.state_dict()
 
     def load(self, state: Any) -> None:
-        self._thing.load_state_dict(state)
+        self._object.load_state_dict(state)
 
-    def way_back(self) -> WayBack:
-        return way_back.of_object(self._thing)
+    def rollback(self) -> Rollback:
+        return object_rollback(self._object)
 
 
 class TrackedSchedule(TrackedObject):
-    """A learning-rate schedule, which makes whatever its state holds its attributes."""
+    """A learning-rate schedule, which turns every entry of a state into an attribute of its own."""
 
     skip_code = True
 
     def problem(self, state: Any) -> str | None:
-        return _what_schedules_lack(self._thing, state)
+        return _schedule_problem(self._object, state)
 
 
-def track(name: object, thing: Any, is_mirrored: IsMirrored) -> Tracked:
-    """How a thing of the user's is saved.
+def track(name: object, target: Any, is_mirrored: IsMirrored) -> Tracked:
+    """An object of the user's, tracked according to its kind.
 
     Raises:
-        ValueError: the name cannot be one.
+        ValueError: the name is no text, or holds "/" or "@".
         TypeError: it has no state that could be saved.
     """
     if not isinstance(name, str) or not name or set(name) & set("/@") or name.startswith("mirrored."):
         raise ValueError(f"{name!r} cannot name what is saved: give a text without '/' and '@', such as 'model'")
-    if isinstance(thing, nn.Module):
-        return TrackedModule(name, thing, is_mirrored)
-    if isinstance(thing, torch.optim.Optimizer):
-        return TrackedOptimizer(name, thing, is_mirrored)
-    if isinstance(thing, LRScheduler):
-        return TrackedSchedule(name, thing)
-    if type(thing) in (dict, list):
-        return TrackedContainer(name, thing)
-    if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
-        return TrackedObject(name, thing)
+    if isinstance(target, nn.Module):
+        return TrackedModule(name, target, is_mirrored)
+    if isinstance(target, torch.optim.Optimizer):
+        return TrackedOptimizer(name, target, is_mirrored)
+    if isinstance(target, LRScheduler):
+        return TrackedSchedule(name, target)
+    if type(target) in (dict, list):
+        return TrackedContainer(name, target)
+    if callable(getattr(target, "state_dict", None)) and callable(getattr(target, "load_state_dict", None)):
+        return TrackedObject(name, target)
     raise TypeError(
-        f"{name!r} is a {type(thing).__name__}, which has no state_dict and load_state_dict; give models, optimizers, "
+        f"{name!r} is a {type(target).__name__}, which has no state_dict and load_state_dict; give models, optimizers, "
         "schedules, datasets, dicts, lists, or objects with these two methods"
     )
 
 
 def mismatch(here: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """What of a model's state differs in names, shapes or dtypes, in one sentence; None where nothing does."""
-    found = [f"{key} is missing in the checkpoint" for key in here if key not in saved]
-    found += [f"{key} is in the checkpoint only" for key in saved if key not in here]
+    """How a model's state and a saved one differ in names, shapes or dtypes, in one sentence; None: not at all."""
+    problems = [f"{key} is missing in the checkpoint" for key in here if key not in saved]
+    problems += [f"{key} is in the checkpoint only" for key in saved if key not in here]
     for key, value in here.items():
         other = saved.get(key, value)
         if isinstance(value, Tensor) is not isinstance(other, Tensor):
-            found.append(f"{key} is a {type(value).__name__} here, and a {type(other).__name__} in the checkpoint")
+            problems.append(f"{key} is a {type(value).__name__} here, and a {type(other).__name__} in the checkpoint")
         elif isinstance(value, Tensor) and not is_lazy(value):
             if value.shape != other.shape:
-                found.append(f"{key} has shape {_shape(value)} here, and {_shape(other)} in the checkpoint")
+                problems.append(f"{key} has shape {_shape(value)} here, and {_shape(other)} in the checkpoint")
             elif value.dtype != other.dtype:
-                found.append(f"{key} is {value.dtype} here, and {other.dtype} in the checkpoint")
-    if not found:
+                problems.append(f"{key} is {value.dtype} here, and {other.dtype} in the checkpoint")
+    if not problems:
         return None
-    more = f"; {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+    more = f"; {len(problems) - 3} more" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more
 
 
-def _what_schedules_lack(schedule: Any, state: Any) -> str | None:
-    """What in a state stands for something that is no state here: a method, or the optimizer. Versions may differ."""
+def _schedule_problem(schedule: Any, state: Any) -> str | None:
+    """Why a state does not fit: an entry would overwrite a method or the optimizer. Other entries may differ."""
     if not isinstance(state, Mapping):
         return f"it is saved as a {type(state).__name__}, not as a schedule"
     here = schedule.state_dict()
     for key in state.keys() - here.keys():
         if not isinstance(key, str) or key in vars(schedule) or callable(getattr(schedule, key, None)):
             return f"it has no state {key!r}"
-    saved, inner = state.get("_schedulers", []), getattr(schedule, "_schedulers", [])
+    saved, inner = inner_schedules(state), inner_schedules(schedule)
     if not isinstance(saved, list) or len(saved) != len(inner):
         return f"it is made of {len(inner)} schedules here, and of others in the checkpoint"
-    return next(filter(None, map(_what_schedules_lack, inner, saved)), None)
+    return next(filter(None, map(_schedule_problem, inner, saved)), None)
 
 
 def _shape(tensor: Tensor) -> str:
@@ -292,7 +291,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """The parameters of an optimizer with the numbers that its ``state_dict()`` gives them; one in it twice has one."""
+    """The parameters of an optimizer, with their numbers in its ``state_dict()``; duplicates share a number."""
     parameters = [p for group in groups for p in group["params"]]
     numbers: dict[int, int] = {}
     return [(numbers.setdefault(id(p), number), p) for number, p in enumerate(parameters)]

@@ -1,4 +1,4 @@
-"""Loading part of a model, or under other names: what fine-tuning begins with."""
+"""Loading a part of a model, or under other names, as fine-tuning needs it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirrored.checkpoint import way_back
 from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError
-from mirrored.checkpoint.folder import Opened
+from mirrored.checkpoint.manifest import StoredCheckpoint
+from mirrored.checkpoint.rollback import module_rollback
 from mirrored.checkpoint.tensors import TensorFile
 from mirrored.observer import folder_of
 from towers.joining.messages import plain
@@ -23,13 +23,13 @@ from towers.joining.messages import plain
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What :func:`load_weights` did.
+    """The result of :func:`load_weights`.
 
     Attributes:
         loaded: names in the model, each with its name in the file.
         kept: names in the model that keep the values they had.
-        unused: names in the file that nothing in the model has taken.
-        misfits: names in the model that the file has in another shape, in words; they keep their values.
+        unused: names in the file that were not loaded.
+        misfits: sentences, one for each name that has another shape in the file; the model keeps its values.
     """
 
     loaded: dict[str, str]
@@ -61,23 +61,23 @@ def load_weights(
     Every tower calls it before the first ``run``, and has to find the same file.
 
     Args:
-        module: takes them; values are converted to its dtypes.
-        source: a checkpoint's folder (checked as a whole), or a file of safetensors.
+        module: the model; values are converted to its dtypes.
+        source: a checkpoint's folder (its checksums are compared), or a file of safetensors.
         name: which of a checkpoint's objects the model is.
         include, exclude: patterns (``"backbone.*"``) of names in the model, after renaming.
         rename: from the beginning of a name in the file to that of a name in the model; the first that fits counts.
             ``{"encoder.": "backbone."}`` loads ``encoder.0.weight`` into ``backbone.0.weight``.
-        skip_misfits: leave alone what has another shape in the file (a head for other classes).
+        skip_misfits: skip tensors that have another shape in the file (a head for other classes).
 
     Returns:
-        What was loaded and what was not.
+        Which names were loaded and which were not.
 
     Raises:
         CheckpointError: the source cannot be read, nothing in it fits, or shapes differ; the model is as it was.
     """
     path = pathlib.Path(source)
-    kept = folder_of(path.parent) / path.name
-    path = kept if kept.exists() else path
+    own = folder_of(path.parent) / path.name  # in `mirrored verify` each run has a folder of its own
+    path = own if own.exists() else path
     saved = _read(path, name)
     here = module.state_dict()
     taken: dict[str, str] = {}
@@ -97,12 +97,12 @@ def load_weights(
     loaded = {new: key for new, key in taken.items() if new not in misfits}
     if not loaded:
         raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
-    go_back = way_back.of_module(module)
+    roll_back = module_rollback(module)
     try:
         with torch.no_grad():
             module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
-    except Exception as error:  # whatever a stranger's module raises
-        go_back()
+    except Exception as error:  # a module of the user's may raise anything
+        roll_back()
         raise CheckpointError(f"{path} cannot be loaded, the model is as it was: {error}") from error
     used = set(loaded.values())
     return LoadReport(
@@ -120,15 +120,15 @@ def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
             return {key: file.read(key) for key in file.names}
         except Malformed as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-    opened = Opened(path)
+    stored = StoredCheckpoint(path)
     try:
-        if lacking := opened.lacks(name):
+        if lacking := stored.lacks(name):
             raise CheckpointError(f"{path}: {lacking}")
-        state = decode(opened.manifest["objects"][name], opened.tensors.read)
+        state = decode(stored.manifest["objects"][name], stored.tensors.read)
     except (Malformed, RecursionError) as error:
         raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
     finally:
-        opened.close()
+        stored.close()
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {name} is no model")
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -1,7 +1,6 @@
-"""``mirrored doctor``: what on this machine would keep towers from starting, or from being fast, and how to mend it."""
+"""``mirrored doctor``: checks a machine for whatever would stop towers or slow them down, and names the fix."""
 
 from mirrored.doctor.examine import examine
-from mirrored.doctor.finding import Finding, Severity
-from mirrored.doctor.report import Report
+from mirrored.doctor.findings import Finding, Report, Severity
 
 __all__ = ["Finding", "Report", "Severity", "examine"]

@@ -1,4 +1,10 @@
-"""Makes all checks, whatever becomes of each of them."""
+"""Runs all checks.
+
+[Note: checks that try] Whether towers can share memory or reach each other depends on more than a list of conditions
+(sandboxes, firewalls, user namespaces). So the last checks start real towers with :func:`mirrored.launch`, which
+average a bucket as training does; the checks before them explain a failure of these. What only a running job can know,
+such as a chief that has not been started yet, is a warning and not a problem.
+"""
 
 from __future__ import annotations
 
@@ -7,60 +13,44 @@ import socket
 import time
 from collections.abc import Mapping
 
-from mirrored.doctor import (
-    cores,
-    disk,
-    gpus,
-    interfaces,
-    launchers,
-    limits,
-    listening,
-    memory,
-    names,
-    sharing,
-    tf_config,
-    towers_on_cpus,
-    towers_on_gpus,
-    variables,
-    versions,
-)
-from mirrored.doctor.finding import Check, Finding, problem
-from mirrored.doctor.report import Report
+from mirrored.doctor import gpus, jobs, launchers, network, resources, versions
+from mirrored.doctor.findings import Check, Finding, Report, problem
 from towers.system.run_with_timeout import within
 
 _CHECKS: Mapping[str, Check] = {
     "versions": versions.check,
     "GPUs": gpus.check,
-    "CPU": cores.check,
-    "memory": memory.check,
-    "/dev/shm": memory.check_dev_shm,
-    "disk": disk.check,
-    "limits": limits.check,
-    "variables": variables.check,
-    "host name": names.check,
-    "interfaces": interfaces.check,
-    "ports": listening.check,
-    "TF_CONFIG": tf_config.check,
-    "launcher": launchers.check,
-    "shared memory": sharing.check,
-    "CPU towers": towers_on_cpus.check,
-    "GPU towers": towers_on_gpus.check,
+    "CPU": resources.check_cores,
+    "memory": resources.check_memory,
+    "/dev/shm": resources.check_dev_shm,
+    "disk": resources.check_disk,
+    "limits": resources.check_limits,
+    "variables": launchers.check_variables,
+    "host name": network.check_names,
+    "interfaces": network.check_interfaces,
+    "ports": network.check_loopback,
+    "TF_CONFIG": launchers.check_tf_config,
+    "launcher": launchers.check_launcher,
+    "shared memory": resources.check_shared_memory,
+    "CPU towers": jobs.check_cpu_towers,  # see [Note: checks that try]
+    "GPU towers": jobs.check_gpu_towers,
 }
 
 
 def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, seconds: float = 60.0) -> Report:
-    """Look at this machine, as a program with the environment ``environ`` would find it.
+    """Check this machine, as a program with the environment ``environ`` would find it.
 
-    A check that fails itself, or does not come back, is a finding, too.
+    A check that raises or does not return becomes a finding, too. Each runs in a thread, which is abandoned when it
+    does not return in time: name servers and drivers may never answer.
 
     Args:
         checks: by subject; default: all.
-        seconds: for all of them together; what a check waits for has a limit of its own, and a shorter one.
+        seconds: for all of them together; each check has shorter limits of its own for whatever it waits for.
     """
     started = time.monotonic()
     findings: list[Finding] = []
     for subject, check in checks.items():
-        findings += _made(subject, check, environ, max(1.0, started + seconds - time.monotonic()))
+        findings += _run(subject, check, environ, max(1.0, started + seconds - time.monotonic()))
     return Report(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} on {platform.machine()}",
@@ -69,15 +59,16 @@ def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, s
     )
 
 
-def _made(subject: str, check: Check, environ: Mapping[str, str], seconds: float) -> list[Finding]:
+def _run(subject: str, check: Check, environ: Mapping[str, str], seconds: float) -> list[Finding]:
     findings: list[Finding] = []
     try:
         within(seconds, lambda: findings.extend(check(environ)))
+    except KeyboardInterrupt:
+        raise
     except TimeoutError as error:
-        findings.append(problem(subject, f"the check did not end: {error}", "see what on this machine does not answer"))
+        fix = "find out which service or device of this machine does not answer"
+        findings.append(problem(subject, f"the check did not end: {error}", fix))
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         what = f"the check itself failed: {type(error).__name__}: {error}"
         findings.append(problem(subject, what, "please report it, with this line and the output of `mirrored doctor`"))
     return findings

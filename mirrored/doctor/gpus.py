@@ -1,4 +1,4 @@
-"""GPUs: what there is, and whether torch can use it."""
+"""GPUs: those of the machine, and whether torch can use them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from mirrored.doctor.finding import Finding, note, ok, problem, warning
+from mirrored.doctor.findings import Finding, note, ok, problem, warning
 
 _SUBJECT = "GPUs"
 _VERSION = pathlib.Path("/proc/driver/nvidia/version")
@@ -24,34 +24,36 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield severe(
             "CUDA_VISIBLE_DEVICES",
             f"is {hidden!r}, which hides all GPUs: towers run on the CPU",
-            "unset CUDA_VISIBLE_DEVICES, unless that is what you want",
+            "unset CUDA_VISIBLE_DEVICES, unless that is on purpose",
         )
         return
     if torch.version.cuda is None:
         if present:
             yield problem(
                 _SUBJECT,
-                f"the machine has {present}, but torch {torch.__version__} was built without CUDA",
+                f"the machine has {present}, but torch {torch.version.__version__} was built without CUDA",
                 "install a CUDA build of torch: https://pytorch.org/get-started",
             )
         else:
-            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.__version__})")
+            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.version.__version__})")
         return
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     driver = _driver()
-    versions = f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}"
+    versions = f"driver {driver or 'unknown'}, torch {torch.version.__version__} for CUDA {torch.version.cuda}"
     if count == 0:
-        reason = str(said[0].message).split("(Triggered")[0] if said else "torch finds none"
+        reason = str(caught[0].message).split("(Triggered")[0] if caught else "torch finds none"
         if present:
-            fix = "install a driver that fits torch's CUDA, or a torch that fits the driver; in a container see that "
-            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", f"{fix}it was started with GPUs (--gpus all)")
+            fix = (
+                "install a driver that fits torch's CUDA, or a torch that fits the driver; start a container with GPUs "
+            )
+            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", f"{fix}(--gpus all)")
         elif hidden is not None:
             yield warning(
                 "CUDA_VISIBLE_DEVICES",
                 f"is {hidden!r}, but torch finds no GPU: towers run on the CPU",
-                "unset CUDA_VISIBLE_DEVICES, or see that the machine's GPUs reach this container",
+                "unset CUDA_VISIBLE_DEVICES, or give this container the machine's GPUs",
             )
         else:
             yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU ({versions})")
@@ -59,11 +61,11 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield ok(_SUBJECT, f"{count}, {versions}, NCCL {_nccl()}")
     for number in range(count):
         yield _try(number)
-    yield from _together(count)
+    yield from _check_together(count)
 
 
 def _on_machine() -> str:
-    """The GPUs that the kernel shows, whatever torch and CUDA say; empty where there is none."""
+    """The GPUs that the kernel shows, in words, whatever torch and CUDA say; empty where there is none."""
     files = [entry.name for entry in pathlib.Path("/dev").glob("nvidia[0-9]*")]
     return f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}" if files else ""
 
@@ -81,21 +83,21 @@ def _nccl() -> str:
 
 
 def _try(number: int) -> Finding:
-    """A product of matrices on one GPU, whose result is known."""
+    """Multiply matrices on one GPU, with a known result."""
     device, subject = torch.device("cuda", number), f"cuda:{number}"
     try:
         capability = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)
         free, size = torch.cuda.mem_get_info(device)
         ones = torch.ones(256, 256, device=device)
-        right = bool(((ones @ ones) == 256).all())
+        correct = bool(((ones @ ones) == 256).all())
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        return problem(subject, f"cannot be used: {first}", f"see nvidia-smi -i {number}; is it free, and not broken?")
+        return problem(subject, f"cannot be used: {first}", f"see nvidia-smi -i {number}: is it free and healthy?")
     what = (
         f"{name}, compute capability {capability[0]}.{capability[1]}, {free / 2**30:.0f} of {size / 2**30:.0f} GB free"
     )
-    if not right:
+    if not correct:
         return problem(
             subject,
             f"{what}: it computes wrong results",
@@ -106,16 +108,17 @@ def _try(number: int) -> Finding:
     return ok(subject, what)
 
 
-def _together(count: int) -> Iterator[Finding]:
+def _check_together(count: int) -> Iterator[Finding]:
+    """Several GPUs: models, peer access, and cores to feed them."""
     if count < 2:
         return
     names = {torch.cuda.get_device_name(number) for number in range(count)}
     if len(names) > 1:
         yield note(_SUBJECT, f"they differ ({', '.join(sorted(names))}): the slowest sets the pace")
     pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
-    apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    if apart:
-        some = "no pair" if len(apart) == len(pairs) else f"all but {', '.join(apart[:8])}"
+    no_access = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if no_access:
+        some = "no pair" if len(no_access) == len(pairs) else f"all but {', '.join(no_access[:8])}"
         yield note(
             "peer access",
             f"{some} can read each other's memory; the others send through the host's",

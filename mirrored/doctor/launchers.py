@@ -1,84 +1,85 @@
-"""The variables by which torchrun and SLURM tell a process that it is one of several."""
+"""Environment variables: TF_CONFIG, those of torchrun and SLURM, and those that change results or speed."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from mirrored import cluster
-from mirrored.cluster import ClusterError, ClusterResolver, slurm, tf_config, torchrun
-from mirrored.doctor import addresses
-from mirrored.doctor.finding import Finding, note, ok, problem, warning
+from mirrored.cluster import ClusterError, ClusterResolver, TFConfigClusterResolver, slurm, tf_config, torchrun
+from mirrored.doctor import network
+from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
+from towers.system.machine import loopback_interface
 
-_SUBJECT = "launcher"
+_LAUNCHER, _TF_CONFIG = "launcher", "TF_CONFIG"
 _LEFT_OVER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether they are complete, and agree with each other and with TF_CONFIG."""
+def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether torchrun's or SLURM's variables are complete, and agree with each other and with TF_CONFIG."""
     try:
         launcher = cluster.from_launcher(environ)
     except ClusterError as error:
-        yield problem(_SUBJECT, str(error), "unset what is left over from another job, or set what is missing")
+        yield problem(_LAUNCHER, str(error), "unset what is left over from another job, or set what is missing")
         return
     if launcher is None:
-        yield from _without(environ)
+        yield _check_left_over(environ)
         return
-    yield from _place(launcher)
+    yield from _check_topology(launcher)
     if torchrun.present(environ) and slurm.present(environ):
-        yield from _two_launchers(launcher, environ)
+        yield from _check_slurm_agrees(launcher, environ)
     try:
         if tf_config.present(environ):
             cluster.resolve(environ)
     except ClusterError as error:
-        if "contradict" in str(error):  # what is wrong with TF_CONFIG alone is said elsewhere
-            yield problem(_SUBJECT, str(error), "unset the one that is left over")
+        if "contradict" in str(error):  # check_tf_config reports errors of TF_CONFIG alone
+            yield problem(_LAUNCHER, str(error), "unset the one that is left over")
 
 
-def _without(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_left_over(environ: Mapping[str, str]) -> Finding:
     left = [name for name in _LEFT_OVER if environ.get(name)]
     if left:
-        yield warning(
-            _SUBJECT,
+        return warning(
+            _LAUNCHER,
             f"{', '.join(left)} set, but not RANK and WORLD_SIZE: taken as started by no launcher",
             f"unset {' '.join(left)}, or start with torchrun, which sets all",
         )
-    elif environ.get("SLURM_JOB_ID"):
-        yield note(
-            _SUBJECT,
+    if environ.get("SLURM_JOB_ID"):
+        return note(
+            _LAUNCHER,
             f"in SLURM's job {environ['SLURM_JOB_ID']}, but no task of srun: a program started here is one worker",
             "start it by srun, one task per tower",
         )
-    else:
-        yield ok(_SUBJECT, "no variables of torchrun or SLURM are set")
+    return ok(_LAUNCHER, "no variables of torchrun or SLURM are set")
 
 
-def _place(launcher: ClusterResolver) -> Iterator[Finding]:
+def _check_topology(launcher: ClusterResolver) -> Iterator[Finding]:
     topology = launcher.topology
     assert topology is not None
     assert topology.address is not None
     yield note(
-        _SUBJECT,
+        _LAUNCHER,
         f"{launcher.origin}: tower {topology.index} of {topology.size}, {topology.local_index} of "
         f"{topology.local_size} on worker {topology.worker} of {topology.workers}",
-        "if this is no process of such a job, unset them: they are left over",
+        "if this process belongs to no such job, unset them: they are left over",
     )
     if topology.size == 1:
         return
     host, port = topology.address
-    (found,) = addresses.resolve([host])
-    if isinstance(found, OSError):
+    (addresses,) = network.look_up([host])
+    if isinstance(addresses, OSError):
         yield problem(
-            _SUBJECT,
-            f"the chief's address, {host} (from {launcher.origin}), does not resolve: {found.strerror or found}",
-            "correct MASTER_ADDR, or let /etc/hosts or the name server know it",
+            _LAUNCHER,
+            f"the chief's address, {host} (from {launcher.origin}), does not resolve: "
+            f"{addresses.strerror or addresses}",
+            "correct MASTER_ADDR, or add it to /etc/hosts or the name server",
         )
-    elif topology.is_chief and topology.serves_store:
-        yield addresses.check_can_serve("chief's port", host, port, launcher.origin)
     else:
-        yield addresses.check_can_reach("chief", host, port, launcher.origin)
+        is_chief = topology.is_chief and topology.serves_store
+        yield network.check_chief(host, port, launcher.origin, is_chief=is_chief)
 
 
-def _two_launchers(launcher: ClusterResolver, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_slurm_agrees(launcher: ClusterResolver, environ: Mapping[str, str]) -> Iterator[Finding]:
     """torchrun inside of srun is common: one agent per task. Then RANK and its like count."""
     try:
         other = cluster.SlurmClusterResolver(environ)
@@ -86,6 +87,152 @@ def _two_launchers(launcher: ClusterResolver, environ: Mapping[str, str]) -> Ite
         return
     if launcher.workers != other.workers:
         yield note(
-            _SUBJECT,
+            _LAUNCHER,
             f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {other.workers}; the former count",
         )
+
+
+def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The grammar of TF_CONFIG, its addresses, and the chief's port."""
+    text = environ.get("TF_CONFIG")
+    if text is None:
+        yield ok(_TF_CONFIG, "is not set")
+        return
+    if not text.strip():
+        yield note(_TF_CONFIG, "is set but empty: taken as unset")
+        return
+    try:
+        resolver = TFConfigClusterResolver(environ)
+    except ClusterError as error:
+        yield problem(_TF_CONFIG, str(error), "correct it, or unset it if it is left over from another job")
+        return
+    if resolver.workers == 1:
+        yield note(_TF_CONFIG, f"this is the {resolver.task_type} of a cluster of one")
+        return
+    yield ok(
+        _TF_CONFIG,
+        f"worker {resolver.worker} of {resolver.workers} ({resolver.task_type} {resolver.task_id}) at "
+        f"{resolver.addresses[resolver.worker]}, the chief at {resolver.addresses[0]}; for "
+        "MultiWorkerMirroredStrategy only",
+    )
+    numeric = network.look_up([_split(address)[0] for address in resolver.addresses])
+    unknown = [
+        f"{address} ({answer.strerror or answer})"
+        for address, answer in zip(resolver.addresses, numeric, strict=True)
+        if isinstance(answer, OSError)
+    ]
+    if unknown:
+        yield problem(
+            _TF_CONFIG,
+            f"{len(unknown)} of {len(numeric)} addresses do not resolve here: {', '.join(unknown[:8])}",
+            "correct the names, or add them to /etc/hosts or the name server; in Kubernetes a pod's name resolves "
+            "once its service exists",
+        )
+    yield from _check_addresses(resolver, numeric, environ)
+    if not isinstance(numeric[0], OSError):
+        host, port = _split(resolver.addresses[0])
+        yield network.check_chief(host, port, _TF_CONFIG, is_chief=resolver.worker == 0)
+
+
+def _check_addresses(
+    resolver: TFConfigClusterResolver, numeric: list[list[str] | OSError], environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Whether this worker's address is this machine's, and whether the workers can reach each other's."""
+    mine = numeric[resolver.worker]
+    if not isinstance(mine, OSError) and not any(network.is_local(address) for address in mine):
+        yield warning(
+            _TF_CONFIG,
+            f"this worker's address, {resolver.addresses[resolver.worker]}, belongs to no interface of this machine",
+            "check that task.index is this machine's; a service's address in front of it is right",
+        )
+    known = [answer for answer in numeric if not isinstance(answer, OSError)]
+    loopback = [all(network.is_loopback(address) for address in answer) for answer in known]
+    if isinstance(numeric[0], OSError) or all(loopback):
+        return
+    if resolver.worker != 0 and loopback[0]:
+        yield problem(
+            _TF_CONFIG,
+            f"the chief's address, {resolver.addresses[0]}, leads here to this machine itself, but other workers are "
+            "elsewhere",
+            "name the chief by an address that leads to it from all workers (see /etc/hosts)",
+        )
+    if environ.get("GLOO_SOCKET_IFNAME") == loopback_interface():
+        yield problem(
+            "GLOO_SOCKET_IFNAME",
+            "is the loopback interface, by which the other workers of TF_CONFIG cannot be reached",
+            "unset it: towers find the interface that leads to the chief",
+        )
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variable:
+    """A variable and its effect.
+
+    Attributes:
+        harmless: values, in upper case, without an effect.
+    """
+
+    name: str
+    severity: Severity
+    effect: str
+    harmless: tuple[str, ...] = ("", "0")
+
+
+_NOTE, _WARNING = Severity.NOTE, Severity.WARNING
+
+_VARIABLES = (
+    _Variable("NCCL_ALGO", _NOTE, "wins over CommunicationOptions(algorithm=…); NCCL's results and speed depend on it"),
+    _Variable("NCCL_PROTO", _NOTE, "pins NCCL's protocol; results and speed depend on it"),
+    _Variable("NCCL_DEBUG", _NOTE, "makes NCCL write to standard output", ("", "NONE", "VERSION", "WARN")),
+    _Variable("NCCL_P2P_DISABLE", _WARNING, "keeps GPUs from reading each other directly: slow"),
+    _Variable("NCCL_SHM_DISABLE", _WARNING, "keeps NCCL from shared memory: slow inside a host"),
+    _Variable("NCCL_IB_DISABLE", _WARNING, "keeps NCCL from InfiniBand and RoCE: slow between hosts that have it"),
+    _Variable("NCCL_NET", _NOTE, "pins NCCL's network", ("",)),
+    _Variable("CUDA_LAUNCH_BLOCKING", _WARNING, "makes the host wait for every kernel: slow, and nothing overlaps"),
+    _Variable("CUDA_DEVICE_MAX_CONNECTIONS", _NOTE, "limits how much of communication and computing overlaps", ("",)),
+    _Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", _WARNING, "allocates GPU memory anew each time: slow"),
+    _Variable("NVIDIA_TF32_OVERRIDE", _WARNING, "switches TF32 for all libraries: other results, another speed", ("",)),
+    _Variable("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _WARNING, "makes float32 products TF32: other results"),
+    _Variable("CUBLAS_WORKSPACE_CONFIG", _NOTE, "makes cuBLAS deterministic, or not; some products get slower", ("",)),
+    _Variable("TORCH_DISTRIBUTED_DEBUG", _WARNING, "checks every collective by another one: slow", ("", "OFF", "INFO")),
+    _Variable("TORCH_CPP_LOG_LEVEL", _NOTE, "makes torch write much", ("", "WARNING", "ERROR", "FATAL", "2", "3")),
+    _Variable("TORCH_LOGS", _NOTE, "makes torch.compile write much", ("",)),
+    _Variable("TORCH_NCCL_BLOCKING_WAIT", _WARNING, "makes the host wait for every NCCL collective: nothing overlaps"),
+    _Variable("TORCH_COMPILE_DISABLE", _WARNING, "turns torch.compile off"),
+    _Variable("TORCHDYNAMO_DISABLE", _WARNING, "turns torch.compile off"),
+    _Variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", _WARNING, "lets torch.load run code from files"),
+    _Variable("ATEN_CPU_CAPABILITY", _WARNING, "pins the instructions of CPU kernels: other results, slower", ("",)),
+    _Variable("MKL_CBWR", _NOTE, "pins how MKL sums: other bits than without it", ("",)),
+    _Variable("OMP_PROC_BIND", _WARNING, "may bind all towers' threads to the same cores", ("", "FALSE")),
+    _Variable("GOMP_CPU_AFFINITY", _WARNING, "binds all towers' threads to the same cores", ("",)),
+    _Variable("KMP_AFFINITY", _WARNING, "may bind all towers' threads to the same cores", ("", "NONE", "DISABLED")),
+    _Variable("OMP_WAIT_POLICY", _NOTE, "ACTIVE lets waiting threads take the cores of other towers", ("", "PASSIVE")),
+    _Variable("MALLOC_TRIM_THRESHOLD_", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    _Variable("MALLOC_MMAP_THRESHOLD_", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    _Variable("GLIBC_TUNABLES", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    _Variable(
+        "LD_PRELOAD", _NOTE, "loads a library into every tower; another malloc keeps memory in its own way", ("",)
+    ),
+    _Variable("PYTHONMALLOC", _NOTE, "debug allocators make Python slow", ("", "PYMALLOC", "MALLOC", "MIMALLOC")),
+    _Variable("PYTHONDEVMODE", _NOTE, "Python's development mode is slow", ("",)),
+    _Variable("TOWERS_DEVICES", _WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
+)
+
+
+def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether any of these variables has a value that matters."""
+    matter = [
+        (variable, value)
+        for variable in _VARIABLES
+        if (value := environ.get(variable.name)) is not None and value.strip().upper() not in variable.harmless
+    ]
+    for variable, value in matter:
+        fix = f"unset {variable.name}, unless it was set on purpose"
+        yield Finding(variable.severity, variable.name, f"is {value!r}: {variable.effect}", fix)
+    if not matter:
+        yield ok("variables", f"none of {len(_VARIABLES)} that change results or speed is set")

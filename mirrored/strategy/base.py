@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,33 +11,31 @@ from torch import nn
 
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
-from mirrored.data.batch_dims import Dims
-from mirrored.data.dataset import DistributedDataset
-from mirrored.data.distribute import distribute
-from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.data.shares import KnownShares
-from mirrored.data.streams import PipelineDataset
-from mirrored.losses import compute_average_loss
+from mirrored.data.input_context import ValueContext
+from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
+from mirrored.strategy import share_backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
-from mirrored.strategy.engine import Engine, TrainingOptions
-from mirrored.strategy.guard import OptimizerGuard
+from mirrored.strategy.distributed_data import DistributedData
+from mirrored.strategy.engine import Engine
+from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
-from mirrored.virtual.towers import cut_for
+from mirrored.strategy.run_kinds import RunKinds
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
+from towers.system.profiling import begin_range, end_range, range_
 from towers.tensorflow_names import instead_of
 from towers.topology import Topology
 
 log = get_logger("mirrored")
 
 
-class Strategy(OwnGradients):
+class Strategy(OwnGradients, DistributedData):
     """What all strategies share; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -51,8 +48,9 @@ class Strategy(OwnGradients):
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
-        health: where this tower is (``step``, the number of :meth:`run` calls, and a phase), which is what a failure
-            report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the script's own.
+        health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
+            failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
+            script's own.
         virtual_towers: how many there are, if there are any.
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
@@ -79,14 +77,14 @@ class Strategy(OwnGradients):
         self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
-        self._cut = cut_for(topology, training.virtual_towers)
+        cut = cut_for(topology.size, topology.index, training.virtual_towers)
+        self._distribution = Distribution(communicator, cut, self.known_shares)
         self.accumulates = False
         self._said: set[str] = set()
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
-        self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
-        if self._several or virtual:
-            self._guard = OptimizerGuard(self)
+        self.engine = Engine(self._distribution, options, training)
+        self._kinds = RunKinds(self.engine.recorder.models)
         if self._several:
             announce(self)
 
@@ -100,10 +98,11 @@ class Strategy(OwnGradients):
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
         (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
-        Args: sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
-            and variance of the global batch when they train, and so need every tower's forward and backward; see
-            :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
-            way of its own is a RuntimeError when it trains.
+        Args:
+            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean and
+                variance of the global batch when they train, and so need every tower's forward and backward; see
+                :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in
+                a way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -156,14 +155,15 @@ class Strategy(OwnGradients):
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
         outer = self._begin_run()
-        self.health.begin_step()
+        self.health.begin_run(self._kinds.begin(fn) if self._several else None)
         replica = ReplicaContext(self, (args, kwargs))
+        in_trace = begin_range("mirrored::run")
         try:
             self.engine.begin_run()
             if (watching := observer()) is not None:
-                fn = watching.running(self, fn)
+                fn = watching.running(replica, fn)
             if self._several and holds_stand_in(self, replica):
-                fn = self.engine.keeping_statistics()(fn)
+                fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
             if isinstance(result, RUNS_LATER):
@@ -171,11 +171,14 @@ class Strategy(OwnGradients):
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
-            self.engine.give_up(error)
+            self.engine.averager.give_up(error)
             raise
         finally:
+            end_range(in_trace)
             self._runs_in = outer
-        self.health.end_step()
+        self.health.end_run()
+        if self._several:
+            self._kinds.learn(self.health.evaluates)
         return result
 
     @contextlib.contextmanager
@@ -184,7 +187,7 @@ class Strategy(OwnGradients):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.paused():
+            with self.engine.averager.accumulating():
                 yield
         finally:
             self.accumulates = before
@@ -201,12 +204,15 @@ class Strategy(OwnGradients):
         With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual.towers`),
         and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
         one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does, and ``loss_fn`` is called for an empty share, too.
+        does where the share has examples; elsewhere this tower takes part in the average and contributes nothing.
 
         Args:
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
                 ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
-                (seed, step, virtual tower) only. It is not called for parts without examples.
+                (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
+                model's forward is a matter of all towers together: BatchNorm over the global batch that trains, and
+                lazy modules in their first forward. So it makes no collectives of its own, such as
+                ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
             batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
                 and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
                 tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
@@ -217,8 +223,9 @@ class Strategy(OwnGradients):
                 examples; weights must have the losses' shape then.
 
         Returns:
-            The mean loss over the global batch, a detached scalar, equal on all towers. After it, ``p.grad`` is its
-            gradient, added to what was there before.
+            The mean loss over the global batch, a detached scalar, equal on all towers, of the losses' dtype (the
+            default one where no tower has examples). After it, ``p.grad`` is its gradient, added to what was there
+            before.
 
         Raises:
             RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
@@ -233,10 +240,15 @@ class Strategy(OwnGradients):
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         virtual = self.engine.virtual
         if virtual is None:
-            loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
-            loss.backward()
-            mean: torch.Tensor = self.reduce("sum", loss.detach())
-            return mean
+            return share_backward.backward(
+                self.engine,
+                self.communicator,
+                loss_fn,
+                batch,
+                sample_weight,
+                denominator,
+                empty=self.known_shares.is_empty(batch),
+            )
         if self.accumulates:
             raise RuntimeError(
                 "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
@@ -296,7 +308,8 @@ class Strategy(OwnGradients):
             DisagreementError, ValueError, TypeError: on all towers alike.
         """
         self._check_here("reduce()")
-        result = values.reduce(self.communicator, operation_name(op), value, axis)
+        with range_("mirrored::reduce"):
+            result = values.reduce(self.communicator, operation_name(op), value, axis)
         if (watching := observer()) is not None:
             watching.returned(f"reduce({operation_name(op)!r})", result)
         return result
@@ -311,7 +324,8 @@ class Strategy(OwnGradients):
             DisagreementError, ValueError, TypeError: on all towers alike; a scalar is a ValueError.
         """
         self._check_here("gather()")
-        result = values.gather(self.communicator, value, axis)
+        with range_("mirrored::gather"):
+            result = values.gather(self.communicator, value, axis)
         if (watching := observer()) is not None:
             watching.returned("gather()", result)
         return result
@@ -342,85 +356,3 @@ class Strategy(OwnGradients):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
-
-    # -- data --------------------------------------------------------------------------------------------
-
-    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
-    def distribute_dataset(
-        self,
-        dataset: Any,
-        global_batch_size: int | None = None,
-        *,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        seed: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        stand_in: bool = False,
-        batch_dims: Dims = None,
-    ) -> DistributedDataset:
-        """Share out every global batch of ``dataset`` among the towers.
-
-        Step k takes the same examples whatever the number of towers; each tower gets a contiguous share, cut
-        as ``numpy.array_split`` cuts, empty when there are fewer examples than towers. Nothing is repeated or
-        dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
-
-        Args:
-            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
-                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
-                or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
-            global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
-            shuffle: a new order every epoch, from (seed, epoch).
-            drop_last: leave out an incomplete last batch.
-            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
-                strategy's seed, else 0.
-            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
-                what grows with them is left out.
-            num_workers: loader processes of each tower.
-            stand_in: give a tower whose share is empty one example of another tower that counts nothing
-                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
-            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
-                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
-
-        Raises:
-            ValueError, TypeError: the arguments contradict each other or the data.
-            DisagreementError: when an epoch begins, on all towers, when they were given data of another length
-                or other settings, or are at different places in it.
-        """
-        return distribute(
-            self.communicator,
-            self._cut,
-            self.known_shares,
-            dataset,
-            global_batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=operator.index(seed) if seed is not None else None,
-            default_seed=operator.index(self._seed) if self._seed is not None else 0,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            stand_in=stand_in,
-            batch_dims=batch_dims,
-        )
-
-    experimental_distribute_dataset = distribute_dataset
-
-    @instead_of(dataset_fn="fn=", options="leave it out")
-    def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
-    ) -> DistributedDataset:
-        """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
-
-        The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
-        empty shares until all have ended.
-
-        Args:
-            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
-
-        Raises:
-            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
-        """
-        towers = self.num_replicas_in_sync
-        pipeline = fn(InputContext(towers, self.topology.index, towers))
-        seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)

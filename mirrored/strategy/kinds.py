@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
 from mirrored import cluster
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.engine import TrainingOptions
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import default_group
 from towers.collectives.connecting.connect import connect
@@ -54,7 +53,42 @@ class OneDeviceStrategy(Strategy):
             machine.share_out_threads(1, alone=True)
 
 
-class MirroredStrategy(Strategy):
+class _TowersStrategy(Strategy):
+    """A strategy whose towers are processes: those of a launcher, or those that it starts.
+
+    Args:
+        resolver: the cluster.
+        requested: the devices of this worker's towers, if the script names them.
+        communication: as the script gives it.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        requested: Sequence[Device] | None,
+        communication: object,
+        training: TrainingOptions,
+        seed: int | None,
+    ) -> None:
+        if communication is None:
+            communication = CommunicationOptions()
+        if not isinstance(communication, CommunicationOptions):
+            raise TypeError(
+                f"communication is {communication!r}, but has to be "
+                "mirrored.CommunicationOptions(implementation='nccl', …)"
+            )
+        gpus = devices.count_gpus()
+        chosen = _named_devices(requested)
+        if resolver.topology is not None:
+            topology, communicator = resolver.topology, _join_towers(resolver.topology, chosen, gpus, communication)
+        else:
+            device = _start_towers(resolver, chosen, gpus, communication)
+            topology, communicator = Topology(started_by=_how(resolver)), Alone(_use(device))
+        super().__init__(topology, communicator, resolver, communication, seed, training)
+        _announce(self)
+
+
+class MirroredStrategy(_TowersStrategy):
     """One model on all devices of this machine, or on all processes of a launcher.
 
     Without a launcher, several devices make the constructor start this script again, once per device
@@ -106,7 +140,7 @@ class MirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
@@ -115,14 +149,10 @@ class MirroredStrategy(Strategy):
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
-        resolver = launcher or LocalClusterResolver()
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
+        super().__init__(launcher or LocalClusterResolver(), devices, communication, training, seed)
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(_TowersStrategy):
     """One model on all devices of all workers (machines) of a cluster.
 
     The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
@@ -148,26 +178,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
         training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
-        resolver = cluster.resolve(os.environ, cluster_resolver)
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
-
-
-def _checked(communication: object) -> CommunicationOptions:
-    if communication is None:
-        return CommunicationOptions()
-    if isinstance(communication, CommunicationOptions):
-        return communication
-    raise TypeError(
-        f"communication is {communication!r}, but has to be mirrored.CommunicationOptions(implementation='nccl', …)"
-    )
+        super().__init__(cluster.resolve(os.environ, cluster_resolver), devices, communication, training, seed)
 
 
 @functools.cache
@@ -176,62 +192,81 @@ def default_strategy() -> Strategy:
     return OneDeviceStrategy()
 
 
-def _find_towers(
-    resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
-) -> tuple[Topology, Communicator]:
-    """This tower's place and its communicator; starts the towers first when nobody has yet."""
-    gpus = devices.count_gpus()
+set_default_strategy(default_strategy)
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside every scope and run the default one, which has one replica."""
+    current = current_frame()
+    strategy = current.strategy if current is not None else default_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def _named_devices(requested: Sequence[Device] | None) -> list[torch.device] | None:
+    """The devices of this worker's towers that a script, the command line or an observer names; None if nobody does."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     if (watching := observer()) is not None:
         requested = watching.devices(requested)
-    chosen = devices.parse_all(requested) if requested is not None else None
-    topology = resolver.topology
-    if topology is not None:
-        failure.leave_report_on_failure(quiet=_by_own_agent())
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            parent_watchdog.end_with_parent()
-        device = devices.for_tower(
-            topology.local_index,
-            topology.local_size,
-            chosen,
-            gpus,
-            topology.origin,
-            sees_all=STARTED_BY in os.environ,  # those that we start do
-        )
-        if device.type == "cpu" and topology.size > 1:
-            machine.keep_freed_memory()
-        return topology, connect(topology, _use(device), options)
+    return devices.parse_all(requested) if requested is not None else None
+
+
+def _join_towers(
+    topology: Topology, named: Sequence[torch.device] | None, gpus: int, options: CommunicationOptions
+) -> Communicator:
+    """This process is a tower already, which a launcher or our agent has started: meet the others.
+
+    Args:
+        named: the devices of this worker's towers, if anybody names them.
+        gpus: how many GPUs this process sees.
+    """
+    by_torchrun, by_us = "TORCHELASTIC_RUN_ID" in os.environ, STARTED_BY in os.environ
+    failure.leave_report_on_failure(quiet=by_torchrun and by_us)
+    if by_torchrun:
+        parent_watchdog.end_with_parent()
+    # Towers that we start see all GPUs.
+    device = devices.for_tower(topology.local_index, topology.local_size, named, gpus, topology.origin, sees_all=by_us)
+    if device.type == "cpu" and topology.size > 1:
+        machine.keep_freed_memory()
+    log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
+    return connect(topology, _use(device), options)
+
+
+def _start_towers(
+    resolver: ClusterResolver, named: Sequence[torch.device] | None, gpus: int, options: CommunicationOptions
+) -> torch.device:
+    """Nobody has started towers yet: replace this process by an agent that runs this program once per tower.
+
+    Args:
+        named, gpus: as of :func:`_join_towers`.
+
+    Returns:
+        The device of the only tower, where there is but one; else it does not return.
+    """
     default_group.refuse_unknown_peers()
-    if chosen is not None:
-        devices.check_exist(chosen, gpus)
-    chosen = chosen or devices.visible(gpus)
+    if named is not None:
+        devices.check_exist(named, gpus)
+    chosen = named or devices.visible(gpus)
     if len(chosen) > 1 or resolver.workers > 1:
-        _become(resolver, chosen, options)
-    return Topology(started_by=_how(resolver)), Alone(_use(chosen[0]))
-
-
-def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
-    become.become(
-        Job(
-            towers=len(chosen),
-            worker=resolver.worker,
-            workers=resolver.workers,
-            addresses=resolver.addresses,
-            origin=resolver.origin,
-            started_by=_how(resolver),
-            startup_seconds=options.startup_timeout_seconds,
+        log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
+        become.become(
+            Job(
+                towers=len(chosen),
+                worker=resolver.worker,
+                workers=resolver.workers,
+                addresses=resolver.addresses,
+                origin=resolver.origin,
+                started_by=_how(resolver),
+                startup_seconds=options.startup_timeout_seconds,
+            )
         )
-    )
+    return chosen[0]
 
 
 def _how(resolver: ClusterResolver) -> str:
     """How a person would say the program was started."""
     return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
-
-
-def _by_own_agent() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
 
 
 def _use(device: torch.device) -> torch.device:

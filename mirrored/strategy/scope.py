@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 
 from towers.mirroring.mirror import Named
+from towers.system.torch_private import own_buffers, own_parameters
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -127,7 +128,7 @@ class Recorder:
         # Garbage that one tower has collected and another has not would look like different models.
         gc.collect()
         modules = [m for reference in self._modules.values() if (m := reference()) is not None]
-        lazy = [module for module in modules if _has_uninitialized(module)]
+        lazy = [module for module in modules if has_uninitialized(module)]
         named: dict[int, Named] = {}
         sparse = {id(m.weight) for m in modules if isinstance(m, _EMBEDDINGS) and m.sparse}
         for name, root in self._name_roots(modules):
@@ -188,7 +189,7 @@ class Recorder:
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, root in self.roots():
             for path, module in root.named_modules():
-                if module._buffers:
+                if own_buffers(module):
                     found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
         return list(found.values())
 
@@ -206,9 +207,18 @@ class Recorder:
             if (root := reference()) is not None:
                 yield name, root
 
+    def models(self) -> Iterator[nn.Module]:
+        """The outermost modules that were taken, and all that were recorded and not yet taken."""
+        for _, root in self.roots():
+            yield root
+        for reference in self._modules.values():
+            if (module := reference()) is not None:
+                yield module
 
-def _has_uninitialized(module: nn.Module) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
+
+def has_uninitialized(module: nn.Module) -> bool:
+    """Whether a lazy module has not met a batch yet."""
+    own = [*own_parameters(module).values(), *own_buffers(module).values()]
     return any(tensor is not None and is_lazy(tensor) for tensor in own)
 
 

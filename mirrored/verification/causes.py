@@ -1,174 +1,316 @@
-"""What makes N towers differ from one: the causes, and those that what was seen proves by itself."""
+"""The causes that traces show by themselves: failures, towers that differ from each other, other examples, buffers."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections import Counter
 from collections.abc import Sequence
 
-from mirrored.verification.trace import Draw, Run, Seen, comparable
+from mirrored.verification.compare import RunComparison
+from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
+from mirrored.verification.trace import Draw, RunCall, Sketch, Trace, comparable
+
+_ON_ALL_TOWERS = "change it on all towers alike: not under `if strategy.is_chief:`, and not by values that differ"
+
+# -- scripts that fail, or make no step ------------------------------------------------------------------
 
 
-class Cause(enum.Enum):
-    """Why N towers compute something else than one; the value is the short name in the report."""
-
-    FAILS_EVERYWHERE = "fails-everywhere"
-    FAILS_ON_ONE = "fails-on-one-tower"
-    FAILS_ON_TOWERS = "fails-on-towers"
-    FAILS_WHEN_WATCHED = "fails-when-watched"
-    NO_TOWERS = "no-towers"
-    NOT_REPRODUCIBLE = "not-reproducible"
-    NOTHING_TRAINED = "nothing-trained"
-    LOCAL_MEAN = "local-mean"
-    SUM_LOSS = "sum-loss"
-    SUM_OVER_GLOBAL_BATCH = "sum-over-global-batch"
-    DIVIDED_TWICE = "divided-twice"
-    PADDING = "padding"
-    LOSS_SCALE = "loss-scale"
-    BATCH_NORM = "batch-norm"
-    SHARED_RANDOM_STREAM = "shared-random-stream"
-    RANDOM_IN_RUN = "random-in-run"
-    OUTSIDE_SCOPE = "outside-scope"
-    CHANGED_ON_ONE_TOWER = "changed-on-one-tower"
-    BUFFER = "buffer"
-    CHANGED_BEFORE_AVERAGING = "changed-before-averaging"
-    STEP_BEFORE_AVERAGING = "step-before-averaging"
-    SHARDED_TWICE = "sharded-twice"
-    OTHER_DATA = "other-data"
-    LEARNING_RATE = "learning-rate"
-    SCHEDULE = "schedule"
-    EVALUATION_PADDING = "evaluation-padding"
-    EVALUATION_DROPS = "evaluation-drops"
-    REPORTED_VALUE = "reported-value"
-    STEPS = "number-of-steps"
-    ROUNDING = "rounding"
-    UNKNOWN = "unknown"
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One cause.
-
-    Attributes:
-        what: what happens, and where.
-        fix: what to change.
-        shown_by: why it is known; "" where it is a guess.
-    """
-
-    cause: Cause
-    what: str
-    fix: str
-    shown_by: str = ""
-
-
-BATCH_NORM_FIX = (
-    "create the model in strategy.scope(sync_batch_norm=True), or use a norm that looks at one example "
-    "(GroupNorm, LayerNorm)"
-)
-
-
-def at_line(line: int | None) -> str:
-    """``" (line 12)"``, or nothing where the line is not known."""
-    return f" (line {line})" if line is not None else ""
+def failure(comparison: RunComparison) -> Explanation | None:
+    """The script ended in an exception in one run or in both."""
+    one, many = comparison.one, comparison.many
+    if comparison.cut_short:
+        return None
+    raised = [(tower, trace.raised) for tower, trace in enumerate(many) if trace.raised is not None]
+    if one.raised is not None:
+        line, text = at_line(one.raised.line), one.raised.traceback
+        if raised:
+            what = f"the script fails on one tower, too{line}: {one.raised}"
+            return Explanation(Cause.FAILS_EVERYWHERE, what, "make it run on one tower first", text)
+        what = f"the script fails on one tower{line}, but not on {len(many)}: {one.raised}"
+        return Explanation(Cause.FAILS_ON_ONE, what, "look for code that takes several towers for granted", text)
+    if not raised:
+        return None
+    for trace in many:
+        if trace.refused_by is not None and trace.raised is not None:
+            return Explanation(
+                Cause.BATCH_NORM,
+                f"batch norm ({trace.refused_by}) takes the statistics of each tower's own examples, which fails where "
+                "a share is a single example; one tower takes those of the whole batch",
+                BATCH_NORM_FIX,
+                str(trace.raised),
+            )
+    tower, first = min(raised, key=lambda failed: failed[1].consequence)
+    error = f"on {len(many)} towers the script ends{at_line(first.line)} in {first}"
+    for trace in many:
+        if not trace.steps or trace.steps[-1].after:
+            continue
+        last = trace.steps[-1]
+        step = f"{last.optimizer[1]}.step() at step {len(trace.steps)}{at_line(last.line)}"
+        if last.foreign:
+            return Explanation(
+                Cause.OUTSIDE_SCOPE,
+                f"{first_names(last.foreign)} was made outside of strategy.scope(), so its gradient is each tower's "
+                f"own, and {step} would let the towers drift apart; the script runs on one tower",
+                "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module) before the "
+                "first run",
+                error,
+            )
+        if last.unsynced:
+            return Explanation(
+                Cause.STEP_BEFORE_AVERAGING,
+                f"{step} comes before the gradients are averaged: that of {last.unsynced[0]} was accumulated under "
+                "strategy.no_sync(), which changes nothing on one tower",
+                "let the last backward before the step run outside of no_sync(); the step may stay where it is",
+                error,
+            )
+    drifting = drift(many) or _write_on_some_towers(many, len(many[0].steps))
+    if drifting is not None:
+        return dataclasses.replace(drifting, shown_by="; ".join(filter(None, (drifting.shown_by, error))))
+    return Explanation(
+        Cause.FAILS_ON_TOWERS,
+        f"the script runs on one tower, but on {len(many)} towers tower {tower} fails{at_line(first.line)}: {first}",
+        "see the error's own advice",
+        first.traceback,
+    )
 
 
-def some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
+def failure_when_watched(failed: Explanation, towers: int) -> Explanation:
+    """The script fails on so many towers only where it is recorded: that is no fault of the script."""
+    return Explanation(
+        Cause.FAILS_WHEN_WATCHED,
+        f"nothing can be said of this script. It runs on {plural(towers, 'tower')}, but not while verify watches its "
+        f"calls of torch: {failed.what}",
+        "leave what fails out of the comparison, for example by an argument of the script; it may well be right",
+        failed.shown_by,
+    )
 
 
-def shared_stream(many: Sequence[Seen]) -> Finding | None:
-    """All towers draw the same random numbers for different examples."""
-    for runs in zip(*(seen.runs for seen in many), strict=False):
-        if not all(run.trained for run in runs):
-            continue  # an evaluation that starts from one seed is meant to
-        for draws in zip(*(run.draws for run in runs), strict=False):
-            first: Draw = draws[0]
-            per_example = first.dropout or all(d.examples == _size(r) for d, r in zip(draws, runs, strict=True))
-            if per_example and all(d.examples and d.state == first.state and d.by == first.by for d in draws):
-                return Finding(
-                    Cause.SHARED_RANDOM_STREAM,
-                    f"at step {runs[0].steps + 1} {first.by}{at_line(first.line)} draws the same random numbers on all "
-                    f"{len(many)} towers: each of them drops or adds the same for its own, different examples",
-                    "do not seed the generators inside or between the calls of run (torch.manual_seed and the like): "
-                    "the strategy gives each tower a stream of its own; MirroredStrategy(seed=…) makes it repeatable",
-                    "the generators of all towers stood at the same place at that moment",
+def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
+    """The script does not train, or does not use the towers."""
+    one, many = comparison.one, comparison.many
+    if not one.steps and not one.results and not any(trace.steps for trace in many):
+        return Explanation(
+            Cause.NOTHING_TRAINED,
+            "the script makes no step of an optimizer, and calls neither strategy.reduce nor strategy.gather",
+            "give verify a script that trains",
+        )
+    if all(trace.towers != len(many) for trace in many):
+        return Explanation(
+            Cause.NO_TOWERS,
+            f"the script calls strategy.run of no strategy with {len(many)} towers, so each tower trains for itself",
+            "make a mirrored.MirroredStrategy() and call strategy.run(train_step, args=batch)",
+        )
+    return None
+
+
+def nothing_compared(one: Trace) -> Explanation:
+    """No difference was found, but there was no step to compare."""
+    what = "no step was compared: the script makes no step of an optimizer"
+    if any(call.trained for call in one.calls):
+        what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
+    if one.results:
+        what += f". Of {len(one.results)} results of reduce and gather none differs"
+    return Explanation(Cause.NOTHING_TRAINED, what, "give verify a script that trains by an optimizer of torch.optim")
+
+
+# -- towers that differ from each other ------------------------------------------------------------------
+
+
+def drift(many: Sequence[Trace]) -> Explanation | None:
+    """The towers' parameters differ from each other; with several towers that is always a mistake."""
+    for at, steps in enumerate(zip(*(trace.steps for trace in many), strict=False)):
+        entering = [next((call.parameters for call in trace.calls if call.steps == at), {}) for trace in many]
+        before = [step.before for step in steps]
+        after = [{name: sketch.digest for name, sketch in step.after.items()} for step in steps]
+        for moment, digests in (("run", entering), ("step", before), ("end", after)):
+            names = [name for name in digests[0] if len({held.get(name) for held in digests}) > 1]
+            if not all(digests) or not names:
+                continue
+            foreign = [name for name in names if any(name in step.foreign for step in steps)]
+            if foreign:
+                return Explanation(
+                    Cause.OUTSIDE_SCOPE,
+                    f"{first_names(foreign)} was made outside of strategy.scope(), and differs between the towers from "
+                    f"step {at + 1} on",
+                    "create it inside `with strategy.scope():`, or give its module to strategy.mirror(module)",
+                    f"compared bit by bit at step {at + 1}",
+                )
+            return _changed(many, at, moment, names)
+    return None
+
+
+def _changed(many: Sequence[Trace], at: int, moment: str, names: Sequence[str]) -> Explanation:
+    """Parameters differ since the beginning of the ``run``, before the optimizer's ``step``, or after it (``end``)."""
+    if moment == "end":
+        steps = [trace.steps[at] for trace in many]
+        gradients = [{name: step.gradients.get(name) for name in names} for step in steps]
+        what = "its gradient" if any(g != gradients[0] for g in gradients) else "the optimizer or its learning rate"
+        when = f"in step {at + 1}{at_line(steps[0].line)}, where {what} is not the same on all towers"
+    elif moment == "step":
+        when = f"in the run of step {at + 1}, before the optimizer's step"
+    else:
+        when = f"after step {at}, outside of the optimizer" if at else "before step 1"
+    shown = f"the towers' bits were equal before, and differ {'after' if moment == 'end' else 'at'} step {at + 1}"
+    written = _write_on_some_towers(many, at, names)
+    if written is not None:
+        return dataclasses.replace(written, shown_by=shown)
+    what = f"the towers are no longer mirror images: {first_names(names)} is changed {when}"
+    return Explanation(Cause.CHANGED_ON_ONE_TOWER, what, _ON_ALL_TOWERS, shown)
+
+
+def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] | None = None) -> Explanation | None:
+    """Some towers alone have written to a parameter (to one of ``names``) after step ``at``."""
+    writers: dict[tuple[str, int | None], list[int]] = {}
+    for tower, trace in enumerate(many):
+        for parameter, line in {(write.what, write.line) for write in trace.writes if write.steps == at}:
+            if names is None or parameter in names:
+                writers.setdefault((parameter, line), []).append(tower)
+    for (parameter, line), towers in writers.items():
+        if len(towers) < len(many):
+            by = f", by line {line}" if line is not None else ""
+            return Explanation(
+                Cause.CHANGED_ON_ONE_TOWER,
+                f"tower {', '.join(map(str, towers))} alone changes {parameter} after step {at}, outside of the "
+                f"optimizer{by}; from then on the towers are no longer mirror images",
+                _ON_ALL_TOWERS,
+            )
+    return None
+
+
+def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
+    """The model that all towers evaluate is not the same on each; one that only some towers evaluate is theirs."""
+    for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
+        models = [{name: held for (at, name), held in trace.evaluated_models.items() if at == steps} for trace in many]
+        if any(held.keys() != models[0].keys() for held in models):
+            continue
+        for name, digests in models[0].items():
+            differing = [path for path in digests if len({held[name].get(path) for held in models}) > 1]
+            if differing:
+                return Explanation(
+                    Cause.CHANGED_ON_ONE_TOWER,
+                    f"the towers evaluate {name} after step {steps}, but it is not the same on all of them: they "
+                    f"differ in {first_names(differing)}, although training is the same. An average of the weights "
+                    "that the chief alone updates, for example, stays on the other towers what it was in the beginning",
+                    "update it on all towers alike, or use it on the chief alone",
+                    "compared bit by bit where it was called",
                 )
     return None
 
 
-def _size(run: Run) -> int:
-    return run.shares[0][0] if run.shares else len(run.given)
+def shared_stream(many: Sequence[Trace]) -> Explanation | None:
+    """All towers draw the same random numbers for different examples."""
+    for calls in zip(*(trace.calls for trace in many), strict=False):
+        if not all(call.trained for call in calls):
+            continue  # evaluations may start from one seed on purpose
+        for draws in zip(*(call.draws for call in calls), strict=False):
+            first: Draw = draws[0]
+            sizes = [draw.shape[0] if draw.shape else 0 for draw in draws]
+            per_example = first.dropout or sizes == [_size(call) for call in calls]
+            same = all(draw.state == first.state and draw.by == first.by for draw in draws)
+            if per_example and same and all(sizes):
+                return Explanation(
+                    Cause.SHARED_RANDOM_STREAM,
+                    f"at step {calls[0].steps + 1} {first.by}{at_line(first.line)} draws the same random numbers on "
+                    f"all {len(many)} towers: each of them drops or adds the same for its own, different examples",
+                    "do not seed the generators inside or between the calls of run (torch.manual_seed and the like): "
+                    "the strategy gives each tower a stream of its own; MirroredStrategy(seed=…) makes it repeatable",
+                    "the generators of all towers were in the same state at that moment",
+                )
+    return None
 
 
-def data(one: Seen, many: Sequence[Seen]) -> Finding | None:
+def _size(call: RunCall) -> int:
+    return call.shares[0][0] if call.shares else len(call.examples)
+
+
+# -- other examples, other buffers -----------------------------------------------------------------------
+
+
+def other_data(comparison: RunComparison) -> Explanation | None:
     """The towers' shares together are not one tower's batch."""
-    towers = len(many)
-    for run, *shares in zip(one.runs, *(seen.runs for seen in many), strict=False):
-        if not run.trained or not all(share.trained for share in shares):
+    towers = len(comparison.many)
+    for call, shares in comparison.calls():
+        if not all(each.trained and each.examples_come_first for each in (call, *shares)):
             continue
-        if any(known.shares and known.shares[0][0] != len(known.given) for known in (run, *shares)):
-            continue  # the examples are not the arguments' first dimension
-        given = [Counter(share.given) for share in shares]
-        together = sum(given, Counter())
-        batch = Counter(run.given)
-        where = f"step {run.steps + 1}"
+        batch, given = Counter(call.examples), [Counter(share.examples) for share in shares]
+        together, step = sum(given, Counter()), f"step {call.steps + 1}"
         if comparable(batch, together) and together != batch and any(held != batch for held in given):
-            return _other_batch(one, many, where, batch, together)
-        fed = sum((Counter(share.fed) for share in shares), Counter())
-        if all(held != batch for held in given) and fed != (whole := Counter(run.fed)) and not fed - whole:
-            return Finding(
+            return _other_batch(comparison, step, batch, together)
+        whole = Counter(call.seen_by_model)
+        seen = sum((Counter(share.seen_by_model) for share in shares), Counter())
+        if batch not in given and seen != whole and not seen - whole:
+            return Explanation(
                 Cause.SHARDED_TWICE,
-                f"at {where} the model sees {fed.total()} examples on {towers} towers, but {whole.total()} on one: the "
+                f"at {step} the model sees {seen.total()} examples on {towers} towers, but {whole.total()} on one: the "
                 "batch given to run is this tower's share already, and the function that run calls cuts it again",
                 "use the whole batch that run was given",
-                "the examples given to run are the same ones; those given to the model are a part of them",
+                "the examples given to run are the same; those given to the model are a part of them",
             )
     return None
 
 
-def data_compared(one: Seen, many: Sequence[Seen], at: int) -> bool:
-    """Whether the examples given to ``run`` for step number ``at`` could be compared."""
-    for run, *shares in zip(one.runs, *(seen.runs for seen in many), strict=False):
-        if run.trained and run.steps == at:
-            known = (run, *shares)
-            return all(k.given and (not k.shares or k.shares[0][0] == len(k.given)) for k in known) and comparable(
-                *(k.given for k in known)
-            )
-    return False
-
-
-def whole_batches(one: Seen, many: Sequence[Seen]) -> bool:
-    """Whether every tower was given all of one tower's batch: right, but a waste."""
-    return any(
-        run.trained and run.given and all(share.given == run.given for share in shares)
-        for run, *shares in zip(one.runs, *(seen.runs for seen in many), strict=False)
-    )
-
-
-def _other_batch(one: Seen, many: Sequence[Seen], where: str, batch: Counter[str], together: Counter[str]) -> Finding:
-    towers = len(many)
-    for alone, each in zip(one.datasets, many[0].datasets, strict=False):
+def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], together: Counter[str]) -> Explanation:
+    towers, missing = len(comparison.many), (batch - together).total()
+    for alone, each in zip(comparison.one.datasets, comparison.many[0].datasets, strict=False):
         if alone != each and abs(each * towers - alone) < towers:
-            return Finding(
+            return Explanation(
                 Cause.SHARDED_TWICE,
                 f"the data is cut twice: the dataset given to distribute_dataset has {each} examples on each of "
                 f"{towers} towers, but {alone} on one, and what each tower holds is shared out again, so that "
-                f"most examples are never seen (first at {where})",
+                f"most examples are never seen (first at {step})",
                 "give distribute_dataset the whole dataset on every tower; it takes each tower's share itself",
-                f"the examples of {where} are other ones: {(batch - together).total()} of one tower's "
-                f"{batch.total()} reach no tower",
+                f"the examples of {step} are other ones: {missing} of one tower's {batch.total()} reach no tower",
             )
     sizes = f"{together.total()} examples on {towers} towers, {batch.total()} on one"
     if together.total() == towers * batch.total():
         sizes += ": each tower takes a batch of the full size"
-    return Finding(
+    return Explanation(
         Cause.OTHER_DATA,
-        f"{where} is computed on other examples: {sizes}; {(batch - together).total()} of one tower's reach no "
-        f"tower, {(together - batch).total()} are not in one tower's batch",
+        f"{step} is computed on other examples: {sizes}; {missing} of one tower's examples reach no tower, and "
+        f"{(together - batch).total()} of the towers' are not in one tower's batch",
         "share the data out with strategy.distribute_dataset(dataset, global_batch_size), whose batches do not "
         "depend on the number of towers",
         "a comparison of the examples given to run, bit by bit",
     )
+
+
+def data_compared(comparison: RunComparison, at: int) -> bool:
+    """Whether the examples given to ``run`` for step ``at`` could be compared."""
+    for call, shares in comparison.calls():
+        if call.trained and call.steps == at:
+            calls = (call, *shares)
+            known = all(each.examples and each.examples_come_first for each in calls)
+            return known and comparable(*(each.examples for each in calls))
+    return False
+
+
+def other_buffers(comparison: RunComparison, at: int) -> Explanation | None:
+    """The buffers that are not one tower's after step ``at``."""
+    names = comparison.buffers_beyond(at)
+    if not names:
+        return None
+    one = comparison.one.steps[at].buffers[names[0]]
+    sketches = [b for trace in comparison.many if (b := trace.steps[at].buffers.get(names[0])) is not None]
+    what = f"{first_names(names)} after step {at + 1} is not what one tower has"
+    if len({sketch.digest for sketch in sketches}) > 1:
+        towers, relation = len(comparison.many), _together(one, sketches)
+        what += f": a buffer that each of the {towers} towers computes from its own examples{relation}"
+    return Explanation(
+        Cause.BUFFER,
+        what,
+        "compute it from all towers' examples (mirrored.get_replica_context().all_reduce inside run, "
+        "sync_batch_norm=True), or, where each tower is to keep its own, outside of the state_dict "
+        "(register_buffer(…, persistent=False))",
+        "compared with one tower's after each step",
+    )
+
+
+def _together(one: Sketch, sketches: Sequence[Sketch]) -> str:
+    """How the towers' values make one tower's, if they do."""
+    sums = [sum(column) for column in zip(*(sketch.sample for sketch in sketches), strict=False)]
+    for what, values in (("sum", sums), ("mean", [value / len(sketches) for value in sums])):
+        if len(values) == len(one.sample) and all(
+            abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in zip(values, one.sample, strict=True)
+        ):
+            return f" (their {what} is one tower's)"
+    return ""

@@ -1,31 +1,42 @@
-"""Where N towers part from one: step by step, in the order in which things happen in a step."""
+"""Where a run on N towers differs from one on one tower: step by step, and in what ``reduce`` and ``gather`` return.
+
+[Note: gradients of rounding alone] An optimizer that divides by the gradient's size (Adam) makes whole steps of
+gradients that are rounding errors alone, such as those of a bias before a batch norm or of an attention's bias for its
+keys. Their directions mean nothing, so parameters are not compared where gradients are that small and differ.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from mirrored.verification.rounding import HALF_MARGIN, MARGIN
-from mirrored.verification.trace import Loss, Seen, Sketch, Step
+from mirrored.verification.trace import Loss, Result, RunCall, Sketch, Step, Trace
 
 _TOLERANCES = {"float64": 1e-8, "complex128": 1e-8, "float32": 1e-4, "complex64": 1e-4}
 _COARSE = 1e-3  # half precision, and autocast: more is usual, and then shown to be rounding by a further run
-_RATES = 1e-9  # learning rates know no rounding
+_RATES = 1e-9  # learning rates have no rounding errors
 
 _NOISE = 1e-6  # of the largest root mean square among the gradients: below, one is rounding alone
-_SMALL = 1e-2  # a difference is relative to no less than this part of the model's root mean square
+_SMALL = 1e-2  # a difference is relative to no less than this fraction of the model's root mean square
+
+# Differences up to so many times those that rounding makes on one tower are rounding. With half precision and autocast
+# every step of both runs is rounded visibly, not a few steps by chance.
+_MARGIN, _HALF_MARGIN = 10.0, 5.0
+
+_ORDER = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3, "buffer": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class RunDifference:
     """The first place where two runs differ.
 
     Attributes:
-        step: number of the step, from 0.
+        step: index of the step.
         kind: "loss", "gradient", "learning rate", "parameter", "buffer" or "steps" (one run has made no more).
-        where: the tensor that differs most, else "".
+        where: the tensor that differs most, or "".
         amount: relative to one tower's value.
     """
 
@@ -36,23 +47,21 @@ class Difference:
 
     @property
     def place(self) -> tuple[int, int]:
-        """For comparing: which of two differences comes first."""
-        return self.step, _PLACES[self.kind]
-
-
-_PLACES = {"steps": 0, "loss": 1, "gradient": 1, "learning rate": 2, "parameter": 3, "buffer": 4}
+        """Of two differences, the one that comes first has the smaller place."""
+        return self.step, _ORDER[self.kind]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ComparedStep:
     """One step of both runs.
 
     Attributes:
-        loss: (on one tower, on N together); None where it cannot be told.
+        step: its index.
         optimizer: its number and class.
+        loss: (on one tower, on N together); None where it cannot be told.
         gradients, parameters: the largest relative difference, and of which tensor; None where a run ended in the step.
         difference: the first one of this step, if there is one.
-        amounts: the differences of each kind.
+        amounts: the largest difference of each kind.
         rounding: whether a difference is beyond the tolerance, but no larger than rounding makes it.
     """
 
@@ -61,119 +70,120 @@ class Row:
     loss: tuple[float | None, float | None]
     gradients: tuple[float, str]
     parameters: tuple[float, str] | None
-    difference: Difference | None
+    difference: RunDifference | None
     amounts: Mapping[str, float]
     rounding: bool = False
 
 
-class Comparison:
-    """One tower's run beside that of N.
+@dataclasses.dataclass(eq=False)
+class RunComparison:
+    """One tower's run beside that on N. Use ``dataclasses.replace`` for another comparison of the same kind.
 
-    Args:
-        one: what the single tower has seen.
-        many: what each of N has seen.
-        tolerance: largest relative difference that counts as equal; None: by the parameters' dtype.
+    Attributes:
+        one: the trace of the single tower.
+        many: the traces of the N towers.
+        tolerance: largest relative difference that counts as equal.
         exact: every bit counts.
-        unrest: what a single tower has seen whose numbers were moved by rounding: differences that are not well
-            above those between its run and the undisturbed one do not count.
-        through: do not end at the first difference.
+        perturbed: the trace of a single tower whose numbers were moved by rounding: differences that are not well above
+            those between its run and the undisturbed one do not count.
         without: names of buffers that do not count.
+        to_the_end: do not end at the first difference.
+        usual: the tolerance for the parameters' dtype.
+        margin: how many times what rounding makes is still rounding.
+        rows: the steps that were compared, up to the first that differs.
+        first: the first difference, if there is one.
     """
 
-    def __init__(
-        self,
-        one: Seen,
-        many: Sequence[Seen],
-        tolerance: float | None,
-        exact: bool,
-        unrest: Seen | None = None,
-        *,
-        through: bool = False,
-        without: Collection[str] = (),
-    ) -> None:
-        self.one = one
-        self.many = many
-        dtypes = {held.dtype for step in one.steps for held in step.after.values()} or {"float32"}
-        usual = _COARSE if one.autocast else max(usual_tolerance(d) for d in dtypes)
-        self.parameters_tolerance = usual
-        self.without = frozenset(without)
-        self.tolerance = tolerance if tolerance is not None else usual
+    one: Trace
+    many: Sequence[Trace]
+    tolerance: float
+    exact: bool = False
+    perturbed: Trace | None = None
+    without: frozenset[str] = frozenset()
+    to_the_end: bool = False
+    usual: float = dataclasses.field(init=False)
+    margin: float = dataclasses.field(init=False)
+    rows: list[ComparedStep] = dataclasses.field(init=False, default_factory=list)
+    first: RunDifference | None = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.usual = _usual_tolerance_of(self.one)
+        self.margin = _HALF_MARGIN if self.usual >= _COARSE else _MARGIN
         self._noisy: defaultdict[str, set[int]] = defaultdict(set)
-        self.margin = HALF_MARGIN if usual >= _COARSE else MARGIN
-        self.exact = exact
-        self.unrest = unrest
-        self._rounding = None
-        if unrest is not None:
-            self._rounding = Comparison(one, [unrest], tolerance, False, through=True, without=without)
-        self.rows: list[Row] = []
-        for at, (first, *others) in enumerate(zip(one.steps, *(seen.steps for seen in many), strict=False)):
-            self.rows.append(self._row(at, first, others))
-            if self.rows[-1].difference is not None and not through:
+        losses = [abs(total) for step in self.one.steps if (total := total_loss([step.losses])) is not None]
+        self._largest_loss = max((loss for loss in losses if not math.isnan(loss)), default=0.0)
+        self._rounding: list[ComparedStep] = []
+        if self.perturbed is not None:
+            changes: dict[str, Any] = {"many": [self.perturbed], "exact": False, "perturbed": None}
+            self._rounding = dataclasses.replace(self, **changes, to_the_end=True).rows
+        for at, (one, *many) in enumerate(zip(self.one.steps, *(trace.steps for trace in self.many), strict=False)):
+            self.rows.append(self._compare(at, one, many))
+            if self.rows[-1].difference is not None and not self.to_the_end:
                 break
         self.first = next((row.difference for row in self.rows if row.difference is not None), None)
-        made = {len(seen.steps) for seen in (one, *many)}
+        made = {len(trace.steps) for trace in (self.one, *self.many)}
         if self.first is None and len(made) > 1:
-            self.first = Difference(min(made), "steps", "", math.inf)
-
-    def loosely(self) -> Comparison:
-        """The same within the tolerance."""
-        return Comparison(self.one, self.many, self.tolerance, False, self.unrest, without=self.without)
-
-    def of(self, many: Sequence[Seen]) -> Comparison:
-        """Another run on N towers, compared as this one was."""
-        return Comparison(self.one, many, self.tolerance, self.exact, self.unrest, without=self.without)
-
-    def between(self, one: Seen, many: Sequence[Seen]) -> Comparison:
-        """Another run on one tower and on N, compared as these were, but for rounding."""
-        return Comparison(one, many, self.tolerance, self.exact, without=self.without)
-
-    def beside(self, unrest: Seen) -> Comparison:
-        """The same, beside a run on one tower that was moved by rounding."""
-        return Comparison(self.one, self.many, self.tolerance, self.exact, unrest, without=self.without)
-
-    def leaving_out(self, buffers: Collection[str]) -> Comparison:
-        """The same without some buffers."""
-        without = self.without | frozenset(buffers)
-        return Comparison(self.one, self.many, self.tolerance, self.exact, self.unrest, without=without)
+            self.first = RunDifference(min(made), "steps", "", math.inf)
 
     @property
     def rounding_from(self) -> int | None:
         """The first step in which rounding alone makes more than the tolerance."""
         return next((row.step for row in self.rows if row.rounding), None)
 
-    def _row(self, at: int, one: Step, many: Sequence[Step]) -> Row:
+    def calls(self) -> Iterator[tuple[RunCall, list[RunCall]]]:
+        """The calls of ``run`` side by side: (on one tower, on each of N)."""
+        for call, *shares in zip(self.one.calls, *(trace.calls for trace in self.many), strict=False):
+            yield call, shares
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the script ended in an exception only because its loop was ended after the last step to be compared.
+
+        Such a script did not get what it expects of a whole epoch, at the same line on one tower and on N.
+        """
+        raised = self.one.raised
+        if raised is None or not all(trace.cut for trace in (self.one, *self.many)):
+            return False
+        if any(trace.raised is None or len(trace.steps) != len(self.one.steps) for trace in self.many):
+            return False
+        causes = [trace.raised for trace in self.many if trace.raised is not None and not trace.raised.consequence]
+        return bool(causes) and all((error.kind, error.line) == (raised.kind, raised.line) for error in causes)
+
+    def _compare(self, at: int, one: Step, many: Sequence[Step]) -> ComparedStep:
         losses = total_loss([one.losses]), total_loss([step.losses for step in many])
-        if self.one.virtual:  # their backwards are those of the virtual towers, of which every tower has others
+        if self.one.virtual:  # each tower has the backwards of other virtual towers
             losses = None, None
         loss = 0.0
-        if None not in losses:
-            loss = self._of_losses(losses[0], losses[1])  # type: ignore[arg-type]
+        if losses[0] is not None and losses[1] is not None:
+            # A loss that passes through zero is not more exact there.
+            sizes = [abs(total) for total in losses if total is not None and not math.isnan(total)]
+            loss = relative(losses[0], losses[1], max([*sizes, self._largest_loss]))
         self._note_noise(one, many[0])
         gradients = self._largest(one.gradients, many[0].gradients)
-        stepped = one.after and many[0].after
+        stepped = bool(one.after and many[0].after)
         parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
-        difference = None
-        buffers = max(self._buffers(one, many[0]), default=(0.0, "")) if stepped else (0.0, "")
+        buffer = max(self._buffers(one, many[0]), default=(0.0, "")) if stepped else (0.0, "")
         rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
-        where = {"gradient": gradients[1], "buffer": buffers[1]}
-        where["parameter"] = parameters[1] if parameters is not None else ""
-        amounts = {
-            # With equal gradients it is the reading of the loss that differs, not the training.
-            "loss": loss if self.exact or gradients[0] > self.tolerance else 0.0,
-            "gradient": gradients[0],
-            "learning rate": rates,
-            "parameter": parameters[0] if parameters is not None else 0.0,
-            "buffer": buffers[0],
+        differences = {
+            # With equal gradients the loss that is read differs, not the training.
+            "loss": (loss if self.exact or gradients[0] > self.tolerance else 0.0, ""),
+            "gradient": gradients,
+            "learning rate": (rates, ""),
+            "parameter": parameters or (0.0, ""),
+            "buffer": buffer,
         }
-        for kind, amount in amounts.items():
-            if amount > self._limit(kind, at):
-                difference = Difference(at, kind, where.get(kind, ""), amount)
-                break
-        beyond = any(amounts[kind] > self.tolerance for kind in ("loss", "gradient", "parameter", "buffer"))
-        return Row(at, one.optimizer, losses, gradients, parameters, difference, amounts, beyond and difference is None)
+        beyond = [kind for kind, (amount, _) in differences.items() if amount > self._limit(kind, at)]
+        amounts = {kind: amount for kind, (amount, _) in differences.items()}
+        difference = None
+        if beyond:
+            amount, where = differences[beyond[0]]
+            difference = RunDifference(at, beyond[0], where, amount)
+        large = any(amount > self.tolerance for kind, amount in amounts.items() if kind != "learning rate")
+        rounding = large and difference is None
+        return ComparedStep(at, one.optimizer, losses, gradients, parameters, difference, amounts, rounding)
 
     def _buffers(self, one: Step, many: Step) -> list[tuple[float, str]]:
-        """How much each buffer differs that both have; each by itself, for their sizes have nothing in common.
+        """How much each buffer differs that both runs have; each by itself, since they have no common size.
 
         A module may be called on some towers alone, or later than on others.
         """
@@ -181,17 +191,9 @@ class Comparison:
         return [(self._largest({n: one.buffers[n]}, {n: many.buffers[n]})[0], n) for n in names]
 
     def buffers_beyond(self, at: int) -> list[str]:
-        """The buffers that differ after step number ``at`` by more than the tolerance and rounding."""
+        """The buffers that differ after step ``at`` by more than the tolerance and rounding."""
         limit = self._limit("buffer", at)
         return [name for amount, name in self._buffers(self.one.steps[at], self.many[0].steps[at]) if amount > limit]
-
-    def _of_losses(self, one: float, many: float) -> float:
-        """Relative to the largest loss: one that passes through zero is not more exact there."""
-        if one == many or (math.isnan(one) and math.isnan(many)):
-            return 0.0
-        totals = (total_loss([step.losses]) for step in self.one.steps)
-        scale = max(abs(total) for total in (one, many, *totals) if total is not None and not math.isnan(total))
-        return abs(one - many) / scale if math.isfinite(one - many) else math.inf
 
     def _limit(self, kind: str, at: int) -> float:
         """The largest difference of a kind that does not count at a step."""
@@ -199,11 +201,8 @@ class Comparison:
             return 0.0
         if kind == "learning rate":
             return min(_RATES, self.tolerance)
-        if self._rounding is None:
-            return self.tolerance
-        return max(
-            self.tolerance, self.margin * max((row.amounts[kind] for row in self._rounding.rows[: at + 1]), default=0.0)
-        )
+        rounding = max((row.amounts[kind] for row in self._rounding[: at + 1]), default=0.0)
+        return max(self.tolerance, self.margin * rounding)
 
     def _largest(
         self,
@@ -211,8 +210,8 @@ class Comparison:
         many: Mapping[str, Sketch | None],
         without: Mapping[str, Collection[int]] | None = None,
     ) -> tuple[float, str]:
-        """The largest relative difference among tensors, and which one has it; ``without`` some sampled places."""
-        size = max((_rms(held) for held in one.values() if held is not None), default=0.0)
+        """The largest relative difference among tensors, and which one has it; ``without`` some sampled elements."""
+        size = max((sketch.rms for sketch in one.values() if sketch is not None), default=0.0)
         worst = (0.0, "")
         for name in {**one, **many}:
             a, b = one.get(name), many.get(name)
@@ -222,8 +221,8 @@ class Comparison:
             if a is not None and b is not None:
                 distance = a.distance(b, without.get(name, ()) if without and not self.exact else ())
                 scale = max(a.norm, _SMALL * size * math.sqrt(a.numel))
-                if a.digest != b.digest and a.dtype.startswith(("int", "uint", "bool")):
-                    distance = math.inf  # integers know no rounding
+                if a.digest != b.digest and _is_whole(a.dtype):
+                    distance = math.inf
                 if self.exact and distance == 0.0 and a.digest != b.digest:
                     distance = math.ulp(a.norm)
                 amount = distance / scale if distance and scale else 0.0 if not distance else math.inf
@@ -232,18 +231,24 @@ class Comparison:
         return worst
 
     def _note_noise(self, one: Step, many: Step) -> None:
-        """Note the sampled places whose gradients are rounding alone, and differ.
-
-        An optimizer that divides by the gradient's size (Adam) makes whole steps of them, in directions that mean
-        nothing: of a bias before a batch norm, of an attention's bias for its keys.
-        """
-        largest = max((_rms(held) for held in one.gradients.values() if held is not None), default=0.0)
-        for name, held in one.gradients.items():
+        """Note the sampled elements that differ and whose gradients are rounding alone; see the note above."""
+        largest = max((sketch.rms for sketch in one.gradients.values() if sketch is not None), default=0.0)
+        for name, sketch in one.gradients.items():
             other = many.gradients.get(name)
-            if held is not None and other is not None:
-                limit = max(self.tolerance * _rms(held), _NOISE * largest)
-                pairs = enumerate(zip(held.sample, other.sample, strict=False))
+            if sketch is not None and other is not None:
+                limit = max(self.tolerance * sketch.rms, _NOISE * largest)
+                pairs = enumerate(zip(sketch.sample, other.sample, strict=False))
                 self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
+
+
+def compare(one: Trace, many: Sequence[Trace], tolerance: float | None = None, exact: bool = False) -> RunComparison:
+    """Compare a run on one tower with one on N, within the usual tolerance if none is given."""
+    return RunComparison(one, many, _usual_tolerance_of(one) if tolerance is None else tolerance, exact)
+
+
+def _usual_tolerance_of(one: Trace) -> float:
+    dtypes = {sketch.dtype for step in one.steps for sketch in step.after.values()} or {"float32"}
+    return _COARSE if one.autocast else max(usual_tolerance(dtype) for dtype in dtypes)
 
 
 def usual_tolerance(dtype: str) -> float:
@@ -251,11 +256,20 @@ def usual_tolerance(dtype: str) -> float:
     return _TOLERANCES.get(dtype, _COARSE)
 
 
-def relative(one: float, many: float) -> float:
-    """The difference of two numbers relative to the larger one; two that are not numbers are equal."""
+def _is_whole(dtype: str) -> bool:
+    """Whether numbers of a dtype have no rounding errors."""
+    return dtype.startswith(("int", "uint", "bool"))
+
+
+def relative(one: float, many: float, scale: float | None = None) -> float:
+    """The difference of two numbers relative to ``scale``, or else to the larger one.
+
+    0 for two NaN; infinite where the difference or the scale is no number to divide by.
+    """
     if one == many or (math.isnan(one) and math.isnan(many)):
         return 0.0
-    amount = abs(one - many) / max(abs(one), abs(many))
+    scale = max(abs(one), abs(many)) if scale is None else scale
+    amount = abs(one - many) / scale if scale else math.inf
     return amount if math.isfinite(amount) else math.inf
 
 
@@ -270,12 +284,70 @@ def total_loss(towers: Sequence[Sequence[Loss]]) -> float | None:
     total = 0.0
     for same in zip(*towers, strict=True):
         kinds = {term.share for loss in same for term in loss.terms}
-        if len(kinds) > 1 or any(loss.value is None for loss in same):
-            return None
         values = [loss.value for loss in same if loss.value is not None]
+        if len(kinds) > 1 or len(values) < len(same):
+            return None
         total += sum(values) / (1 if True in kinds else len(values))
     return total
 
 
-def _rms(held: Sketch) -> float:
-    return held.norm / math.sqrt(held.numel) if held.numel else 0.0
+# -- what reduce and gather return -----------------------------------------------------------------------
+
+_Line = tuple[str, int | None]
+
+
+def differing_result(comparison: RunComparison, again: Trace | None = None) -> tuple[Result, Result] | None:
+    """The first result that differs: (on one tower, on N).
+
+    Differences are relative to the largest value that this line of the script has got at this index. Integers must be
+    equal, and a value of fewer digits than the parameters have is compared as far as it goes. A gather that returns
+    N times as many entries as on one tower gathers one from each tower, as it should.
+
+    Args:
+        again: the trace of a further run on one tower; lines whose results differ there (times, for example) do not
+            count.
+    """
+    one, many = comparison.one.results, comparison.many[0].results
+    sizes: defaultdict[tuple[_Line, int], float] = defaultdict(float)
+    for result in one:
+        for i, value in enumerate(result.values):
+            sizes[_line(result), i] = max(sizes[_line(result), i], abs(value))
+
+    def amounts(a: Result, b: Result) -> list[float]:
+        pairs = enumerate(zip(a.values, b.values, strict=False))
+        return [min(relative(x, y), relative(x, y, sizes[_line(a), i])) for i, (x, y) in pairs]
+
+    unsteady: set[_Line] = set()
+    for first, second in zip(one, again.results if again is not None else [], strict=False):
+        if first.count != second.count or any(amount > comparison.tolerance for amount in amounts(first, second)):
+            unsteady.add(_line(first))
+    perturbed = comparison.perturbed.results if comparison.perturbed is not None else []
+    rounding: defaultdict[_Line, float] = defaultdict(float)
+    for at, (alone, together) in enumerate(zip(one, many, strict=False)):
+        line = _line(alone)
+        if line[0].split("(")[0] != together.call.split("(")[0] or alone.steps != together.steps:
+            return None
+        if at < len(perturbed):
+            rounding[line] = max(rounding[line], *amounts(alone, perturbed[at]), 0.0)
+        if line in unsteady:
+            continue
+        if alone.count != together.count:
+            if line[0].startswith("gather") and together.count == len(comparison.many) * alone.count:
+                continue
+            return alone, together
+        for dtype, amount in zip(alone.dtypes, amounts(alone, together), strict=False):
+            least = _least(comparison, dtype)
+            if amount > (least if comparison.exact else max(least, comparison.margin * rounding[line])):
+                return alone, together
+    return None
+
+
+def _least(comparison: RunComparison, dtype: str) -> float:
+    if comparison.exact or _is_whole(dtype):
+        return 0.0
+    finer = comparison.usual < usual_tolerance(dtype)
+    return max(comparison.tolerance, usual_tolerance(dtype)) if finer else comparison.tolerance
+
+
+def _line(result: Result) -> _Line:
+    return result.call, result.line

@@ -1,4 +1,19 @@
-"""Finds the causes of a difference; what cannot be seen directly is proved by a run with one thing changed."""
+"""Finds the causes of a difference; a cause that the traces do not show is proven by a run with one thing changed.
+
+[Note: a cause is an intervention that helps] Ratios mislead, so a suspect is tried: in a further run the losses are
+multiplied, batch norms take all towers' statistics, or the learning rates are one tower's. If the first difference goes
+away or moves to a later step, the cause is proven, and the search goes on from there; so several mistakes in one script
+are all found. A mean over tokens is multiplied by its own divisor, which its autograd graph holds, over the sum of all
+towers' divisors. Shares are padded as one tower's batch is, with the number in which most of its examples end. What a
+script does to gradients that are not averaged yet (clipping in ``no_sync``, hooks) is left out of a run on one tower
+and of one on N. Facts (a parameter that no scope mirrored, examples that no tower got, generators in the same state)
+need no further run.
+
+[Note: what is compared] Buffers are compared where both runs have them in a ``state_dict``, each relative to its own
+size; a buffer that differs is reported, and the comparison goes on without it. Models that all towers evaluate are
+compared between the towers. A script that fails is run once more with nothing recorded, so that what only recording
+breaks is not blamed on it.
+"""
 
 from __future__ import annotations
 
@@ -6,129 +21,124 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from mirrored.verification import causes
-from mirrored.verification.buffers import differing_buffers
-from mirrored.verification.causes import Cause, Finding, at_line
-from mirrored.verification.compare import Comparison, Difference
-from mirrored.verification.drift import drift, evaluated_drift
-from mirrored.verification.failures import failure, nothing_compared, nothing_to_compare, when_watched
-from mirrored.verification.interventions import LossFactor, Repairs
-from mirrored.verification.padding import forms_of, padded_lengths
+from mirrored.verification.compare import RunComparison, RunDifference, compare, differing_result
+from mirrored.verification.interventions import Interventions, LossFactor
 from mirrored.verification.proven_causes import (
-    backward_shares,
     batch_terms,
-    counted,
-    divided_differently,
-    last_loss,
-    name_proved,
-    results,
+    first_loss,
+    lines_with_towers,
+    padded_lengths,
+    proven_causes,
+    reported_value,
+    shares_of_backward,
+    uneven_divisors,
 )
-from mirrored.verification.reduced_values import differing
-from mirrored.verification.trace import Seen
+from mirrored.verification.report import Cause, Explanation, at_line
+from mirrored.verification.trace import Trace
 
-_MOST_REPAIRS = 4
+_MOST_MISTAKES = 4
 
 _ROUNDED = ("loss", "gradient", "parameter", "buffer")
 
-_PLAIN = 100.0  # times the tolerance: two runs on one tower that part by more do not part by rounding
+_BEYOND_ROUNDING = 100.0  # times the tolerance: two runs on one tower that differ by more do not differ by rounding
 
-Replay = Callable[[Repairs], Sequence[Seen] | None]
-"""Runs the script on N towers once more, repaired; None where it fails then."""
+Rerun = Callable[[int, Interventions], Sequence[Trace] | None]
+"""Runs the script on so many towers once more, with interventions; None where it fails then."""
 
-Alone = Callable[[bool, Repairs], Seen | None]
-"""Runs the script on one tower once more, moved by rounding or not, and repaired; None where it fails then."""
-
-FailsUnwatched = Callable[[int], bool]
-"""Whether the script fails on so many towers where nothing is recorded."""
-
-_AS_IT_IS = Repairs()
+_NONE = Interventions()
 
 
-def explain(
-    strict: Comparison, replay: Replay, alone: Alone, fails_unwatched: FailsUnwatched
-) -> tuple[Comparison, list[Finding]]:
+def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation]]:
     """All causes that are found, in the order in which they take effect, and the comparison that shows them.
 
     Args:
-        strict: one tower and N, as asked for.
-        replay: runs the script on N towers again.
-        alone: runs the script on one tower again.
-        fails_unwatched: runs a script that has failed again, and records nothing.
+        strict: one tower and N, as the user asked for it.
+        rerun: runs the script again.
     """
     one, many = strict.one, strict.many
-    failed = failure(one, many)
+    failed = causes.failure(strict)
     if failed is not None:
         towers = 1 if one.raised is not None else len(many)
         unexplained = failed.cause in (Cause.FAILS_EVERYWHERE, Cause.FAILS_ON_ONE, Cause.FAILS_ON_TOWERS)
-        return strict, [failed if not unexplained or fails_unwatched(towers) else when_watched(failed, towers)]
-    nothing = nothing_to_compare(one, many)
+        if unexplained and rerun(towers, Interventions(recorded=False)) is not None:
+            failed = causes.failure_when_watched(failed, towers)
+        return strict, [failed]
+    nothing = causes.nothing_to_compare(strict)
     if nothing is not None:
         return strict, [nothing]
-    found = [finding for finding in (causes.shared_stream(many),) if finding is not None]
-    drifting = drift(many)
+    shared_stream = causes.shared_stream(many)
+    explanations = [shared_stream] if shared_stream is not None else []
+    drifting = causes.drift(many)
     if drifting is not None:
-        return strict, [*found, drifting]
-    other_data = causes.data(one, many)
+        return strict, [*explanations, drifting]
+    other_data = causes.other_data(strict)
     if other_data is not None:
-        return strict, [*found, _not_reproducible(one, alone(False, _AS_IT_IS)) or other_data]
-    loose = strict.loosely()
-    comparison = _beside_rounding(loose, alone, _AS_IT_IS)
+        return strict, [*explanations, _not_reproducible(one, rerun) or other_data]
+    loose = dataclasses.replace(strict, exact=False)
+    comparison = _beside_rounding(loose, rerun, _NONE)
     shown = strict if strict.exact else comparison
     if comparison.first != loose.first:
-        random = _not_reproducible(one, alone(False, _AS_IT_IS), _PLAIN * comparison.tolerance)
-        if random is not None:
-            return shown, [*found, random]
-    comparison, repaired, tried = _repair(comparison, replay, alone)
-    found += repaired
-    buffers = any(finding.cause is Cause.BUFFER for finding in found)
+        unsteady = _not_reproducible(one, rerun, _BEYOND_ROUNDING * comparison.tolerance)
+        if unsteady is not None:
+            return shown, [*explanations, unsteady]
+    comparison, proven, tried = _intervene(comparison, rerun)
+    explanations += proven
+    buffers = any(explanation.cause is Cause.BUFFER for explanation in explanations)
     if comparison.first is not None or buffers:
-        random = _not_reproducible(one, alone(False, _AS_IT_IS))
-        if random is not None:
-            return shown, [random] if buffers else [*found, random]
+        unsteady = _not_reproducible(one, rerun)
+        if unsteady is not None:
+            return shown, [unsteady] if buffers else [*explanations, unsteady]
     if comparison.first is not None:  # where buffers differ it may well be their effect
-        return shown, found if buffers else [*found, _unexplained(comparison, found, tried)]
-    other_models = evaluated_drift(many)
-    found += [other_models] if other_models is not None else _reported(comparison, found, alone)
-    if not found and not comparison.rows:
-        found.append(nothing_compared(one))
-    elif not found and strict.exact and strict.first is not None:
-        found.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
-    elif not found and strict.exact and differing(strict, alone(False, _AS_IT_IS)) is not None:
-        found.append(_rounding("what reduce and gather return"))
-    return shown, found
+        return shown, explanations if buffers else [*explanations, _unexplained(comparison, explanations, tried)]
+    evaluated = causes.evaluated_drift(many) or _reported(comparison, explanations, rerun)
+    explanations += [evaluated] if evaluated is not None else []
+    if not explanations and not comparison.rows:
+        explanations.append(causes.nothing_compared(one))
+    elif not explanations and strict.exact and strict.first is not None:
+        explanations.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
+    elif not explanations and strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
+        explanations.append(_rounding("what reduce and gather return"))
+    return shown, explanations
 
 
-def _beside_rounding(comparison: Comparison, alone: Alone, repairs: Repairs) -> Comparison:
+def _alone(rerun: Rerun, interventions: Interventions) -> Trace | None:
+    """The trace of a further run on one tower; None where it fails."""
+    traces = rerun(1, interventions)
+    return traces[0] if traces else None
+
+
+def _beside_rounding(comparison: RunComparison, rerun: Rerun, interventions: Interventions) -> RunComparison:
     """The comparison, beside a run that was moved by rounding where that might explain the difference."""
-    if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.unrest is not None:
+    if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.perturbed is not None:
         return comparison
-    unrest = alone(True, repairs)
-    return comparison.beside(unrest) if unrest is not None else comparison
+    perturbed = _alone(rerun, dataclasses.replace(interventions, rounding=True))
+    return dataclasses.replace(comparison, perturbed=perturbed) if perturbed is not None else comparison
 
 
-def _reported(comparison: Comparison, found: Sequence[Finding], alone: Alone) -> list[Finding]:
+def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: Rerun) -> Explanation | None:
     """What is wrong with the results of reduce and gather, where training is equal."""
-    if differing(comparison) is None:
-        return []
-    unrest = comparison.unrest or alone(True, _AS_IT_IS)
-    comparison = comparison.beside(unrest) if unrest is not None else comparison
-    pair = differing(comparison, alone(False, _AS_IT_IS))
+    if differing_result(comparison) is None:
+        return None
+    if comparison.perturbed is None:
+        comparison = dataclasses.replace(comparison, perturbed=_alone(rerun, Interventions(rounding=True)))
+    pair = differing_result(comparison, _alone(rerun, _NONE))
     if pair is None:
-        return []
-    told = f"what strategy.{pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
-    finding = _random(comparison, told, pair[1].steps) or results(comparison, pair, found)
-    return [finding] if finding is not None else []
+        return None
+    what = f"what strategy.{pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
+    return _random(comparison, what, pair[1].steps) or reported_value(comparison, pair, proven)
 
 
-def _not_reproducible(one: Seen, again: Seen | None, tolerance: float | None = None) -> Finding | None:
+def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) -> Explanation | None:
     """Two runs on one tower are not the same either, so nothing can be said of N."""
+    again = _alone(rerun, _NONE)
     if again is None:
         return None
-    between = Comparison(one, [again], tolerance, False).first
-    data = causes.data(one, [again])
-    if between is None and data is None:
+    comparison = compare(one, [again], tolerance)
+    first = comparison.first
+    if first is None and causes.other_data(comparison) is None:
         return None
-    what = f"the {between.kind} of step {between.step + 1}" if between is not None else "the batches"
-    return Finding(
+    what = f"the {first.kind} of step {first.step + 1}" if first is not None else "the batches"
+    return Explanation(
         Cause.NOT_REPRODUCIBLE,
         f"two runs on one tower differ, too: {what} is not the same although both runs start from one seed",
         "look for seeds taken from the clock, orders that change from run to run, and files that the script itself "
@@ -137,8 +147,8 @@ def _not_reproducible(one: Seen, again: Seen | None, tolerance: float | None = N
     )
 
 
-def _rounding(what: str) -> Finding:
-    return Finding(
+def _rounding(what: str) -> Explanation:
+    return Explanation(
         Cause.ROUNDING,
         f"{what} differs in its last bits only: several towers add up in another order than one",
         "for the same bits on any number of towers use virtual towers, else compare without --exact",
@@ -146,124 +156,133 @@ def _rounding(what: str) -> Finding:
     )
 
 
-def _repair(comparison: Comparison, replay: Replay, alone: Alone) -> tuple[Comparison, list[Finding], list[Repairs]]:
+def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Explanation], list[Interventions]]:
     """Change one thing after the other until nothing differs, or nothing that is tried helps.
 
     Returns:
-        The comparison with all that helped; the causes which that proves; what did not help with what is left.
+        The comparison with all that helped; the causes that this proves; what was tried against the difference that is
+        left, and did not help.
     """
-    repairs, found, tried = Repairs(), list[Finding](), list[Repairs]()
-    while (difference := comparison.first) is not None and len(found) < _MOST_REPAIRS:
+    present, proven, tried = Interventions(), list[Explanation](), list[Interventions]()
+    while (difference := comparison.first) is not None and len(proven) < _MOST_MISTAKES:
         tried = []
         if difference.kind == "buffer":
-            finding = differing_buffers(comparison, difference.step)
-            found += [finding] if finding is not None else []
-            comparison = comparison.leaving_out(comparison.buffers_beyond(difference.step))
+            explanation = causes.other_buffers(comparison, difference.step)
+            proven += [explanation] if explanation is not None else []
+            without = comparison.without.union(comparison.buffers_beyond(difference.step))
+            comparison = dataclasses.replace(comparison, without=without)
             continue
-        for more in _candidates(comparison, difference, repairs):
-            one = alone(False, more) if more.local_changes else comparison.one
-            seen = replay(more)
-            if one is None or seen is None:
+        for more in _candidates(comparison, difference, present):
+            one = _alone(rerun, more) if more.skip_local_changes else comparison.one
+            many = rerun(len(comparison.many), more)
+            if one is None or many is None:
                 continue
-            after = comparison.of(seen) if one is comparison.one else comparison.between(one, seen)
+            perturbed = comparison.perturbed if one is comparison.one else None
+            after = dataclasses.replace(comparison, one=one, many=many, perturbed=perturbed)
             if after.first is None or after.first.place > difference.place:
-                found += name_proved(comparison, difference, repairs, more, after)
-                comparison, repairs = _beside_rounding(after, alone, more), more
+                proven += proven_causes(comparison, difference, present, more, after)
+                comparison, present = _beside_rounding(after, rerun, more), more
                 break
             tried.append(more)
         else:
             break
-    return comparison, found, tried
+    return comparison, proven, tried
 
 
-def _candidates(comparison: Comparison, difference: Difference, present: Repairs) -> Iterator[Repairs]:
+def _candidates(
+    comparison: RunComparison, difference: RunDifference, present: Interventions
+) -> Iterator[Interventions]:
     """What might make a difference go away: each thing alone first, then together with what else may be at work."""
-    one, many = comparison.one, comparison.many
+    one, many, at = comparison.one, comparison.many, difference.step
     if difference.kind == "learning rate":
         yield dataclasses.replace(present, rates=tuple(tuple(step.rates) for step in one.steps))
-        return
     if difference.kind not in ("loss", "gradient"):
         return
-    step = many[0].steps[difference.step]
     bases = [present]
-    if step.batch_norms and not present.global_statistics:
+    if many[0].steps[at].batch_norms and not present.global_statistics:
         bases.append(dataclasses.replace(present, global_statistics=True))
         yield bases[-1]
-    if not present.padding and padded_lengths(one, many, difference.step):
-        bases += [dataclasses.replace(base, padding=forms_of(one)) for base in bases]
-        yield from bases[len(bases) // 2 :]
-    if not present.local_changes and any(change.steps <= difference.step for change in many[0].local_changes):
-        yield dataclasses.replace(present, local_changes=True)
+    if not present.padding and padded_lengths(comparison, at):
+        forms = {(i, j): form for i, call in enumerate(one.calls) for j, form in enumerate(call.forms)}
+        padded = [dataclasses.replace(base, padding=forms) for base in bases]
+        bases += padded
+        yield from padded
+    if not present.skip_local_changes and any(change.steps <= at for change in many[0].local_changes):
+        yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is not LossFactor.NONE:
         return
-    uneven = len({local for local, _ in backward_shares(many, difference.step)}) > 1
-    divisors = divided_differently(many, difference.step)
-    terms = batch_terms(last_loss(one, difference.step), last_loss(many[0], difference.step))
+    uneven = len({local for local, _ in shares_of_backward(many, at)}) > 1
+    applies = {
+        LossFactor.SHARE: uneven,
+        LossFactor.DIVISOR: bool(uneven_divisors(many, at)),
+        LossFactor.TOWERS: True,
+        LossFactor.BOTH: uneven,
+    }
+    terms = batch_terms(first_loss(one, at), first_loss(many[0], at))
     for base in bases:
-        for factor in (LossFactor.SHARE, LossFactor.DIVISOR, LossFactor.TOWERS, LossFactor.BOTH):
-            if factor is LossFactor.TOWERS or (divisors if factor is LossFactor.DIVISOR else uneven):
+        for factor in applies:
+            if applies[factor]:
                 yield dataclasses.replace(base, loss=factor, terms=terms)
 
 
-def _unexplained(comparison: Comparison, found: Sequence[Finding], tried: Sequence[Repairs]) -> Finding:
+def _unexplained(
+    comparison: RunComparison, proven: Sequence[Explanation], tried: Sequence[Interventions]
+) -> Explanation:
     difference = comparison.first
     assert difference is not None
-    towers, at = len(comparison.many), difference.step
-    further = " also" if found else ""
+    one, many, at = comparison.one, comparison.many, difference.step
     if difference.kind == "steps":
-        counts = f"{len(comparison.one.steps)} steps on one tower, {len(comparison.many[0].steps)} on {towers}"
-        return Finding(
+        return Explanation(
             Cause.STEPS,
-            f"the script makes {counts}",
-            f"let the number of steps and of epochs not depend on the number of towers{counted(comparison.one)}",
+            f"the script makes {len(one.steps)} steps on one tower, {len(many[0].steps)} on {len(many)}",
+            f"let the number of steps and of epochs not depend on the number of towers{lines_with_towers(one)}",
         )
     where = f" of {difference.where}" if difference.where else ""
-    told = f"the {difference.kind}{where} at step {at + 1}{further} differs by {difference.amount:.1e}"
-    random = _random(comparison, told, at)
+    also = " also" if proven else ""
+    what = f"the {difference.kind}{where} at step {at + 1}{also} differs by {difference.amount:.1e}"
+    random = _random(comparison, what, at)
     if random is not None:
         return random
-    loss = last_loss(comparison.many[0], at)
+    loss = first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
-    return Finding(
+    return Explanation(
         Cause.UNKNOWN,
-        f"{told}.{made} Ruled out: {'; '.join(_ruled_out(comparison, difference, tried))}",
+        f"{what}.{made} Ruled out: {'; '.join(_ruled_out(comparison, at, tried))}",
         "look for what depends on the number of towers or on the size of the share: num_replicas_in_sync, len(x), "
         "statistics over the batch, a state that each tower keeps for itself",
     )
 
 
-def _random(comparison: Comparison, told: str, at: int) -> Finding | None:
-    """Random numbers that each tower draws for itself before step number ``at`` is over."""
-    draws = [
-        d for run in comparison.many[0].runs if run.steps <= at for d in run.draws if not (d.dropout or d.followed)
-    ]
-    if not draws:
+def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None:
+    """Random numbers that each tower draws for itself before step ``at`` is over."""
+    draws = [draw for call in comparison.many[0].calls if call.steps <= at for draw in call.draws]
+    local = next((draw for draw in draws if not (draw.dropout or draw.followed)), None)
+    if local is None:
         return None
-    return Finding(
+    return Explanation(
         Cause.RANDOM_IN_RUN,
-        f"{told}, and {draws[0].by}{at_line(draws[0].line)} draws random numbers inside run: {len(comparison.many)} "
+        f"{what}, and {local.by}{at_line(local.line)} draws random numbers inside run: {len(comparison.many)} "
         "towers draw others than one, as they should, so this script cannot be compared",
         "draw them in the dataset, where they are seeded per example, or leave them out for the comparison",
     )
 
 
-def _ruled_out(comparison: Comparison, difference: Difference, tried: Sequence[Repairs]) -> list[str]:
+def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions]) -> list[str]:
     """What was looked at and is not the cause."""
-    one, many, at = comparison.one, comparison.many, difference.step
-    found = ["the examples are the same"] if causes.data_compared(one, many, at) else []
-    found.append("the towers' parameters are equal to each other")
-    if one.steps[at].rates == many[0].steps[at].rates:
-        found.append("the learning rates are equal")
-    for factor in dict.fromkeys(repairs.loss for repairs in tried if repairs.loss is not LossFactor.NONE):
-        found.append(f"multiplying each tower's loss by {factor.value} does not help")
-    if any(repairs.padding for repairs in tried):
-        found.append("padding the shares as the batch is does not help")
-    if any(repairs.local_changes for repairs in tried):
-        found.append("leaving out what changes gradients before they are averaged does not help")
-    if any(repairs.global_statistics for repairs in tried):
-        found.append("global batch norm statistics do not help")
-    elif not many[0].steps[at].batch_norms:
-        found.append("no batch norm takes local statistics")
-    if comparison.unrest is not None:
-        found.append("rounding makes less of a further run on one tower")
-    return found
+    one, many = comparison.one.steps[at], comparison.many[0].steps[at]
+    factors = dict.fromkeys(each.loss for each in tried if each.loss is not LossFactor.NONE)
+    statistics = any(each.global_statistics for each in tried)
+    checks = {
+        "the examples are the same": causes.data_compared(comparison, at),
+        "the towers' parameters are equal to each other": True,
+        "the learning rates are equal": one.rates == many.rates,
+        **{f"multiplying each tower's loss by {factor.value} does not help": True for factor in factors},
+        "padding the shares as the batch is does not help": any(each.padding for each in tried),
+        "leaving out what changes gradients before they are averaged does not help": any(
+            each.skip_local_changes for each in tried
+        ),
+        "global batch norm statistics do not help": statistics,
+        "no batch norm takes local statistics": not statistics and not many.batch_norms,
+        "rounding makes less of a further run on one tower": comparison.perturbed is not None,
+    }
+    return [text for text, holds in checks.items() if holds]

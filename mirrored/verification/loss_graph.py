@@ -1,4 +1,8 @@
-"""What a loss is made of, read from its autograd graph."""
+"""What a loss is made of, read from its autograd graph.
+
+The graph says how a loss was reduced and scaled: what autograd saves for backward holds the
+constants. That tells apart mistakes whose gradients are wrong by the same factor.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +14,29 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from mirrored.verification.trace import Term
+from towers.system.torch_private import SAVED_FACTORS, SAVED_REDUCTION, SAVED_SIZES, SAVED_TARGET, SAVED_TOTAL_WEIGHT
 
 _REDUCTIONS = {1: "mean of", 2: "sum of"}  # torch's numbers for reduction="mean" and "sum"
 
 _UNCHANGED = ("Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze", "Alias")
 
 MOST_TERMS = 64
-"""The summands of a loss that are looked at."""
+"""How many summands of a loss are followed."""
 
 _MOST_ANCESTORS = 256
 
 
 def terms_of(loss: torch.Tensor) -> tuple[Term, ...]:
-    """The summands of a loss, each followed inwards to the reduction that made it a scalar.
-
-    Uses what autograd saves (``_saved_other``, ``_saved_reduction``, …); what cannot be read is left out.
-    """
+    """The summands of a loss, each followed inwards to the reduction that made it a scalar."""
     return tuple(term for term, _ in _branches(loss))
 
 
 def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[RemovableHandle]:
-    """Let backward multiply the gradients of some of :func:`terms_of` by factors, until the handles are removed."""
+    """Let backward multiply the gradients of some of :func:`terms_of` by factors, until the handles are removed.
+
+    Args:
+        factors: by the summands' indices.
+    """
 
     def scaled_by(factor: float) -> Any:
         return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
@@ -40,52 +46,56 @@ def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[Remova
 
 
 def _branches(loss: torch.Tensor) -> list[tuple[Term, Any]]:
-    found: list[tuple[Term, Any]] = []
-    _follow(loss.grad_fn, loss.grad_fn, (), False, found)
-    return found
+    """The summands, each with the node at which it enters the sum."""
+    branches: list[tuple[Term, Any]] = []
+    _follow(loss.grad_fn, loss.grad_fn, (), False, branches)
+    return branches
 
 
 def _follow(
-    node: Any, branch: Any, chain: tuple[tuple[str, float], ...], share: bool, found: list[tuple[Term, Any]]
+    node: Any, branch: Any, chain: tuple[tuple[str, float], ...], share: bool, branches: list[tuple[Term, Any]]
 ) -> None:
-    if node is None or len(found) >= MOST_TERMS:
+    if node is None or len(branches) >= MOST_TERMS:
         return
     name = _name(node).rstrip("0123456789").removesuffix("Backward")
     inner = [following for following, _ in node.next_functions if following is not None]
     if name in ("Add", "Sub"):
         for following in inner:
-            _follow(following, following, chain, share, found)
+            _follow(following, following, chain, share, branches)
     elif name == "_ScaleGradient":
-        _follow(inner[0], branch, chain, True, found)
+        _follow(inner[0], branch, chain, True, branches)
     elif name in ("Div", "Mul") and (factor := _constant(node)) is not None and len(inner) == 1:
         how = "divided by" if name == "Div" else "multiplied by"
-        _follow(inner[0], branch, (*chain, (how, factor)), share, found)
+        _follow(inner[0], branch, (*chain, (how, factor)), share, branches)
     elif name.startswith(_UNCHANGED) and len(inner) == 1:
-        _follow(inner[0], branch, chain, share, found)
+        _follow(inner[0], branch, chain, share, branches)
     elif name in ("Mean", "Sum"):
         share, count = share or _made_by_mirrored(node), 1
-        for size in node._saved_self_sym_sizes:
+        for size in getattr(node, SAVED_SIZES):
             count *= int(size)
         reduced = ("mean of" if name == "Mean" else "sum of", count)
-        found.append((Term((*chain, reduced), share, _divisor(chain, count if name == "Mean" else 1)), branch))
-    elif (reduction := _REDUCTIONS.get(getattr(node, "_saved_reduction", 0))) is not None:
-        target = getattr(node, "_saved_target", None)
+        branches.append((Term((*chain, reduced), share, _divisor(chain, count if name == "Mean" else 1)), branch))
+    elif (reduction := _REDUCTIONS.get(getattr(node, SAVED_REDUCTION, 0))) is not None:
+        target = getattr(node, SAVED_TARGET, None)
         count = target.numel() if target is not None else 0
-        # That of cross entropy is the weight of the targets that are not ignored.
-        divisor = float(getattr(node, "_saved_total_weight", count)) if reduction == "mean of" else 1
-        found.append((Term((*chain, (reduction, count)), share, _divisor(chain, divisor)), branch))
+        # Cross entropy saves the weight of the targets that are not ignored.
+        divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if reduction == "mean of" else 1
+        branches.append((Term((*chain, (reduction, count)), share, _divisor(chain, divisor)), branch))
     else:
-        found.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node), _divisor(chain, 1)), branch))
+        branches.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node), _divisor(chain, 1)), branch))
 
 
 def _name(node: Any) -> str:
-    """A node's name. A function of the script's own is its node, too, and may keep something else as ``name``."""
+    """A node's name. An autograd function of the script's own is a node, too, and may have an attribute ``name``."""
     name: str = type(node).name(node)
     return name.rsplit("::", 1)[-1]
 
 
 def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
-    """By what a summand is divided that is a mean of ``count`` values, with ``chain`` done to it; 0 if by nothing."""
+    """What divides the sum of a summand's values: it is a mean of ``count`` values, then changed by ``chain``.
+
+    0 where that is not finite.
+    """
     for how, factor in chain:
         if how == "divided by":
             count *= abs(factor)
@@ -95,7 +105,7 @@ def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
 
 
 def _made_by_mirrored(node: Any) -> bool:
-    """Whether ``compute_average_loss`` or ``scale_regularization_loss`` is not far within."""
+    """Whether ``compute_average_loss`` or ``scale_regularization_loss`` is among a node's nearest ancestors."""
     seen, level = {node}, [node]
     while level and len(seen) < _MOST_ANCESTORS:
         if any(_name(at).startswith("_ScaleGradient") for at in level):
@@ -106,8 +116,8 @@ def _made_by_mirrored(node: Any) -> bool:
 
 
 def _constant(node: Any) -> float | None:
-    """The number that a product or quotient was made with, if it is one."""
-    for attribute in ("_saved_other", "_saved_self"):
+    """The number in a product with a number, or in a quotient by one; None for two tensors."""
+    for attribute in SAVED_FACTORS:
         value = getattr(node, attribute, None)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return float(value)

@@ -1,131 +1,255 @@
-"""Records what a script does on one tower, by the hooks of torch and the observer's."""
+"""Records what a script does on one tower, by torch's hooks and as the observer of strategies and datasets.
+
+[Note: recording from outside] The script runs unchanged, as ``__main__``. Torch's global hooks tell of optimizers and
+modules, a ``TorchFunctionMode`` (:mod:`mirrored.verification.watch`) of losses, batch norms, random numbers and writes
+to parameters; strategies and distributed datasets ask the observer of the process (:mod:`mirrored.observer`), which
+costs them a look-up where there is none. Exporters run unwatched, because they would compile the recording.
+
+[Note: when a script ends] A loop whose steps are recorded ends, and so does each further epoch after one step, until an
+evaluation has come: most scripts evaluate after each epoch, some after all epochs. A trace that ends without an
+evaluation says so.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import weakref
+import hashlib
+import os
+import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.export
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer
-from torch.overrides import _pop_mode_temporarily
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirrored.context import current_frame, strategy_with_towers
+from mirrored.context import ReplicaContext, strategy_with_towers
+from mirrored.data.dataset import MapDataset
+from mirrored.data.shares import Batch
+from mirrored.observer import Observer
 from mirrored.stand_in import holds_stand_in, shares_at_hand
-from mirrored.strategy.base import Strategy
-from mirrored.verification.buffers import buffers_of
-from mirrored.verification.cut import Cutter
-from mirrored.verification.interventions import Repairs
-from mirrored.verification.padding import form_of, pad, tensors_of
-from mirrored.verification.randomness import Shapes
-from mirrored.verification.rounding import Unrest
-from mirrored.verification.trace import Draw, Loss, Result, Run, Sketch, Step, bits, has_values, rows, sketch
-from mirrored.verification.watch import Watcher, generator_state, in_a_graph, other_generators, script_line
+from mirrored.verification.interventions import (
+    Interventions,
+    RoundingPerturbation,
+    form_of,
+    generator_state,
+    other_generators,
+    pad,
+    tensors_of,
+)
+from mirrored.verification.trace import (
+    Draw,
+    Result,
+    RunCall,
+    Sketch,
+    Step,
+    Trace,
+    digest_of,
+    example_digests,
+    has_values,
+    sketch,
+)
+from mirrored.verification.watch import Recording, Watcher, current_replica, in_a_graph, script_line
 from towers.system import tree as trees
+from towers.system.devices import Device
+from towers.system.torch_private import pop_mode_temporarily
+from towers.topology import DEVICES
 
+_MOST_FURTHER_EPOCHS = 100
 _RESULT_VALUES = 16
 
 
-class Recorder(Cutter):
-    """Notes the first ``limit`` steps of a script's optimizers, and the evaluation that follows them.
+class StopRecording(BaseException):
+    """Ends the script, of which enough is recorded."""
+
+
+class StepLimit(Observer):
+    """Ends a script after ``limit`` steps of each optimizer; see [Note: when a script ends].
+
+    The loop over a distributed dataset in which an optimizer makes its last step ends as if the epoch were over. That
+    step takes the epoch's last batch, whose shares are the likeliest to be uneven. The next step of that optimizer
+    ends the script by :class:`StopRecording`, unless no evaluation has come yet: then further epochs, up to a hundred,
+    end after a step each, so that an evaluation after all epochs is reached.
 
     Attributes:
-        repairs: what is changed in this run.
-        run: the call of ``strategy.run`` that is under way.
-        tower: this tower's index.
-        losses: of the backwards since the last step.
-        batch_norms: layers that took statistics of this tower alone since the last step.
-        pointers: name of the known parameter whose memory begins there.
-        stepping: whether an optimizer's step is under way.
-        shapes: of the random numbers that one tower has drawn, by run and draw; None on one tower.
-        accumulated: whether the last backward was one of ``no_sync``, so that gradients are this tower's own.
+        trace: of the script.
+        evaluated: whether a module was called outside of training after the last step.
+        beyond: whether a further step was made on the batch at hand.
 
     Args:
-        unrest: whether the results of modules are moved by rounding.
+        folder: for the script's checkpoints; empty at the beginning, the same for all towers.
+        further: whether there may be further epochs.
     """
 
-    def __init__(
-        self, limit: int, folder: str, repairs: Repairs, shapes: Shapes | None = None, unrest: bool = False
-    ) -> None:
-        super().__init__(limit, folder, further=not repairs.rates)
-        self.shapes = shapes
-        self._unrest = Unrest() if unrest else None
-        self.repairs = repairs
-        self.run: Run | None = None
-        self.tower = 0
-        self.losses: list[Loss] = []
-        self.batch_norms: dict[str, None] = {}
-        self.pointers: dict[int, str] = {}
-        self.stepping = False
-        self.accumulated = False
-        self.watcher = Watcher(self)
+    def __init__(self, limit: int, folder: str, *, further: bool = True) -> None:
+        self.trace = Trace()
+        self.evaluated = False
+        self.beyond = False
+        self._limit = limit
+        self._folder = pathlib.Path(folder)
+        self._steps: dict[int, int] = {}
+        self._datasets: list[MapDataset] = []
+        self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
+        self._may_step = False
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        """The context in which the script runs."""
+        return contextlib.nullcontext()
+
+    def before_step(self, optimizer: Optimizer, compared: bool) -> None:
+        """Called when an optimizer is about to make a step, which is ``compared`` or a further one."""
+
+    def after_step(self, optimizer: Optimizer, compared: bool) -> None:
+        """Called when an optimizer has made a step."""
+
+    def over(self, steps: int | None = None) -> bool:
+        """Whether an optimizer has made so many steps, by default all that are compared."""
+        return any(made >= (self._limit if steps is None else steps) for made in self._steps.values())
+
+    def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
+        """The devices of this run, whatever the script names."""
+        return os.environ[DEVICES].split(",")
+
+    def folder(self, requested: pathlib.Path) -> pathlib.Path:
+        """A folder of our own for each of the script's: both runs begin anew, and its own checkpoints stay."""
+        return self._folder / hashlib.blake2b(os.path.abspath(requested).encode(), digest_size=8).hexdigest()
+
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
+        if isinstance(dataset, MapDataset) and dataset not in self._datasets:
+            self._datasets.append(dataset)
+            self.trace.datasets.append(dataset.examples)
+        steps_before, over_before = sum(self._steps.values()), self.over()
+        batches, at = load(first), first
+        while (item := next(batches, None)) is not None:
+            at += 1
+            self._may_step = over_before and self._epochs_left > 0
+            try:
+                yield item
+            finally:
+                self.beyond = False
+            stepped = sum(self._steps.values()) > steps_before
+            if self.over() and (stepped or not over_before):
+                self.trace.cut = True
+                self._epochs_left -= over_before
+                return
+            if stepped and self.over(self._limit - 1) and isinstance(dataset, MapDataset) and at < len(dataset) - 1:
+                at, self.trace.cut = len(dataset) - 1, True
+                batches = load(at)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if _does_nothing(optimizer):
+            return
+        compared = self._steps.setdefault(id(optimizer), 0) < self._limit
+        if not compared:
+            self.trace.cut = self.beyond = True
+            if self.evaluated or not self._may_step:
+                self.trace.stopped = not self.evaluated
+                raise StopRecording
+        self.before_step(optimizer, compared)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if id(optimizer) in self._steps and not _does_nothing(optimizer):
+            self._steps[id(optimizer)] += 1
+            self.after_step(optimizer, self._steps[id(optimizer)] <= self._limit)
+
+
+def _does_nothing(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has no parameters, or does another's work."""
+    strategy = strategy_with_towers()
+    parameters = any(group["params"] for group in optimizer.param_groups)
+    return not parameters or (strategy is not None and strategy.engine.is_inner_optimizer(optimizer))
+
+
+class TraceRecorder(StepLimit):
+    """Records the steps that are compared, and the evaluation that follows them; see [Note: recording from outside].
+
+    Args:
+        limit: how many steps of each optimizer are compared.
+        folder: for the script's checkpoints.
+        interventions: what is changed in this run.
+    """
+
+    def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
+        super().__init__(limit, folder, further=not interventions.rates)
+        self._recording = Recording(self.trace, interventions)
+        self._modules = self._recording.modules
+        self._watcher = Watcher(self._recording)
+        self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._optimizers: list[Optimizer] = []
-        self._parameters: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
         self._buffers: dict[str, Sketch] = {}
-        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
-        self._modules: list[nn.Module] = []
         self._evaluates = False  # the run under way has called a module outside of training
         self._handles: list[RemovableHandle] = []
-        self._watch_modules()
+        self._hook_modules()
+        torch.export.export = self._unwatched(torch.export.export)  # torch.onnx goes by it, too
 
-    def _watch_modules(self) -> None:
+    def watching(self) -> contextlib.AbstractContextManager[object]:
+        return self._watcher
+
+    def _hook_modules(self) -> None:
         self._handles = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),
         ]
 
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Inside, nothing is recorded: compilers would compile it."""
-        for handle in self._handles:
-            handle.remove()
-        try:
-            with _pop_mode_temporarily():
-                yield
-        finally:
-            self._watch_modules()
+    def _unwatched(self, export: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(export)
+        def unwatched(*args: Any, **kwargs: Any) -> Any:
+            for handle in self._handles:
+                handle.remove()
+            try:
+                with pop_mode_temporarily():
+                    return export(*args, **kwargs)
+            finally:
+                self._hook_modules()
 
-    # -- the observer ------------------------------------------------------------------------------------
+        return unwatched
 
-    def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    # -- strategies --------------------------------------------------------------------------------------
+
+    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
+        strategy = replica.strategy
+
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            self.seen.towers, self.tower = strategy.num_replicas_in_sync, strategy.topology.index
-            self.seen.virtual = strategy.virtual_towers is not None
-            run = Run(len(self.seen.steps))
-            frame = current_frame()
-            shares = shares_at_hand(strategy, frame.replica if frame is not None else None)
-            run.shares = [(share.local, share.total) for share in shares]
+            recording, trace = self._recording, self.trace
+            trace.towers, recording.tower = strategy.num_replicas_in_sync, strategy.topology.index
+            trace.virtual = strategy.virtual_towers is not None
+            call = RunCall(len(trace.steps))
+            shares = shares_at_hand(strategy, replica)
+            call.shares = [(share.local, share.total) for share in shares]
+            tensors = list(tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):
                 known = strategy.known_shares
-                tensors = [leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                run.given = rows([t for t in tensors if (share := known.get(t)) is None or not share.stand_in])
-            run.forms = [form_of(tensor) for tensor in tensors_of((args, kwargs))]
-            if self.repairs.padding:
-                args, kwargs = pad((args, kwargs), len(self.seen.runs), self.repairs.padding, run.shares)
-            if not self.seen.runs or self.seen.runs[-1].steps != run.steps:
-                run.entered = self._digests()
-            self.seen.runs.append(run)
+                call.examples = example_digests(
+                    [t for t in tensors if (share := known.get(t)) is None or not share.stand_in]
+                )
+            call.forms = [form_of(tensor) for tensor in tensors]
+            if recording.interventions.padding:
+                args, kwargs = pad((args, kwargs), len(trace.calls), recording.interventions.padding, call.shares)
+            if not trace.calls or trace.calls[-1].steps != call.steps:
+                call.parameters = {name: digest_of(p) for name, p in self._modules.parameters.items()}
+            trace.calls.append(call)
             others = other_generators()
-            self.run, self.watcher.drawn = run, generator_state(self.device())
+            recording.call, recording.drawn = call, generator_state(recording.device)
             try:
                 return fn(*args, **kwargs)
             finally:
-                self.run = None
-                self.evaluated |= self._evaluates and not run.trained and self.over()
+                recording.call = None
+                self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
-                if generator_state(self.device()) != self.watcher.drawn and not self.seen.virtual:
-                    run.draws.append(Draw("a function of torch that is not followed", None, self.watcher.drawn, 0))
+                if generator_state(recording.device) != recording.drawn and not trace.virtual:
+                    call.draws.append(Draw("a function of torch that is not followed", None, recording.drawn))
                 for by, state in other_generators().items():
                     if others[by] != state:
-                        run.draws.append(Draw(by, None, str(state), 0))
+                        call.draws.append(Draw(by, None, str(state)))
 
         return recorded
 
@@ -142,78 +266,39 @@ class Recorder(Cutter):
                 count += 1
             elif hasattr(leaf, "reshape") and not getattr(leaf, "is_sparse", False):
                 flat = leaf.reshape(-1)
-                found = [v for v in flat[:_RESULT_VALUES].tolist() if isinstance(v, (bool, int, float))]
-                values += found
-                dtypes += [str(leaf.dtype).removeprefix("torch.")] * len(found)
+                numbers = [v for v in flat[:_RESULT_VALUES].tolist() if isinstance(v, (bool, int, float))]
+                values += numbers
+                dtypes += [str(leaf.dtype).removeprefix("torch.")] * len(numbers)
                 count += len(flat)
-        numbers = tuple(map(float, values))
-        self.seen.results.append(Result(call, script_line(), len(self.seen.steps), numbers, tuple(dtypes), count))
-
-    # -- what the watcher asks ---------------------------------------------------------------------------
-
-    def share(self) -> tuple[int, int]:
-        """(own, all towers') examples of the step under way; (0, 0) where that is not known."""
-        return self.run.shares[0] if self.run is not None and self.run.shares else (0, 0)
-
-    def device(self) -> torch.device:
-        """This tower's device."""
-        frame = current_frame()
-        return frame.strategy.device if frame is not None else torch.device("cpu")
-
-    def module_name(self) -> str:
-        """The innermost module that is being called, as messages call it."""
-        module = self._modules[-1] if self._modules else None
-        for name, root in self._living_roots():
-            for path, candidate in root.named_modules():
-                if candidate is module:
-                    return f"{name}.{path}" if path else name
-        return type(module).__name__ if module is not None else "a batch norm outside of modules"
-
-    def hold_gradients(self, value: Any) -> bool:
-        """Whether a tensor, or one of several, lies in the memory of the gradient of a module's parameter."""
-        tensors = [
-            t for t in trees.leaves(value) if isinstance(t, Tensor) and t.layout == torch.strided and has_values(t)
-        ]
-        gradients = {
-            p.grad.untyped_storage().data_ptr()
-            for _, root in self._living_roots()
-            for p in root.parameters()
-            if p.grad is not None and p.grad.layout == torch.strided
-        }
-        return any(t.layout == torch.strided and t.untyped_storage().data_ptr() in gradients for t in tensors)
+        steps = len(self.trace.steps)
+        self.trace.results.append(Result(call, script_line(), steps, tuple(map(float, values)), tuple(dtypes), count))
 
     # -- modules -----------------------------------------------------------------------------------------
 
     def _before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if in_a_graph():
             return
-        self.watcher.before_module(module, inputs)
-        self._modules.append(module)
-        if len(self._modules) > 1:
+        self._watcher.before_module(module, inputs)
+        self._modules.calls.append(module)
+        if len(self._modules.calls) > 1:
             return
-        if not any(root is module for _, root in self._living_roots()):
-            name = type(module).__name__
-            number = sum(root.split("[")[0] == name for root, _ in self._roots)
-            self._roots.append((f"{name}[{number}]" if number else name, weakref.ref(module)))
-        tensor = next((leaf for leaf in trees.leaves(inputs) if isinstance(leaf, Tensor)), None)
+        name = self._modules.root_name(module)
+        tensor = next(tensors_of(inputs), None)
         strategy = strategy_with_towers()
-        frame = current_frame()
-        stands_in = strategy is not None and holds_stand_in(strategy, frame.replica if frame is not None else None)
-        examples = rows([tensor]) if tensor is not None and not stands_in else []
-        self.seen.autocast |= torch.is_autocast_enabled(self.device().type)
-        if self.run is not None:
-            self.run.fed += examples
-        if not (module.training and torch.is_grad_enabled()):
-            self._note_evaluation(module, examples)
-
-    def _note_evaluation(self, module: nn.Module, examples: list[str]) -> None:
-        steps = len(self.seen.steps)
-        self.seen.evaluated.setdefault(steps, []).extend(examples)
-        name = next(name for name, root in self._living_roots() if root is module)
-        if (steps, name) not in self.seen.evaluated_models:
-            held = {f"{name}.{path}": bits(p) for path, p in module.named_parameters() if has_values(p)}
-            self.seen.evaluated_models[steps, name] = held
-        if self.run is not None:
+        stands_in = strategy is not None and holds_stand_in(strategy, current_replica())
+        examples = example_digests([tensor]) if tensor is not None and not stands_in else []
+        recording = self._recording
+        self.trace.autocast |= torch.is_autocast_enabled(recording.device.type)
+        if recording.call is not None:
+            recording.call.seen_by_model += examples
+        if module.training and torch.is_grad_enabled():
+            return
+        steps = len(self.trace.steps)
+        self.trace.evaluated.setdefault(steps, []).extend(examples)
+        if (steps, name) not in self.trace.evaluated_models:
+            digests = {f"{name}.{path}": digest_of(p) for path, p in module.named_parameters() if has_values(p)}
+            self.trace.evaluated_models[steps, name] = digests
+        if recording.call is not None:
             self._evaluates = True
         else:
             self.evaluated |= self.over()
@@ -221,107 +306,80 @@ class Recorder(Cutter):
     def _after_module(self, module: nn.Module, inputs: object, output: Any) -> Any:
         if in_a_graph():
             return None
-        while self._modules and self._modules.pop() is not module:
-            pass
-        return self._unrest.of(output) if self._unrest is not None else None
-
-    def _living_roots(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, reference in self._roots:
-            if (root := reference()) is not None:
-                yield name, root
+        self._modules.leave(module)
+        return self._rounding.perturb(output) if self._rounding is not None else None
 
     # -- optimizers --------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
-        self.stepping = True
+        recording = self._recording
+        recording.stepping = True
+        losses, recording.losses = recording.losses, []
+        batch_norms, recording.batch_norms = list(recording.batch_norms), {}
         if not compared:
-            self.losses, self.batch_norms = [], {}
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        strategy = strategy_with_towers()
-        number = self._number_of(optimizer)
-        self._name(parameters, number)
-        at = len(self.seen.steps)
-        rates = self.repairs.rates[at] if at < len(self.repairs.rates) else ()
-        for group, rate in zip(optimizer.param_groups, rates, strict=False):
+        number = next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
+        if number == len(self._optimizers):
+            self._optimizers.append(optimizer)
+        at, rates = len(self.trace.steps), recording.interventions.rates
+        for group, rate in zip(optimizer.param_groups, rates[at] if at < len(rates) else (), strict=False):
             group["lr"] = rate
-        names = [self._names[id(p)] for p in parameters]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        named = list(zip(self._modules.name_parameters(parameters, number), parameters, strict=True))
         foreign, unsynced = [], []
-        if strategy is not None:
-            held = strategy.engine.unsynced_gradients()
-            for p, name in zip(parameters, names, strict=True):
+        if (strategy := strategy_with_towers()) is not None:
+            accumulated = strategy.engine.unsynced_gradients()
+            for name, p in named:
                 if p.grad is not None and not strategy.is_mirrored(p):
                     foreign.append(name)
-                elif id(p) in held:
+                elif id(p) in accumulated:
                     unsynced.append(name)
         step = Step(
             optimizer=(number, type(optimizer).__name__),
             line=script_line(),
-            losses=self.losses,
-            gradients={n: None if p.grad is None else sketch(p.grad) for n, p in zip(names, parameters, strict=True)},
-            before={n: bits(p) for n, p in zip(names, parameters, strict=True)},
+            losses=losses,
+            gradients={name: None if p.grad is None else sketch(p.grad) for name, p in named},
+            before={name: digest_of(p) for name, p in named},
             rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
             schedules=_schedules(),
             foreign=foreign,
             unsynced=unsynced,
-            batch_norms=list(self.batch_norms),
+            batch_norms=batch_norms,
         )
-        self.losses, self.batch_norms = [], {}
-        self.seen.steps.append(step)
+        self.trace.steps.append(step)
 
     def after_step(self, optimizer: Optimizer, compared: bool) -> None:
-        self.stepping = False
+        self._recording.stepping = False
         if not compared:
             return
-        step = self.seen.steps[-1]
-        self.pointers = {p.untyped_storage().data_ptr(): name for name, p in self._parameters.items()}
-        step.after = {name: sketch(self._parameters[name]) for name in step.before}
-        several = self.seen.towers > 1 and not self.seen.virtual
-        step.buffers = {name: self._sketch(name, held) for name, held in buffers_of(self._living_roots(), several)}
+        step = self.trace.steps[-1]
+        self._modules.note_addresses()
+        step.after = {name: sketch(self._modules.parameters[name]) for name in step.before}
+        several = self.trace.towers > 1 and not self.trace.virtual
+        step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._modules.buffers(several)}
 
     def _sketch(self, name: str, buffer: Tensor) -> Sketch:
         """The sketch of a buffer; most of the large ones (masks, tables) never change."""
         known = self._buffers.get(name)
-        if known is None or known.digest != bits(buffer):
+        if known is None or known.digest != digest_of(buffer):
             self._buffers[name] = known = sketch(buffer)
         return known
 
-    def _number_of(self, optimizer: Optimizer) -> int:
-        for number, known in enumerate(self._optimizers):
-            if known is optimizer:
-                return number
-        self._optimizers.append(optimizer)
-        return len(self._optimizers) - 1
-
-    def _name(self, parameters: list[Tensor], optimizer: int) -> None:
-        """Give names to an optimizer's parameters: their paths, else their places in it."""
-        if all(id(p) in self._names for p in parameters):
-            return
-        paths = {id(p): f"{name}.{path}" for name, root in self._living_roots() for path, p in root.named_parameters()}
-        for i, p in enumerate(parameters):
-            if id(p) not in self._names:
-                name = paths.get(id(p), f"parameter {i} of optimizer {optimizer}")
-                self._names[id(p)] = name
-                self._parameters[name] = p
-
-    def _digests(self) -> dict[str, str]:
-        return {name: bits(p) for name, p in self._parameters.items()}
-
 
 def _dtype_of(number: bool | int | float) -> str:
-    """How exact a number is: as a float32 where it is one, as what ``item()`` of a tensor gives."""
+    """The dtype whose precision a number has: float32 where that holds it exactly, as after ``item()``."""
     if not isinstance(number, float):
         return "int64"
     return "float32" if number == float(torch.tensor(number, dtype=torch.float32)) else "float64"
 
 
 def _schedules() -> dict[str, int]:
-    """How many steps each living scheduler has made; torch tells nobody when one steps."""
-    found: dict[str, int] = {}
+    """How many steps each living scheduler has made; torch has no hook for them."""
+    steps: dict[str, int] = {}
     numbers: Counter[str] = Counter()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), LRScheduler):
             name = type(candidate).__name__
-            found[f"{name}[{numbers[name]}]" if numbers[name] else name] = int(candidate.last_epoch)
+            steps[f"{name}[{numbers[name]}]" if numbers[name] else name] = int(candidate.last_epoch)
             numbers[name] += 1
-    return found
+    return steps

@@ -1,15 +1,14 @@
-"""What ``mirrored verify`` prints."""
+"""The report of ``mirrored verify``: the causes that it knows, how it explains one, and the text that it prints."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import textwrap
+from collections.abc import Sequence
 
-from mirrored.verification import causes
-from mirrored.verification.causes import Cause, Finding
-from mirrored.verification.compare import Comparison, Row
-from mirrored.verification.failures import cut_short
+from mirrored.verification.compare import ComparedStep, RunComparison
 from mirrored.verification.trace import Raised
 
 _WIDTH = 100
@@ -19,32 +18,112 @@ _ROUNDING = (
     "modules were moved in their last bits."
 )
 
+_NOTES = (
+    "Dropout is left out of both runs: several towers draw other numbers than one, as they should.",
+    "Random numbers that run draws come from one stream in both runs, cut like the batch.",
+    "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
+)
+
+BATCH_NORM_FIX = (
+    "create the model in strategy.scope(sync_batch_norm=True), or use a norm that looks at one example "
+    "(GroupNorm, LayerNorm)"
+)
+
+
+class Cause(enum.Enum):
+    """Why N towers compute something else than one; the value is the short name in the report."""
+
+    FAILS_EVERYWHERE = "fails-everywhere"
+    FAILS_ON_ONE = "fails-on-one-tower"
+    FAILS_ON_TOWERS = "fails-on-towers"
+    FAILS_WHEN_WATCHED = "fails-when-watched"
+    NO_TOWERS = "no-towers"
+    NOT_REPRODUCIBLE = "not-reproducible"
+    NOTHING_TRAINED = "nothing-trained"
+    LOCAL_MEAN = "local-mean"
+    SUM_LOSS = "sum-loss"
+    SUM_OVER_GLOBAL_BATCH = "sum-over-global-batch"
+    DIVIDED_TWICE = "divided-twice"
+    PADDING = "padding"
+    LOSS_SCALE = "loss-scale"
+    BATCH_NORM = "batch-norm"
+    SHARED_RANDOM_STREAM = "shared-random-stream"
+    RANDOM_IN_RUN = "random-in-run"
+    OUTSIDE_SCOPE = "outside-scope"
+    CHANGED_ON_ONE_TOWER = "changed-on-one-tower"
+    BUFFER = "buffer"
+    CHANGED_BEFORE_AVERAGING = "changed-before-averaging"
+    STEP_BEFORE_AVERAGING = "step-before-averaging"
+    SHARDED_TWICE = "sharded-twice"
+    OTHER_DATA = "other-data"
+    LEARNING_RATE = "learning-rate"
+    SCHEDULE = "schedule"
+    EVALUATION_PADDING = "evaluation-padding"
+    EVALUATION_DROPS = "evaluation-drops"
+    REPORTED_VALUE = "reported-value"
+    STEPS = "number-of-steps"
+    ROUNDING = "rounding"
+    UNKNOWN = "unknown"
+
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Explanation:
+    """One cause of a difference.
+
+    Attributes:
+        cause: which one.
+        what: what happens, and where.
+        fix: what to change.
+        shown_by: how this is known; "" where it is a guess.
+    """
+
+    cause: Cause
+    what: str
+    fix: str
+    shown_by: str = ""
+
+
+def at_line(line: int | None) -> str:
+    """``" (line 12)"``, or nothing where the line is not known."""
+    return f" (line {line})" if line is not None else ""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more
+
+
+def plural(count: int, noun: str) -> str:
+    """``"1 tower"``, ``"2 towers"``."""
+    return f"{count} {noun}{'s' if count != 1 else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class VerificationReport:
     """Whether N towers compute the same as one, and why not.
 
     Attributes:
-        script: what was run.
+        script: the script's path, or the module's name.
         towers: N.
-        findings: the causes, in the order in which they take effect; empty when all is equal.
+        findings: the explanations, in the order in which the causes take effect; empty when all is equal.
         rows: the steps that were compared, up to the first that differs.
         tolerance: the largest relative difference that counts as equal.
         exact: whether every bit counts.
         dropouts: whether dropout was left out of the comparison.
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
-        whole_batches: whether every tower was given the whole batch, instead of its share.
+        whole_batches: whether every tower was given the whole batch instead of its share: right, but a waste.
         results: how many values of ``reduce`` and ``gather`` were compared.
         buffers: how many buffers were compared.
         unreached: whether the script was ended before any evaluation came.
-        rounding: the number, from 0, of the step from which rounding alone makes more than the tolerance.
+        rounding: the index of the step from which on rounding alone makes more than the tolerance.
         ended: the exception in which the script ended because its loop was cut short, on one tower as on N.
     """
 
     script: str
     towers: int
-    findings: tuple[Finding, ...]
-    rows: tuple[Row, ...]
+    findings: tuple[Explanation, ...]
+    rows: tuple[ComparedStep, ...]
     tolerance: float
     exact: bool
     dropouts: bool
@@ -63,8 +142,8 @@ class Report:
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """The findings' causes."""
-        return tuple(finding.cause for finding in self.findings)
+        """The causes of the findings."""
+        return tuple(explanation.cause for explanation in self.findings)
 
     @property
     def exit_code(self) -> int:
@@ -73,52 +152,44 @@ class Report:
 
     def __str__(self) -> str:
         limit = "to the bit" if self.exact else f"within {self.tolerance:g}"
-        steps = f"{len(self.rows)} step{'s' if len(self.rows) != 1 else ''}"
+        steps = plural(len(self.rows), "step")
         lines = [f"{self.script} on 1 tower and on {self.towers}: {steps} compared {limit}"]
         if self.rows:
             lines += ["", *self._table()]
-        if self.dropouts:
-            lines += [
-                "",
-                "Dropout is left out of both runs: several towers draw other numbers than one, as they should.",
-            ]
-        if self.followed:
-            lines += ["", "Random numbers that run draws come from one stream in both runs, cut like the batch."]
-        if self.whole_batches:
-            lines += [
-                "",
-                "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
-            ]
+        for note, applies in zip(_NOTES, (self.dropouts, self.followed, self.whole_batches), strict=True):
+            lines += ["", note] if applies else []
         if self.ended is not None:
-            told = f"{self.ended.kind}{causes.at_line(self.ended.line)}, on one tower as on {self.towers}: "
-            told += "verify ends the loop after the last step; --steps compares more."
-            lines += ["", *_wrapped("The script ends in ", told)]
+            where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
+            text = f"{where}: verify ends the loop after the last step; --steps compares more."
+            lines += ["", *_wrapped("The script ends in ", text)]
         if self.equal:
-            others = [f"the {self.results} results of reduce and gather"] if self.results else []
-            others += [f"{self.buffers} buffer{'s' if self.buffers > 1 else ''}"] if self.buffers else []
-            also = f", and so are {' and '.join(others)}" if others else ""
-            losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
-            if self.rounding is None:
-                lines += ["", f"The same: {losses}gradients and parameters are equal {limit}{also}."]
-            else:
-                told = (
-                    f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
-                )
-                lines += ["", *_wrapped("The same, as far as rounding lets one see: ", told)]
+            lines += ["", *self._equality(limit)]
         if self.unreached and self.equal:
-            told = f"verify ends the script when it wants to go on after {steps}, and no evaluation came before that. "
-            told += "What comes later was not compared: more --steps, or fewer in the script, reach it."
-            lines += ["", *_wrapped("Not reached: ", told)]
-        for finding in self.findings:
-            lines += ["", *_wrapped(f"Cause [{finding.cause.value}]: ", finding.what + ".")]
-            lines += _wrapped("Fix: ", finding.fix + ".")
-            if finding.shown_by:
-                lines += _wrapped("Shown by: ", finding.shown_by)
+            text = (
+                f"verify ends the script when it wants to go on after {steps}, and no evaluation came before that. "
+                "What comes later was not compared: more --steps, or fewer in the script, reach it."
+            )
+            lines += ["", *_wrapped("Not reached: ", text)]
+        for explanation in self.findings:
+            lines += ["", *_wrapped(f"Cause [{explanation.cause.value}]: ", explanation.what + ".")]
+            lines += _wrapped("Fix: ", explanation.fix + ".")
+            if explanation.shown_by:
+                lines += _wrapped("Shown by: ", explanation.shown_by)
         return "\n".join(lines)
+
+    def _equality(self, limit: str) -> list[str]:
+        if self.rounding is not None:
+            text = f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
+            return _wrapped("The same, as far as rounding lets one see: ", text)
+        others = [f"the {self.results} results of reduce and gather"] if self.results else []
+        others += [plural(self.buffers, "buffer")] if self.buffers else []
+        also = f", and so are {' and '.join(others)}" if others else ""
+        losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
+        return [f"The same: {losses}gradients and parameters are equal {limit}{also}."]
 
     def _table(self) -> list[str]:
         several = len({row.optimizer for row in self.rows}) > 1
-        found = [f"{'step':>5} {'loss on 1':>12} {f'on {self.towers}':>12} {'gradients':>10} {'parameters':>10}"]
+        lines = [f"{'step':>5} {'loss on 1':>12} {f'on {self.towers}':>12} {'gradients':>10} {'parameters':>10}"]
         for row in self.rows:
             losses = " ".join(f"{'-' if loss is None else format(loss, '.6g'):>12}" for loss in row.loss)
             parameters = "-" if row.parameters is None else _amount(row.parameters[0])
@@ -128,27 +199,31 @@ class Report:
             if row.difference is not None:
                 where = f" of {row.difference.where}" if row.difference.where else ""
                 line += f"  <- {row.difference.kind}{where}"
-            found.append(line)
-        return found
+            lines.append(line)
+        return lines
 
 
-def make_report(script: str, comparison: Comparison, findings: list[Finding]) -> Report:
-    """The report of a comparison and its causes."""
-    return Report(
+def make_report(script: str, comparison: RunComparison, explanations: Sequence[Explanation]) -> VerificationReport:
+    """The report of a comparison and what explains its differences."""
+    one, many = comparison.one, comparison.many
+    return VerificationReport(
         script=script,
-        towers=len(comparison.many),
-        findings=tuple(findings),
+        towers=len(many),
+        findings=tuple(explanations),
         rows=tuple(comparison.rows),
         tolerance=comparison.tolerance,
         exact=comparison.exact,
-        dropouts=any(seen.dropouts for seen in (comparison.one, *comparison.many)),
-        followed=any(draw.followed for seen in comparison.many for run in seen.runs for draw in run.draws),
-        whole_batches=causes.whole_batches(comparison.one, comparison.many),
-        results=len(comparison.one.results),
-        buffers=max((len(step.buffers) for step in comparison.many[0].steps), default=0),
-        unreached=comparison.one.stopped,
+        dropouts=any(trace.dropouts for trace in (one, *many)),
+        followed=any(draw.followed for trace in many for call in trace.calls for draw in call.draws),
+        whole_batches=any(
+            call.trained and call.examples and all(share.examples == call.examples for share in shares)
+            for call, shares in comparison.calls()
+        ),
+        results=len(one.results),
+        buffers=max((len(step.buffers) for step in many[0].steps), default=0),
+        unreached=one.stopped,
         rounding=comparison.rounding_from if not comparison.exact else None,
-        ended=comparison.one.raised if cut_short(comparison.one, comparison.many) else None,
+        ended=one.raised if comparison.cut_short else None,
     )
 
 

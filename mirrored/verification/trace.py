@@ -1,4 +1,8 @@
-"""What was seen of a script on one tower, in a form that travels between processes."""
+"""The trace of a script on one tower: what was recorded, in a form that travels between processes.
+
+[Note: sketches] Tensors do not travel. A :class:`Sketch` holds a digest of the bits, the norm, a projection on random
+signs and up to 256 values, from which the distance to another tensor can be estimated.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from towers.collectives.communicator import as_bytes
+from towers.system.torch_private import is_functorch_tensor
 
 _SAMPLES = 256
-_PIECE = 2**20
-_ROWS = 4096
+_CHUNK = 2**20
+_MOST_EXAMPLES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Sketch:
-    """A tensor in a few numbers, from which the distance to another one can be estimated.
+    """A tensor in a few numbers; see [Note: sketches].
 
     Attributes:
         digest: of its bytes; equal digests are equal bits.
@@ -40,89 +45,92 @@ class Sketch:
     projection: float
     sample: tuple[float, ...]
 
+    @property
+    def rms(self) -> float:
+        """Root mean square of the elements."""
+        return self.norm / math.sqrt(self.numel) if self.numel else 0.0
+
     def distance(self, other: Sketch, without: Collection[int] = ()) -> float:
         """An estimate of the Euclidean distance; 0 for equal bits, infinite where numbers are not finite.
 
         Args:
-            without: places in the sample that do not count; the rest of the sample then speaks for all.
+            without: indices in the sample that do not count; the rest of the sample then stands for all elements.
         """
         if self.digest == other.digest:
             return 0.0
         if self.numel != other.numel:
             return math.inf
         pairs = [pair for i, pair in enumerate(zip(self.sample, other.sample, strict=True)) if i not in without]
-        parts = [math.sqrt(sum((a - b) ** 2 for a, b in pairs) * self.numel / max(1, len(self.sample)))]
+        estimates = [math.sqrt(sum((a - b) ** 2 for a, b in pairs) * self.numel / max(1, len(self.sample)))]
         if self.numel > len(self.sample) and not without:
-            parts += [abs(self.norm - other.norm), abs(self.projection - other.projection)]
-        return max(part if math.isfinite(part) else math.inf for part in parts)
+            estimates += [abs(self.norm - other.norm), abs(self.projection - other.projection)]
+        return max(estimate if math.isfinite(estimate) else math.inf for estimate in estimates)
 
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor's numbers can be read: not on the meta device, nor within a transform of ``torch.func``."""
-    held = not tensor.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return held and not is_lazy(tensor)
+    readable = not tensor.is_meta and not is_functorch_tensor(tensor)
+    return readable and not is_lazy(tensor)
 
 
-def bits(tensor: Tensor) -> str:
+def memory_of(tensor: Tensor) -> int | None:
+    """The address of the memory that a tensor and its views share; None for tensors without dense memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided and has_values(tensor) else None
+
+
+def digest_of(tensor: Tensor) -> str:
     """A digest of a tensor's bits; it may be dense or sparse, of any dtype, on any device."""
     return hashlib.blake2b(as_bytes(_on_host(tensor)).numpy().data, digest_size=16).hexdigest()
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    held = tensor.detach()
-    held = held.to_dense() if held.layout != torch.strided else held
-    return held.cpu().contiguous()
+    tensor = tensor.detach()
+    return (tensor.to_dense() if tensor.layout != torch.strided else tensor).cpu().contiguous()
 
 
 def sketch(tensor: Tensor) -> Sketch:
     """The sketch of a dense or sparse tensor of any dtype on any device."""
-    held = _on_host(tensor)
-    flat = (torch.view_as_real(held) if held.is_complex() else held).reshape(-1)
+    host = _on_host(tensor)
+    flat = (torch.view_as_real(host) if host.is_complex() else host).reshape(-1)
     squares, projection = 0.0, 0.0
-    for part in flat.split(_PIECE):
-        wide = part.to(torch.float64)
-        signs = 1 - 2 * ((torch.arange(len(part), device=part.device) * 2654435761) >> 13 & 1)
+    for chunk in flat.split(_CHUNK):
+        wide = chunk.to(torch.float64)
+        signs = 1 - 2 * ((torch.arange(len(chunk), device=chunk.device) * 2654435761) >> 13 & 1)
         squares += float(wide @ wide)
         projection += float(wide @ signs.to(torch.float64))
-    step = max(1, math.ceil(flat.numel() / _SAMPLES))
-    return Sketch(
-        bits(held),
-        str(tensor.dtype).removeprefix("torch."),
-        flat.numel(),
-        math.sqrt(squares),
-        projection,
-        tuple(flat[::step].to(torch.float64).tolist()),
-    )
+    sample = flat[:: max(1, math.ceil(flat.numel() / _SAMPLES))].to(torch.float64)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Sketch(digest_of(host), dtype, flat.numel(), math.sqrt(squares), projection, tuple(sample.tolist()))
 
 
-def rows(tensors: list[Tensor]) -> list[str]:
-    """For every example of a batch its shape and a digest: entry j of all tensors with as many entries as the first.
+def example_digests(tensors: list[Tensor]) -> list[str]:
+    """Of every example of a batch its shape and a digest: entry j of all tensors with as many entries as the first.
 
-    Batches of more than 4,096 examples are looked at up to there.
+    Of larger batches the first 4,096 examples count.
     """
     tensors = [tensor.detach() for tensor in tensors if has_values(tensor) and tensor.layout == torch.strided]
     tensors = [tensor for tensor in tensors if tensor.dim() > 0]
-    tensors = [tensor[:_ROWS].cpu().contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
-    form = " ".join(str(list(tensor.shape[1:])) for tensor in tensors)
-    found = []
+    tensors = [tensor[:_MOST_EXAMPLES].cpu().contiguous() for tensor in tensors if len(tensor) == len(tensors[0])]
+    shapes = " ".join(str(list(tensor.shape[1:])) for tensor in tensors)
+    examples = []
     for j in range(len(tensors[0]) if tensors else 0):
         digest = hashlib.blake2b(digest_size=12)
         for tensor in tensors:
             digest.update(as_bytes(tensor[j]).numpy().data)
-        found.append(f"{form}: {digest.hexdigest()}")
-    return found
+        examples.append(f"{shapes}: {digest.hexdigest()}")
+    return examples
 
 
 def comparable(*batches: Iterable[str]) -> bool:
-    """Whether the examples of several :func:`rows` have one shape, so that equal ones have equal digests.
+    """Whether all :func:`example_digests` have one shape, so that equal examples have equal digests.
 
-    Each tower may pad its share to its own longest example.
+    They have not where each tower pads its share to its own longest example.
     """
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
 class Ends(NamedTuple):
-    """The most frequent number at each end of a dimension, how many entries there have it, and how many there are."""
+    """The most frequent number at each end of a dimension, how many entries have it there, and how many there are."""
 
     first: float
     firsts: int
@@ -132,7 +140,7 @@ class Ends(NamedTuple):
 
     @property
     def padding_is_first(self) -> bool:
-        """Whether padding is at the first end: at the other, all entries of a mask are alike, for none is padding."""
+        """Whether padding is at the first end. An end where all entries of a mask are alike has no padding."""
         firsts, lasts = (count if count < self.entries else 0 for count in (self.firsts, self.lasts))
         return firsts > lasts
 
@@ -142,8 +150,8 @@ class Form(NamedTuple):
 
     Attributes:
         shape: its shape.
-        ends: of each dimension but of those with less than two entries: most examples are shorter than the longest,
-            so the most frequent number at an end is what they are padded with.
+        ends: of each dimension with at least two entries. Most examples are shorter than the longest, so they are
+            padded with the most frequent number at an end.
     """
 
     shape: tuple[int, ...]
@@ -157,7 +165,7 @@ class Term:
     Attributes:
         chain: from the loss inwards, what was done to it: ("divided by", 8), ("sum of", 4), …
         share: whether ``compute_average_loss`` or ``scale_regularization_loss`` made it.
-        divisor: by what the sum of its values is divided altogether: their number, that of the tokens which count.
+        divisor: by what the sum of its values is divided altogether: their number, or that of the tokens that count.
     """
 
     chain: tuple[tuple[str, float], ...]
@@ -176,9 +184,9 @@ class Loss:
 
     Attributes:
         value: of the loss, if it is known.
-        terms: what it is made of.
+        terms: its summands.
         line: of the script.
-        share: (this tower's, all towers') examples; (0, 0) where that is not known.
+        share: how many examples (this tower, all towers) have; (0, 0) if unknown.
     """
 
     value: float | None
@@ -193,67 +201,65 @@ class Draw:
 
     Attributes:
         by: the function.
+        line: of the script.
         state: digest of the generator's state before.
-        examples: the first dimension of what was drawn.
-        dropout: whether it was a dropout, which is left out.
-        followed: whether the numbers were replaced by this tower's part of those of the global batch.
         shape: of what was drawn.
+        dropout: whether it was a dropout, which is left out.
+        followed: whether this tower's part of the global batch's numbers replaced them.
     """
 
     by: str
     line: int | None
     state: str
-    examples: int
+    shape: tuple[int, ...] = ()
     dropout: bool = False
     followed: bool = False
-    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Write:
-    """A parameter was written to outside of an optimizer's step."""
+class Event:
+    """Something that happened outside of the optimizers' steps.
 
-    parameter: str
+    Attributes:
+        what: the parameter that was written to, or the function that changed a gradient ("register_hook": a hook was
+            registered that will).
+        line: of the script.
+        steps: optimizer steps done before.
+    """
+
+    what: str
     line: int | None
     steps: int
 
 
 @dataclasses.dataclass
-class Run:
+class RunCall:
     """A call of ``strategy.run``.
 
     Attributes:
         steps: optimizer steps done before.
-        given: the examples in its arguments, as :func:`rows` tells them.
-        fed: the examples that the outermost modules were called with.
-        shares: (this tower's, all towers') examples of the distributed batches among its arguments.
-        entered: digest of every known parameter's bits at its beginning.
+        examples: digests of the examples in its arguments.
+        seen_by_model: digests of the examples that the outermost modules were called with.
+        shares: how many examples (this tower, all towers) have in each distributed batch among its arguments.
+        parameters: digest of every known parameter at its beginning.
+        draws: of random numbers.
         trained: whether it called backward.
         forms: of the tensors among its arguments.
     """
 
     steps: int
-    given: list[str] = dataclasses.field(default_factory=list)
-    fed: list[str] = dataclasses.field(default_factory=list)
+    examples: list[str] = dataclasses.field(default_factory=list)
+    seen_by_model: list[str] = dataclasses.field(default_factory=list)
     shares: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    entered: dict[str, str] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, str] = dataclasses.field(default_factory=dict)
     draws: list[Draw] = dataclasses.field(default_factory=list)
     trained: bool = False
     forms: list[Form] = dataclasses.field(default_factory=list)
 
-
-@dataclasses.dataclass(frozen=True)
-class LocalChange:
-    """Something is done to a gradient that is one tower's own, before it is averaged.
-
-    Attributes:
-        by: the function; "register_hook" for a hook that autograd will call.
-        steps: done before.
-    """
-
-    by: str
-    line: int | None
-    steps: int
+    @property
+    def examples_come_first(self) -> bool:
+        """Whether the first dimension of the arguments is that of the examples, as far as that is known."""
+        return not self.shares or self.shares[0][0] == len(self.examples)
 
 
 @dataclasses.dataclass
@@ -262,15 +268,17 @@ class Step:
 
     Attributes:
         optimizer: its number in order of first steps, and its class.
+        line: of the script.
+        losses: of the backwards since the step before.
         gradients: before the step; None where there is none.
-        before, after: digests of its parameters' bits before, and their sketches after the step.
+        before, after: digests of its parameters before, and their sketches after the step.
         rates: learning rate of each parameter group.
         schedules: of each living scheduler, by class name and number, how many steps it has made.
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients hold parts that were never averaged.
         batch_norms: layers that took statistics of this tower alone since the last step.
-        buffers: sketches after the step of what modules hold in their ``state_dict`` beside parameters, but for
-            statistics that each tower takes for itself, as batch norm does.
+        buffers: sketches, after the step, of the buffers in the modules' ``state_dict``, without statistics that each
+            tower takes for itself.
     """
 
     optimizer: tuple[int, str]
@@ -289,9 +297,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What ``strategy.reduce`` or ``strategy.gather`` returned, with the steps done before.
+    """What ``strategy.reduce`` or ``strategy.gather`` returned.
 
     Attributes:
+        call: as a message calls it: "reduce('sum')".
+        line: of the script.
+        steps: optimizer steps done before.
         values: the first ones of each tensor.
         dtypes: of each of these values.
         count: how many values there are altogether.
@@ -307,7 +318,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The exception that ended the script."""
+    """The exception that ended the script; a ``consequence`` of another tower's end, or not."""
 
     kind: str
     text: str
@@ -315,42 +326,50 @@ class Raised:
     line: int | None
     consequence: bool
 
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
 
 @dataclasses.dataclass
-class Seen:
-    """All that was seen of the script on one tower.
+class Trace:
+    """What was recorded of the script on one tower.
 
     Attributes:
         towers: of the strategy whose ``run`` was called.
         virtual: whether that strategy has virtual towers, with which random numbers do not depend on the towers.
         autocast: whether modules were called under ``torch.autocast``.
-        datasets: examples of each distributed dataset, in the order in which they were first used.
-        evaluated: the examples that the outermost modules were called with outside of training, by the number of
-            steps done before.
+        steps: of optimizers.
+        calls: of ``strategy.run``.
+        datasets: how many examples each distributed dataset has, in the order of their first use.
+        writes: to parameters.
+        local_changes: to gradients that were not averaged yet.
+        evaluated: digests of the examples that the outermost modules were called with outside of training, by the
+            number of steps done before.
+        evaluated_models: for each outermost module that was called outside of training, by the number of steps done
+            before and its name: digests of its parameters.
+        results: of ``strategy.reduce`` and ``strategy.gather``.
         dropouts: how many calls of a dropout were left out.
         refused_by: the batch norm layer that could not normalise a share of one example.
-        counted: the lines of the script that name ``num_replicas_in_sync``.
-        cut: whether a loop was ended before its time, because the last step to be compared was made.
-        stopped: whether the script was ended before its time, and no evaluation came after the last step compared.
-        evaluated_models: for each outermost module that was called outside of training, by its name and the number of
-            steps done before: digests of its parameters' bits.
-        local_changes: to gradients that were not averaged yet.
+        counts_towers: the lines of the script that name ``num_replicas_in_sync``.
+        raised: the exception that ended the script.
+        cut: whether a loop was ended early, because the last step to be compared was made.
+        stopped: whether the script was ended early, and no evaluation came after the last step to be compared.
     """
 
     towers: int = 1
     virtual: bool = False
     autocast: bool = False
     steps: list[Step] = dataclasses.field(default_factory=list)
-    runs: list[Run] = dataclasses.field(default_factory=list)
+    calls: list[RunCall] = dataclasses.field(default_factory=list)
     datasets: list[int] = dataclasses.field(default_factory=list)
-    writes: list[Write] = dataclasses.field(default_factory=list)
+    writes: list[Event] = dataclasses.field(default_factory=list)
+    local_changes: list[Event] = dataclasses.field(default_factory=list)
     evaluated: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     dropouts: int = 0
     refused_by: str | None = None
-    counted: list[int] = dataclasses.field(default_factory=list)
+    counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None
     cut: bool = False
     stopped: bool = False
-    evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
-    local_changes: list[LocalChange] = dataclasses.field(default_factory=list)

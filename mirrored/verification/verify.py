@@ -1,25 +1,37 @@
-"""``mirrored.verify``: is N towers the same as one?"""
+"""``mirrored.verify``: is N towers the same as one? Runs a script on both, compares the traces and explains."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import importlib.util
+import inspect
 import os
+import runpy
+import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
 import torch
 
-from mirrored.verification.causes import Cause, Finding
-from mirrored.verification.compare import Comparison
+from mirrored import seeds
+from mirrored.observer import observe
+from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
-from mirrored.verification.interventions import Repairs
-from mirrored.verification.randomness import Shapes, shapes_of
-from mirrored.verification.report import Report, make_report
-from mirrored.verification.runs import Play, devices_for
-from mirrored.verification.trace import Seen
-from towers.errors import TowerFailedError
+from mirrored.verification.interventions import Interventions, shapes_of
+from mirrored.verification.record import StepLimit, StopRecording, TraceRecorder
+from mirrored.verification.report import Cause, Explanation, VerificationReport, make_report, plural
+from mirrored.verification.trace import Raised, Trace
+from towers import errors
+from towers.health import failure
+from towers.launching.launch import launch
 from towers.system import devices as towers_devices
 from towers.system import machine
+
+_SEED = 0
 
 
 def verify(
@@ -34,38 +46,37 @@ def verify(
     module: bool = False,
     timeout: float = 600.0,
     show_output: bool = False,
-) -> Report:
-    """Run a training script unchanged on one tower and on several, and say where and why they part.
+) -> VerificationReport:
+    """Run a training script, unchanged, on one tower and on several, and say where and why the runs differ.
 
     Losses, gradients, parameters and buffers of the first steps are compared, the examples of each batch, learning
     rates, the values that ``strategy.reduce`` and ``gather`` return, and the evaluation after these steps. A cause that
-    cannot be seen directly is proved by a further run with one thing changed. Each run is a real one: what the script
-    writes, it writes; checkpoints of a ``CheckpointManager`` go to a folder of our own.
+    the traces do not show is proved by a further run with one thing changed. Each run is a real one: the script writes
+    what it always writes; only the checkpoints of a ``CheckpointManager`` go to a temporary folder.
 
     The script runs from its beginning; both runs start from one seed. The loop over a distributed dataset ends after
     the last of the ``steps``, which takes the epoch's last batch; the evaluation that follows runs in whole, and the
     next step of an optimizer ends the script. Where no evaluation has come, further epochs end after a step each that
-    is not compared. Dropout is left out, ``torch.compile`` runs eagerly, and ``devices`` in the script count for
-    nothing.
+    is not compared. Dropout is left out, ``torch.compile`` runs eagerly, and ``devices`` in the script are ignored.
 
     Args:
         script: a file, or with ``module`` a module's name.
         args: its command line arguments.
         towers: how many the second run has, at least 2.
         steps: how many steps of each optimizer are compared.
-        exact: every bit counts (virtual towers).
+        exact: compare bits (virtual towers).
         tolerance: largest relative difference that counts as equal. Default: 1e-4 for float32, 1e-8 for float64,
-            1e-3 for half precision and autocast. Larger ones count only where they are well above what rounding
-            makes of a further run on one tower. Learning rates and integers must be equal.
-        devices: one per tower; default GPUs where there are enough, else CPU towers.
+            1e-3 for half precision and autocast. Larger ones count only where they are well above the effect of
+            rounding on a further run on one tower. Learning rates and integers must be equal.
+        devices: one for each tower; default: GPUs where there are enough, otherwise CPU towers.
         timeout: seconds for each run.
-        show_output: whether the chief's output is shown.
+        show_output: whether to show the chief's output.
 
     Returns:
         A report; ``str(report)`` is what the command prints.
 
     Raises:
-        ValueError: an argument that cannot be.
+        ValueError: an argument is out of its range.
         FileNotFoundError: there is no such script, or no such module.
         CannotStartError: called inside a tower.
     """
@@ -77,7 +88,8 @@ def verify(
         raise ValueError(f"tolerance is {tolerance}, but must not be negative")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}, but must be more than 0")
-    chosen = devices_for(towers, devices)
+    kind = "cuda" if torch.cuda.device_count() >= towers else "cpu"
+    chosen = tuple(f"{kind}:{i}" for i in range(towers)) if devices is None else tuple(devices)
     towers_devices.check_exist(towers_devices.parse_all(chosen), torch.cuda.device_count())
     if len(chosen) != towers:
         raise ValueError(f"towers is {towers}, but devices names {len(chosen)}")
@@ -86,28 +98,26 @@ def verify(
         raise FileNotFoundError(f"there is no module {name}")
     if not module and not os.path.isfile(name):
         raise FileNotFoundError(f"there is no file {name}")
-    play = Play(name, tuple(args), module, steps, chosen, machine.threads_per_tower(towers), timeout, show_output)
-    runs: list[list[Seen]] = []
-    for count in (1, towers):
+    job = ScriptJob(name, tuple(args), module, steps, chosen, machine.threads_per_tower(towers), timeout, show_output)
+
+    def rerun(count: int, interventions: Interventions) -> Sequence[Trace] | None:
         try:
-            runs.append(play.on(count, shapes=shapes_of(runs[0][0]) if runs else None))
-        except TowerFailedError as error:
-            return make_report(name, Comparison(Seen(), [Seen()] * towers, tolerance, exact), [_ended(count, error)])
-    [one], many = runs
+            traces = job.run(count, dataclasses.replace(interventions, shapes=shapes if count > 1 else None))
+        except errors.TowerFailedError:
+            return None
+        harmless = interventions.recorded  # an exception after a loop that was cut short
+        failed = any(trace.raised is not None and not (trace.cut and harmless) for trace in traces)
+        return None if failed else traces
 
-    shapes = shapes_of(one)
-
-    def replay(repairs: Repairs) -> Sequence[Seen] | None:
-        return _unless_it_fails(play, towers, repairs, shapes)
-
-    def alone(unrest: bool, repairs: Repairs) -> Seen | None:
-        found = _unless_it_fails(play, 1, repairs, unrest=unrest)
-        return found[0] if found is not None else None
-
-    def fails_unwatched(count: int) -> bool:
-        return _unless_it_fails(play, count, watched=False) is None
-
-    return make_report(name, *explain(Comparison(one, many, tolerance, exact), replay, alone, fails_unwatched))
+    count, shapes = 1, None
+    try:
+        [one] = job.run(1)
+        count, shapes = towers, shapes_of(one)
+        many = job.run(towers, Interventions(shapes=shapes))
+    except errors.TowerFailedError as error:
+        nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)
+        return make_report(name, nothing, [_ended(count, error)])
+    return make_report(name, *explain(compare(one, many, tolerance, exact), rerun))
 
 
 def _has_module(name: str) -> bool:
@@ -122,25 +132,107 @@ def _has_module(name: str) -> bool:
     return spec is not None
 
 
-def _unless_it_fails(
-    play: Play,
-    towers: int,
-    repairs: Repairs | None = None,
-    shapes: Shapes | None = None,
-    unrest: bool = False,
-    watched: bool = True,
-) -> list[Seen] | None:
-    try:
-        found = play.on(towers, repairs, shapes, unrest, watched)
-    except TowerFailedError:
-        return None
-    return None if any(seen.raised is not None and (not seen.cut or not watched) for seen in found) else found
-
-
-def _ended(towers: int, error: TowerFailedError) -> Finding:
-    """A tower died, or the time was over: nothing was seen."""
-    return Finding(
+def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
+    """A tower died, or the time was over: there is no trace."""
+    return Explanation(
         Cause.FAILS_ON_ONE if towers == 1 else Cause.FAILS_ON_TOWERS,
-        f"the run on {towers} tower{'s' if towers > 1 else ''} ended before its time: {str(error).splitlines()[-1]}",
+        f"the run on {plural(towers, 'tower')} ended before its time: {str(error).splitlines()[-1]}",
         "see that the script ends by itself, or give it more time (timeout)",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptJob:
+    """A script and how it is run.
+
+    Attributes:
+        script: its path, or a module's name.
+        arguments: its command line arguments.
+        module: whether ``script`` names a module, as after ``python -m``.
+        steps: how many steps of each optimizer are recorded.
+        devices: one for each tower of the larger run.
+        threads: of each tower, in both runs: another number adds up in another order.
+        timeout: seconds for each run.
+        show: whether the script's output is shown.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    module: bool
+    steps: int
+    devices: tuple[str, ...]
+    threads: int
+    timeout: float
+    show: bool
+
+    def run(self, towers: int, interventions: Interventions | None = None) -> list[Trace]:
+        """Run the script on so many towers, and return the trace of each.
+
+        Raises:
+            TowerFailedError: a tower died, or the time was over.
+        """
+        with tempfile.TemporaryDirectory(prefix="mirrored-verify-") as folder:
+            arguments = (self, folder, interventions or Interventions())
+            return launch(_run, arguments, devices=self.devices[:towers], timeout=self.timeout)
+
+
+def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
+    """Run the script in a tower's process, as ``__main__``."""
+    if not job.show:
+        _silence()
+    os.environ.setdefault("OMP_NUM_THREADS", str(job.threads))
+    seeds.seed_all(_SEED)
+    sys.argv = [job.script, *job.arguments]
+    sys.path.insert(0, os.getcwd() if job.module else os.path.dirname(os.path.abspath(job.script)))
+    torch.compiler.set_stance("force_eager")  # hooks see what a compiled step does
+    gc.freeze()  # the recorder searches the script's objects, and nothing older
+    recorder = (
+        TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
+    )
+    observe(recorder)
+    recorder.trace.counts_towers = _lines_with(job, "num_replicas_in_sync")
+    try:
+        with recorder.watching():
+            if job.module:
+                runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(job.script, run_name="__main__")
+    except StopRecording:
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            recorder.trace.raised = _raised(error, job.script)
+    except Exception as error:
+        recorder.trace.raised = _raised(error, job.script)
+    return recorder.trace
+
+
+def _lines_with(job: ScriptJob, text: str) -> list[int]:
+    """The numbers of the script's lines that contain a text."""
+    path: str | None = job.script
+    if job.module:
+        spec = importlib.util.find_spec(job.script)
+        path = spec.origin if spec is not None else None
+    with contextlib.suppress(OSError), open(path or "", encoding="utf-8", errors="replace") as file:
+        return [number for number, line in enumerate(file, start=1) if text in line]
+    return []
+
+
+def _silence() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _raised(error: BaseException, script: str) -> Raised:
+    frames = traceback.extract_tb(error.__traceback__)
+    modules = seeds, errors, torch
+    packages = tuple(os.path.dirname(inspect.getfile(module)) + os.sep for module in modules)
+    of_script = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen", runpy.__file__))]
+    kind = type(error).__name__
+    text = "".join(traceback.format_list(of_script or frames))
+    line = of_script[-1].lineno if of_script and of_script[-1].filename == script else None
+    return Raised(kind, str(error), f"{text}{kind}: {error}", line, failure.is_peer_lost(error))

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import inspect
-import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mirrored.context import current_frame
-from mirrored.verification.interventions import LossFactor, batch_norm_over_towers, divisor_factors
+from mirrored.attached.batch_norm import takes_statistics_of_all_towers
+from mirrored.context import ReplicaContext, current_frame
+from mirrored.verification.interventions import (
+    DRAWING,
+    GlobalDraw,
+    Interventions,
+    LossFactor,
+    divisor_factors,
+    draw_as_one_tower,
+    generator_state,
+    tensors_of,
+)
 from mirrored.verification.loss_graph import scale_terms, terms_of
-from mirrored.verification.randomness import DRAWING, Place, draw_as_one_tower
-from mirrored.verification.trace import Draw, LocalChange, Loss, Term, Write, has_values
-
-if TYPE_CHECKING:
-    from mirrored.verification.record import Recorder
+from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
+from towers import batch_norm
+from towers.collectives.labelled import LabelledGather
+from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
@@ -31,6 +39,8 @@ _NO_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
 _ZEROING = frozenset({"zero_", "_foreach_zero_"})
 
 _WRITING_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+
+_STATISTICS = ("running_mean", "running_var")
 
 
 def script_line() -> int | None:
@@ -44,94 +54,210 @@ def script_line() -> int | None:
 
 
 def in_a_graph() -> bool:
-    """Whether torch follows the calls to make a graph of them (a trace, an export): what they compute is no training.
+    """Whether torch makes a graph of the calls (a trace, an export), where recording calls would end up in that graph.
 
-    Calls of our own would end up in that graph.
+    What they compute is no training.
     """
     return torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
-def _in_a_transform() -> bool:
-    """Whether a transform of ``torch.func`` is at work, within which no tensor's memory can be read."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def current_replica() -> ReplicaContext | None:
+    """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
+    frame = current_frame()
+    return frame.replica if frame is not None else None
 
 
-def generator_state(device: torch.device) -> str:
-    """A digest of where torch's generators stand."""
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
-    if device.type == "cuda":
-        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return digest.hexdigest()
+class Modules:
+    """The modules that the script has called, and the names of their parameters and buffers.
+
+    Attributes:
+        parameters: of the optimizers that have made a step, by name.
+        calls: the modules that are being called, the innermost last.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self.calls: list[nn.Module] = []
+        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._names: dict[int, str] = {}
+        self._addresses: dict[int | None, str] = {}
+
+    def roots(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules that were called from outside of modules and still exist, with names."""
+        for name, reference in self._roots:
+            if (root := reference()) is not None:
+                yield name, root
+
+    def root_name(self, module: nn.Module) -> str:
+        """The name of an outermost module: its class and, from the second of the class on, a number."""
+        for name, root in self.roots():
+            if root is module:
+                return name
+        kind = type(module).__name__
+        number = sum(root.split("[")[0] == kind for root, _ in self._roots)
+        name = f"{kind}[{number}]" if number else kind
+        self._roots.append((name, weakref.ref(module)))
+        return name
+
+    def leave(self, module: nn.Module) -> None:
+        """A module's call is over, and so are those within it that an exception has ended."""
+        while self.calls and self.calls.pop() is not module:
+            pass
+
+    def innermost(self) -> str:
+        """The innermost module that is being called, as messages call it."""
+        module = self.calls[-1] if self.calls else None
+        for name, root in self.roots():
+            for path, candidate in root.named_modules():
+                if candidate is module:
+                    return f"{name}.{path}" if path else name
+        return type(module).__name__ if module is not None else "a batch norm outside of modules"
+
+    def name_parameters(self, parameters: Sequence[Tensor], optimizer: int) -> list[str]:
+        """The names of an optimizer's parameters: their paths, or else their indices in it."""
+        if not all(id(p) in self._names for p in parameters):
+            paths = {id(p): f"{name}.{path}" for name, root in self.roots() for path, p in root.named_parameters()}
+            for i, p in enumerate(parameters):
+                if id(p) not in self._names:
+                    self._names[id(p)] = name = paths.get(id(p), f"parameter {i} of optimizer {optimizer}")
+                    self.parameters[name] = p  # in place of one that was replaced
+        return [self._names[id(p)] for p in parameters]
+
+    def note_addresses(self) -> None:
+        """From now on, :meth:`written` knows the parameters by their memory."""
+        self._addresses = {memory_of(p): name for name, p in self.parameters.items()}
+
+    def written(self, tensor: Any) -> str | None:
+        """The parameter whose memory a tensor shares, if there is one."""
+        if not isinstance(tensor, Tensor) or not self._addresses or (address := memory_of(tensor)) is None:
+            return None
+        return self._addresses.get(address)
+
+    def hold_gradients(self, value: Any) -> bool:
+        """Whether a tensor, or one of several, shares the memory of the gradient of a module's parameter."""
+        gradients = {memory_of(p.grad) for _, root in self.roots() for p in root.parameters() if p.grad is not None} - {
+            None
+        }
+        return any(memory_of(tensor) in gradients for tensor in tensors_of(value))
+
+    def buffers(self, several: bool) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that are to be the same on any number of towers, with names.
+
+        Those in no ``state_dict`` are left out and, with ``several`` towers, the running statistics of layers that
+        normalise over each tower's own examples: the effect of those on training is compared.
+        """
+        for name, root in self.roots():
+            for path, module in root.named_modules():
+                local = several and isinstance(module, NormBase) and not takes_statistics_of_all_towers(module)
+                for key, buffer in own_buffers(module).items():
+                    if buffer is None or not has_values(buffer) or key in unsaved_buffers(module):
+                        continue
+                    if not (local and key in _STATISTICS):
+                        yield ".".join(filter(None, (name, path, key))), buffer
 
 
-def other_generators() -> dict[str, int]:
-    """Where the generators of Python and NumPy stand."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return {"Python's random": hash(random.getstate()), "numpy.random": hash((numpy[1].tobytes(), *numpy[2:]))}
+@dataclasses.dataclass
+class Recording:
+    """What is known of the script at a moment.
+
+    Attributes:
+        trace: what leaves the process at the end.
+        interventions: what is changed in this run.
+        modules: of the script.
+        call: the call of ``strategy.run`` that is under way.
+        tower: this tower's index.
+        losses: of the backwards since the last step.
+        batch_norms: layers that took statistics of this tower alone since the last step.
+        stepping: whether an optimizer's step is under way.
+        accumulated: whether the last backward was one of ``no_sync``, so that gradients are this tower's own.
+        drawn: the state of torch's generators after the last draw in ``run`` that was noticed.
+    """
+
+    trace: Trace
+    interventions: Interventions
+    modules: Modules = dataclasses.field(default_factory=Modules)
+    call: RunCall | None = None
+    tower: int = 0
+    losses: list[Loss] = dataclasses.field(default_factory=list)
+    batch_norms: dict[str, None] = dataclasses.field(default_factory=dict)
+    stepping: bool = False
+    accumulated: bool = False
+    drawn: str = ""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """How many examples (this tower, all towers) have in the step under way; (0, 0) if unknown."""
+        return self.call.shares[0] if self.call is not None and self.call.shares else (0, 0)
+
+    @property
+    def device(self) -> torch.device:
+        """This tower's device."""
+        frame = current_frame()
+        return frame.strategy.device if frame is not None else torch.device("cpu")
 
 
 class Watcher(TorchFunctionMode):
-    """While it is entered, tells a recorder what the script does, and does what the recorder's repairs ask for.
+    """While it is entered, records what the script does, and does what the recording's interventions ask for.
 
-    So that one tower and several compute the same, dropout is left out (where it would have drawn is noted), and other
-    random numbers in ``run`` are this tower's part of those of the global batch.
-
-    Attributes:
-        drawn: where torch's generators stood after the last draw in ``run`` that was noticed.
+    So that one tower and several compute the same, it leaves dropout out and replaces other random numbers in ``run``;
+    see [Note: random numbers in a comparison] of the interventions.
     """
 
-    drawn = ""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._gather: LabelledGather | None = None  # of the global batch norm
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        named = dict(kwargs or {})
         if in_a_graph():
-            return func(*args, **given)
+            return func(*args, **named)
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
-            return self._backward(*args, **given)
+            return self._backward(*args, **named)
         if func is F.batch_norm:
-            return self._batch_norm(func, args, given)
+            return self._batch_norm(func, args, named)
         if func in _DROPOUTS:
-            return self._dropout(func, args, given)
+            return self._dropout(func, args, named)
         if func is F.scaled_dot_product_attention:
-            return self._attention(func, args, given)
-        recorder = self._recorder
-        if name in DRAWING and recorder.run is not None and not _in_a_transform():
-            return self._random(name, func, args, given)
-        if args and _writes(name, func) and not recorder.stepping:
-            if isinstance(args[0], Tensor) and recorder.pointers:
-                self._note_write(args[0])
-            if recorder.accumulated and name not in _ZEROING and recorder.hold_gradients(args[0]):
-                self._note_local_change(name)
-                if recorder.repairs.local_changes:
+            return self._attention(func, args, named)
+        recording = self._recording
+        if name in DRAWING and recording.call is not None and not in_functorch_transform():
+            return self._random(recording.call, name, func, args, named)
+        if args and _writes(name, func) and not recording.stepping:
+            if (parameter := recording.modules.written(args[0])) is not None:
+                recording.trace.writes.append(self._event(parameter))
+            if recording.accumulated and name not in _ZEROING and recording.modules.hold_gradients(args[0]):
+                recording.trace.local_changes.append(self._event(name))
+                if recording.interventions.skip_local_changes:
                     return args[0]
         if func is Tensor.register_hook and args[0].is_leaf and args[0].requires_grad:
-            self._note_local_change(name)
-            if recorder.repairs.local_changes:
+            recording.trace.local_changes.append(self._event(name))
+            if recording.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
-        return func(*args, **given)
+        return func(*args, **named)
+
+    def _event(self, what: str) -> Event:
+        return Event(what, script_line(), len(self._recording.trace.steps))
 
     def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        recorder = self._recorder
+        recording = self._recording
         bound = inspect.signature(Tensor.backward).bind(loss, *args, **kwargs).arguments
-        bound.pop("self")
-        if recorder.run is not None:
-            recorder.run.trained = True
+        if recording.call is not None:
+            recording.call.trained = True
         terms = terms_of(loss)
         whole, factors = self._factors(terms)
         if loss.numel() == 1:
             value = float(loss.detach().double().real)
             if factors:
                 whole = factors[0] if len(terms) == len(factors) == 1 else None
-            recorder.losses.append(Loss(_times(value, whole), terms, script_line(), recorder.share()))
+            # A factor of 0 makes 0 of NaN, too, the mean over an empty share.
+            multiplied = None if whole is None else value * whole if whole else 0.0
+            recording.losses.append(Loss(multiplied, terms, script_line(), recording.share))
         scaled = scale_terms(loss, factors)
         try:
-            with self:  # what backward computes anew (checkpoints) is watched, too
+            with self:  # what backward computes again (checkpoints) is watched, too
                 torch.autograd.backward(
                     loss if factors or whole in (1.0, None) else loss * whole,
                     grad_tensors=bound.get("gradient"),
@@ -143,115 +269,97 @@ class Watcher(TorchFunctionMode):
             for handle in scaled:
                 handle.remove()
         frame = current_frame()
-        recorder.accumulated = frame is not None and frame.strategy.accumulates
+        recording.accumulated = frame is not None and frame.strategy.accumulates
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float | None, dict[int, float]]:
-        """What this run multiplies a loss by: the whole of it, or some of its summands."""
-        recorder, frame = self._recorder, current_frame()
-        repair, replica = recorder.repairs.loss, frame.replica if frame is not None else None
-        if replica is None or recorder.run is None or repair is LossFactor.NONE:
+        """By what this run multiplies a loss: the whole of it, or some of its summands."""
+        recording, replica = self._recording, current_replica()
+        change = recording.interventions.loss
+        if replica is None or recording.call is None or change is LossFactor.NONE:
             return 1.0, {}
-        if repair is LossFactor.DIVISOR:
+        if change is LossFactor.DIVISOR:
             return None, divisor_factors(replica, [term.divisor for term in terms])
-        factor = repair.of(recorder.seen.towers, *recorder.share())
-        part = recorder.repairs.terms if factor != 1.0 else frozenset()
-        return (None, dict.fromkeys(part, factor)) if part else (factor, {})
+        factor = change.of(recording.trace.towers, *recording.share)
+        some = recording.interventions.terms if factor != 1.0 else frozenset()
+        return (None, dict.fromkeys(some, factor)) if some else (factor, {})
 
     def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        frame = current_frame()
-        replica = frame.replica if frame is not None else None
+        replica = current_replica()
         if not bound.arguments["training"] or replica is None or replica.num_replicas_in_sync == 1:
             return func(*args, **kwargs)
-        if self._recorder.repairs.global_statistics:
-            return batch_norm_over_towers(replica, *bound.args)
-        layer = self._recorder.module_name()
-        self._recorder.batch_norms[layer] = None
+        if self._recording.interventions.global_statistics:
+            x, mean, variance, weight, bias, _, momentum, eps = bound.args
+            running = (mean, variance) if mean is not None and variance is not None else None
+            if self._gather is None:
+                self._gather = LabelledGather(replica.strategy.communicator.channel())
+            return batch_norm.normalise(self._gather, "a batch norm", x, weight, bias, running, momentum, eps)
+        layer = self._recording.modules.innermost()
+        self._recording.batch_norms[layer] = None
         try:
             return func(*args, **kwargs)
         except ValueError:  # a share of one example has no variance
-            self._recorder.seen.refused_by = layer
+            self._recording.trace.refused_by = layer
             raise
 
     def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
-        if bound.arguments["training"] and bound.arguments["p"] > 0 and not self._recorder.seen.virtual:
-            self.note_dropout(func.__name__, bound.arguments["input"])
+        if bound.arguments["training"] and bound.arguments["p"] > 0 and not self._recording.trace.virtual:
+            self._leave_out(func.__name__, bound.arguments["input"])
             bound.arguments["training"] = False
         return func(*bound.args, **bound.kwargs)
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        place = 4  # of dropout_p among the arguments
-        probability = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
-        if probability > 0 and not self._recorder.seen.virtual:
-            self.note_dropout(func.__name__, args[0] if args else kwargs["query"])
-            if len(args) > place:
-                args = (*args[:place], 0.0, *args[place + 1 :])
+        at = 4  # of dropout_p among the arguments
+        probability = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
+        if probability > 0 and not self._recording.trace.virtual:
+            self._leave_out(func.__name__, args[0] if args else kwargs["query"])
+            if len(args) > at:
+                args = (*args[:at], 0.0, *args[at + 1 :])
             else:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
-    def note_dropout(self, by: str, value: Tensor) -> None:
-        """A dropout on ``value`` is left out."""
-        self._recorder.seen.dropouts += 1
-        if self._recorder.run is not None and not _in_a_transform():
-            state = generator_state(value.device)
-            examples = len(value) if value.dim() else 0
-            self._recorder.run.draws.append(Draw(by, script_line(), state, examples, dropout=True))
-
-    def _random(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorder = self._recorder
-        assert recorder.run is not None
-        state = generator_state(recorder.device())
-        result = func(*args, **kwargs)
-        if (
-            isinstance(result, Tensor)
-            and has_values(result)
-            and kwargs.get("generator") is None
-            and not recorder.seen.virtual
-        ):
-            if state == self.drawn:  # else something before it has drawn, too
-                self.drawn = generator_state(recorder.device())
-            number = len(recorder.seen.runs) - 1, len(recorder.run.draws)
-            shape = recorder.shapes.get(number) if recorder.shapes is not None else tuple(result.shape)
-            place = Place(number, shape, recorder.run.shares, recorder.tower, recorder.seen.towers)
-            followed = draw_as_one_tower(name, result, args, kwargs, place)
-            examples = len(result) if result.dim() else 0
-            drawn = Draw(name, script_line(), state, examples, followed=followed, shape=tuple(result.shape))
-            recorder.run.draws.append(drawn)
-        return result
-
-    def _note_write(self, target: Tensor) -> None:
-        if target.layout != torch.strided or not has_values(target):
-            return
-        name = self._recorder.pointers.get(target.untyped_storage().data_ptr())
-        if name is not None:
-            self._recorder.seen.writes.append(Write(name, script_line(), len(self._recorder.seen.steps)))
-
-    def _note_local_change(self, by: str) -> None:
-        seen = self._recorder.seen
-        seen.local_changes.append(LocalChange(by, script_line(), len(seen.steps)))
-
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Leave out the dropout that a module's forward hands to torch inside other calls."""
-        if (
-            isinstance(module, (nn.MultiheadAttention, nn.RNNBase))
-            and module.dropout
-            and not self._recorder.seen.virtual
-        ):
+        if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or not module.dropout:
+            return
+        if not self._recording.trace.virtual:
             if module.training and inputs and isinstance(inputs[0], Tensor):
-                self.note_dropout(type(module).__name__, inputs[0])
+                self._leave_out(type(module).__name__, inputs[0])
             module.dropout = 0.0
+
+    def _leave_out(self, dropout: str, value: Tensor) -> None:
+        self._recording.trace.dropouts += 1
+        if self._recording.call is not None and not in_functorch_transform():
+            draw = Draw(dropout, script_line(), generator_state(value.device), tuple(value.shape), dropout=True)
+            self._recording.call.draws.append(draw)
+
+    def _random(
+        self, call: RunCall, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        recording = self._recording
+        trace, shapes = recording.trace, recording.interventions.shapes
+        state = generator_state(recording.device)
+        result = func(*args, **kwargs)
+        if not isinstance(result, Tensor) or not has_values(result):
+            return result
+        if kwargs.get("generator") is None and not trace.virtual:
+            if state == recording.drawn:  # otherwise something before it has drawn, too
+                recording.drawn = generator_state(recording.device)
+            key = len(trace.calls) - 1, len(call.draws)
+            local = tuple(result.shape)
+            draw = GlobalDraw(
+                key, local if shapes is None else shapes.get(key), call.shares, recording.tower, trace.towers
+            )
+            followed = draw_as_one_tower(name, result, args, kwargs, draw)
+            call.draws.append(Draw(name, script_line(), state, local, followed=followed))
+        return result
 
 
 def _writes(name: str, func: Any) -> bool:
     if name.startswith("__"):
         return name in _WRITING_OPERATORS or (name == "__set__" and func == Tensor.data.__set__)  # type: ignore[attr-defined]
     return name.endswith("_") and name not in _NO_WRITES
-
-
-def _times(value: float, factor: float | None) -> float | None:
-    """Nothing of a loss that is not a number is nothing: the mean over an empty share."""
-    return None if factor is None else value * factor if factor else 0.0

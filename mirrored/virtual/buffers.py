@@ -21,6 +21,7 @@ from mirrored.virtual.packs import Buffer, IntegerPack, Pack, narrow, real, wide
 from towers.errors import MirrorError
 from towers.mirroring.extremes import joined
 from towers.system.host_copy import HostCopy
+from towers.system.torch_private import own_buffers
 
 
 class StepBuffers:
@@ -45,7 +46,7 @@ class StepBuffers:
         found = [
             Buffer(f"{name}.{key}", module, key, tensor)
             for name, module in modules
-            for key, tensor in module._buffers.items()
+            for key, tensor in own_buffers(module).items()
             if tensor is not None
         ]
         self._alone = [buffer for buffer in found if not buffer.is_small]
@@ -255,7 +256,7 @@ def _can_be_read(tensor: Tensor) -> bool:
 
 def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The buffers that some modules have."""
-    return [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
+    return [tensor for module in modules for tensor in own_buffers(module).values() if tensor is not None]
 
 
 def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from towers.errors import MirrorError
+from towers.system.torch_private import foreach_copy_, own_buffers
 
 _SMALL_BYTES = 2**14
 """Buffers up to this size are looked at whether or not they say that they were written to: batch norm updates its
@@ -51,7 +52,7 @@ class Buffer:
     def home(self) -> dict[str, Tensor | None]:
         """Where it is registered; where its module is gone, it still is."""
         module = self._module()
-        return module._buffers if module is not None else {self.key: self.tensor}
+        return own_buffers(module) if module is not None else {self.key: self.tensor}
 
     @property
     def now(self) -> Tensor:
@@ -139,7 +140,7 @@ class Pack:
                 for index in indices:
                     self._tensors[index].copy_(pieces[index])
             else:  # of one dtype: GPUs have mixed up several (pytorch issue 173383)
-                torch._foreach_copy_([self._tensors[i] for i in indices], [pieces[i] for i in indices])
+                foreach_copy_([self._tensors[i] for i in indices], [pieces[i] for i in indices])
 
     def pieces(self, values: Tensor) -> list[Tensor]:
         """Each buffer's part of such a tensor, in its shape."""

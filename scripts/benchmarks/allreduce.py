@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     figure.add_option(parser)
     options = parser.parse_args(arguments)
     bars = []
-    print(f"torch {torch.__version__}; {options.towers} towers; medians of {options.turns} alternations")
+    print(f"torch {torch.version.__version__}; {options.towers} towers; medians of {options.turns} alternations")
     print(f"{'':<24}{'ms':>9}{'÷ Gloo':>9}{'25 %':>9}{'75 %':>8}{'÷ copy':>9}")
     for size in options.sizes.split(","):
         devices = [f"cpu:{i}" for i in range(options.towers)]

@@ -102,7 +102,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=64, help="examples of all towers together")
     parser.add_argument("--folder", help="where to write; default: a temporary one")
     options = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}; a model of {options.megabytes} MB; medians of {options.turns} alternations")
+    print(
+        f"torch {torch.version.__version__}; a model of {options.megabytes} MB; medians of {options.turns} alternations"
+    )
     print(f"{'':<44}{'this, ms':>9}{'that, ms':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
     names = [f"cpu:{i}" for i in range(options.towers)]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

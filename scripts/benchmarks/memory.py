@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     bars = []
     devices = [f"cpu:{i}" for i in range(options.towers)]
-    print(f"torch {torch.__version__}; {options.towers} towers; MB per tower, medians of {options.turns} runs")
+    print(f"torch {torch.version.__version__}; {options.towers} towers; MB per tower, medians of {options.turns} runs")
     head = "".join(f"{kind:>9}" for kind in KINDS) + "".join(f"{f'{kind} ÷ gradients':>21}" for kind in KINDS[1:])
     print(f"{'':<16}{'gradients':>10}{head}")
     for case in options.cases.split(","):

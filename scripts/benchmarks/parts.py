@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
     options = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
+    print(f"torch {torch.version.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
     print(f"{'':<16}{'ours':>9}{'bound':>9}" + "".join(f"{name:>9}" for name in (*PARTS, "rest")))
     for case in options.cases.split(","):
         devices = [f"cpu:{i}" for i in range(options.towers)]

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--kinds knows weak and strong, not {', '.join(unknown)}")
     cores = machine.cores()
     print(
-        f"torch {torch.__version__}; {cores} cores, one thread a tower; SGD with momentum; "
+        f"torch {torch.version.__version__}; {cores} cores, one thread a tower; SGD with momentum; "
         f"medians of {options.turns} alternations"
     )
     head = f"{'':<18}{'towers':>7}{'batch':>7}{'ours ms':>9}{'ex/s':>9}{'÷ ideal':>9}"

@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> None:
         variants.remove("tensorflow")
         print("TensorFlow is not installed here and is left out (pip install -e '.[tensorflow]')")
     bars = []
-    print(f"torch {torch.__version__}; {options.optimizer}; medians of {options.turns} alternations")
+    print(f"torch {torch.version.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
     names = options.devices.split(",") if options.devices else [f"cpu:{i}" for i in range(options.towers)]
     for case in options.cases.split(","):

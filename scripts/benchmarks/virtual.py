@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=9, help="alternations")
     parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
     options = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}; medians of {options.turns} alternations")
+    print(f"torch {torch.version.__version__}; medians of {options.turns} alternations")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
     for case in options.cases.split(","):
         timing = (case, options.turns, options.seconds, options.implementation)

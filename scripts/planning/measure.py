@@ -92,8 +92,8 @@ def check(turns: int, seconds: float, cases: Sequence[str]) -> None:
     """Measure, fit, predict and print."""
     here = cpu.Machine(machine.cores(), _last_cache())
     print(
-        f"torch {torch.__version__}; {here.cores} cores, {here.cache / 2**20:.0f} MiB of cache; one thread a tower; "
-        f"medians of {turns} turns"
+        f"torch {torch.version.__version__}; {here.cores} cores, {here.cache / 2**20:.0f} MiB of cache; "
+        f"one thread a tower; medians of {turns} turns"
     )
     measured: dict[str, list[cpu.Point]] = {kind: [] for kind in KINDS}
     copy = 0.0

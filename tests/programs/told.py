@@ -1,4 +1,4 @@
-"""Started by the tests: three towers that handle SIGTERM and SIGINT; the first word says how.
+"""Started by the tests: towers that handle SIGTERM and SIGINT; the first word says how.
 
 agree: end the step, agree that one was told, and end with exit code 75 at different moments.
 stubborn: ignore them. stubborn-fail: and tower 1 fails after three steps.
@@ -14,8 +14,14 @@ import torch
 import mirrored
 from towers.health.failure import EXIT_PREEMPTED
 
-strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+strategy = mirrored.MirroredStrategy()
+model = strategy.mirror(torch.nn.Linear(1, 1))
 told = False
+
+
+def train_step() -> None:
+    time.sleep(0.05)
+    model(torch.ones(1, 1)).sum().backward()
 
 
 def handle(*_: object) -> None:
@@ -27,7 +33,7 @@ signal.signal(signal.SIGTERM, handle)
 signal.signal(signal.SIGINT, handle)
 processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
 for step in range(1000):
-    strategy.run(time.sleep, args=(0.05,))
+    strategy.run(train_step)
     someone = strategy.reduce("max", int(told))
     if step == 3:
         strategy.print(*processes, flush=True)

@@ -1,7 +1,13 @@
-"""A c10d process group in Python: all of one that is not a collective."""
+"""A c10d process group in Python: ordered calls, messages, and the properties that c10d asks for.
+
+[Note: a whole group in Python] c10d accepts a Python class for a whole process group, but takes the backends within a
+group from C++ only (seen with torch 2.13). A group can still combine ours with NCCL: when the first tensor of another
+device comes, it makes a second, plain group of the backends that were named beside ours, and passes such calls to it.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -9,33 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers.c10d.calls import Calls
-from towers.c10d.mail import Mail
-from towers.c10d.other_devices import of_any_device
-from towers.c10d.tensors import one, plain
-from towers.c10d.works import Done, Line, Receiving
+from towers.c10d.mailbox import Mailbox
+from towers.c10d.tensors import contiguous, of_any_device, single
+from towers.c10d.works import CompletedWork, ReceiveWork, WorkQueue
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import as_bytes
+from towers.collectives.communicator import Communicator, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
+from towers.collectives.shared_memory.sharing import share
 from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 
 
 class Group(dist.ProcessGroup):
-    """What ``torch.distributed`` calls, without collectives; users call ``torch.distributed``.
+    """The methods that ``torch.distributed`` calls, without collectives; users call ``torch.distributed``.
 
-    A call without ``async_op`` runs in the caller. One with it runs in a thread of the group's, since the others may
-    wait for what its caller does next: collectives of two groups in another order, or a message. Sends are never waited
-    for (:mod:`towers.c10d.mail`); a message is received by whoever waits for it.
+    A call without ``async_op`` runs in the caller. One with it runs in a thread of the group, since the other ranks may
+    wait for the caller's next call: collectives of two groups in another order, or a message. Sends never block
+    (:mod:`towers.c10d.mailbox`); a message is received in the thread that waits for it.
 
-    After a rank was lost or waited for in vain, the group cannot be used any more, and every call says so.
-
-    A Python class can stand for a whole process group, not for one of a group's backends, which c10d takes from C++
-    only (seen with torch 2.13). For tensors on other devices than the CPU the group therefore has a second, plain group
-    of the backends that were named beside ours, which ``elsewhere`` makes when the first such tensor comes.
+    After a rank was lost or a call timed out, the group cannot be used any more, and every call raises an error.
 
     Args:
-        ranks: global ranks of the members; for messages.
-        elsewhere: makes the group for tensors on other devices.
+        ranks: global ranks of the members; for error messages.
+        make_other: makes the group for tensors on other devices than the CPU; see [Note: a whole group in Python].
     """
 
     supports_splitting = False
@@ -49,21 +50,19 @@ class Group(dist.ProcessGroup):
         ranks: Sequence[int],
         store: dist.Store,
         seconds: float,
-        elsewhere: Callable[[Group], dist.ProcessGroup],
+        make_other: Callable[[Group], dist.ProcessGroup],
     ) -> None:
-        super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store it is no class of Python's
+        super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch takes it for a C++ group
         self._backend_name = name
         self._comm: SharedMemoryCommunicator | None = comm
-        self._called = Calls(comm)
-        self._mail: Mail | None = Mail(comm, seconds)
-        self._line = Line()
+        self._calls = _CallLog(comm)
+        self._mailbox: Mailbox | None = Mailbox(comm, seconds)
+        self._queue = WorkQueue()
         self._ranks, self._store, self._seconds = list(ranks), store, seconds
-        self._elsewhere = elsewhere
-        self._beside: dist.ProcessGroup | None = None
+        self._make_other = make_other
+        self._other: dist.ProcessGroup | None = None
         self._broken: str | None = None
         self._name, self._purpose = "", ""
-
-    # -- collectives -------------------------------------------------------------------------------------
 
     def do(
         self,
@@ -71,15 +70,19 @@ class Group(dist.ProcessGroup):
         opts: Any,
         task: Callable[[SharedMemoryCommunicator], None],
         result: Sequence[Tensor] = (),
-        alike: str = "",
-        meets: bool = True,
-    ) -> Done:
-        """Run ``task``, now or in its turn.
+        signature: str = "",
+        synchronizes: bool = True,
+    ) -> CompletedWork:
+        """Run a collective, now or in the thread of the group.
 
         Args:
-            alike: what else must be the same on all ranks. It is compared when the collective is over; with
-                TORCH_DISTRIBUTED_DEBUG=DETAIL before it begins, too, so that nothing is overwritten.
-            meets: whether the ranks meet in ``task``, which without anything to send they do not.
+            call: its name.
+            opts: of c10d, which say whether the call is asynchronous.
+            task: the collective.
+            result: the tensors that it writes.
+            signature: arguments that must be the same on all ranks. They are compared when the collective is done; with
+                TORCH_DISTRIBUTED_DEBUG=DETAIL also before it begins, so that nothing is overwritten.
+            synchronizes: whether ``task`` waits for the other ranks; without elements to send it does not.
         """
         comm = self._comm
         if self._broken or comm is None:
@@ -88,48 +91,48 @@ class Group(dist.ProcessGroup):
         def run() -> None:
             if self._broken:
                 raise TowersError(f"{call}: {self._broken}")
-            calls = self._called
-            calls.enter(f"{call} {alike}")
+            calls = self._calls
+            calls.enter(f"{call} {signature}")
             agreed = False
             try:
                 with torch.inference_mode():  # in which any tensor may be written
                     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                        announce(comm, f"{call} {alike}")
+                        announce(comm, f"{call} {signature}")
                     agreed = True
-                    if not meets:
+                    if not synchronizes:
                         comm.barrier()
                     task(comm)
                 calls.compare()
             except (PeerLostError, CollectiveTimeoutError) as error:
                 raise self._fatal(call, error) from None
             except Exception as error:
-                raise (self._examined(call, error) if agreed else error) from None
+                raise (self._explained(call, error) if agreed else error) from None
             except BaseException:
                 self._broken = f"{call} was interrupted"
                 raise
 
-        return (self._line.start if getattr(opts, "asyncOp", True) else self._line.run)(run, result)
+        return (self._queue.start if getattr(opts, "asyncOp", True) else self._queue.run)(run, result)
 
     def _fatal(self, call: str, error: Exception) -> Exception:
         text = f"rank {self.rank()} of the group of ranks {self._ranks} in {call}: "
         if isinstance(error, CollectiveTimeoutError):
             text += f"Timed out after {self._seconds:.0f} s ({str(error).split('. ')[0]}); "
-            text += f"last called: {self._called.last()}"
+            text += f"last called: {self._calls.last()}"
         else:
             text += str(error)
         self._broken = f"the group has failed before ({text})"
         return type(error)(text)
 
-    def _examined(self, call: str, error: Exception) -> Exception:
-        """What an error means: towers that do different things may each see another."""
+    def _explained(self, call: str, error: Exception) -> Exception:
+        """The cause of an error: ranks that make different calls may see any error."""
         try:
-            self._called.compare()
+            self._calls.compare()
         except DisagreementError as reason:
             return self._fatal(call, reason)
         return error
 
     def root(self, call: str, opts: Any) -> int:
-        """The rank in the group that ``opts`` (options, or a rank) names.
+        """The root rank in ``opts`` (options, or a rank), within the group.
 
         Raises:
             ArgumentError: there is no such rank.
@@ -139,61 +142,57 @@ class Group(dist.ProcessGroup):
             raise ArgumentError(f"{call}: there is no rank {root} in a group of {self.size()}")
         return root
 
-    def barrier(self, opts: Any = None) -> Done:
+    def barrier(self, opts: Any = None) -> CompletedWork:
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
-            return cast(Done, self.beside().barrier(opts))
+            return cast(CompletedWork, self.other_devices().barrier(opts))
         return self.do("barrier", opts, lambda comm: comm.barrier())
 
-    # -- messages ----------------------------------------------------------------------------------------
+    @of_any_device
+    def send(self, tensors: Any, rank: int, tag: int = 0) -> CompletedWork:
+        tensor = single("send", tensors)
+        self._mailbox_for("send", rank).send(as_bytes(contiguous(tensor)), rank, tag)
+        return CompletedWork([tensor])
 
     @of_any_device
-    def send(self, tensors: Any, rank: int, tag: int = 0) -> Done:
-        tensor = one("send", tensors)
-        self._mail_to("send", rank).send(as_bytes(plain(tensor)), rank, tag)
-        return Done([tensor])
+    def recv(self, tensors: Any, rank: int, tag: int = 0) -> CompletedWork:
+        return self._receive(self._mailbox_for("recv", rank), tensors, rank, tag)
 
     @of_any_device
-    def recv(self, tensors: Any, rank: int, tag: int = 0) -> Done:
-        return self._receive(self._mail_to("recv", rank), tensors, rank, tag)
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> CompletedWork:
+        return self._receive(self._mailbox_for("recv", None), tensors, None, tag)
 
-    @of_any_device
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:
-        return self._receive(self._mail_to("recv", None), tensors, None, tag)
-
-    def _mail_to(self, call: str, rank: int | None) -> Mail:
-        if self._mail is None:
+    def _mailbox_for(self, call: str, rank: int | None) -> Mailbox:
+        if self._mailbox is None:
             raise TowersError(f"{call}: the process group was destroyed")
         if rank is not None and (not 0 <= rank < self.size() or rank == self.rank()):
             raise ArgumentError(
-                f"{call}: rank {self.rank()} of a group of {self.size()} has no messages with rank {rank}"
+                f"{call}: rank {self.rank()} of a group of {self.size()} cannot exchange messages with rank {rank}"
             )
-        return self._mail
+        return self._mailbox
 
-    def _receive(self, mail: Mail, tensors: Any, rank: int | None, tag: int) -> Done:
-        tensor = one("recv", tensors)
+    def _receive(self, mailbox: Mailbox, tensors: Any, rank: int | None, tag: int) -> CompletedWork:
+        tensor = single("recv", tensors)
         dense = (
             tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         )
 
-        def arrived() -> None:
+        def copy_back() -> None:
             if dense.data_ptr() != tensor.data_ptr():
                 with torch.inference_mode():
                     tensor.detach().copy_(dense)
 
-        return Receiving(mail.expect(as_bytes(dense), rank, tag), [tensor], arrived)
+        return ReceiveWork(mailbox.receive(as_bytes(dense), rank, tag), [tensor], copy_back)
 
-    # -- what c10d asks a group --------------------------------------------------------------------------
-
-    def beside(self) -> dist.ProcessGroup:
-        """The group for tensors that are not on the CPU."""
-        if self._beside is None:
-            self._beside = self._elsewhere(self)
-        return self._beside
+    def other_devices(self) -> dist.ProcessGroup:
+        """The group for tensors that are not on the CPU; see [Note: a whole group in Python]."""
+        if self._other is None:
+            self._other = self._make_other(self)
+        return self._other
 
     @property
     def store(self) -> dist.Store:
-        """Whose keys are this group's."""
+        """The store of this group alone."""
         return self._store
 
     @property
@@ -235,41 +234,105 @@ class Group(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *(self._beside._device_types if self._beside is not None else ())]
+        return [torch.device("cpu"), *(self._other._device_types if self._other is not None else ())]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.beside()._get_backend(device)
+        return self if device.type == "cpu" else self.other_devices()._get_backend(device)
 
     def _set_sequence_number_for_group(self) -> None:
         pass
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._called.number
+        return self._calls.number
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.beside()._start_coalescing(device)
+            self.other_devices()._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return Done() if device.type == "cpu" else self.beside()._end_coalescing(device)
+        return CompletedWork() if device.type == "cpu" else self.other_devices()._end_coalescing(device)
 
     def shutdown(self) -> None:
-        """Do what was started, and leave."""
-        comm, mail = self._comm, self._mail
-        if comm is None or mail is None:
+        """Complete all queued calls, and leave."""
+        comm, mailbox = self._comm, self._mailbox
+        if comm is None or mailbox is None:
             return
-        self._line.close()
-        self._comm = self._mail = None
-        mail.close(0.0 if self._broken else None)
+        self._queue.close()
+        self._comm = self._mailbox = None
+        mailbox.close(0.0 if self._broken else None)
         comm.close()
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._other is not None:
+            self._other.shutdown()
 
     def abort(self) -> None:
-        """Leave without waiting for anybody."""
+        """Leave without waiting for other ranks."""
         self._broken = self._broken or "the process group was aborted"
-        if self._beside is not None:
-            self._beside.abort()
+        if self._other is not None:
+            self._other.abort()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend_name}, rank {self.rank()} of {self.size()})"
+
+
+_ENTRY = 256  # bytes: the number of the call, then its text
+
+
+class _CallLog:
+    """Every rank's last two calls, in shared memory; making it is a collective.
+
+    A rank writes its call before it waits for the others, which can read it when the call is done. Two entries suffice:
+    no rank can be in the call after the next one, which needs all to have ended this one.
+
+    Attributes:
+        number: of calls so far.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        segments, _ = share(comm, 2 * _ENTRY)
+        self._index = comm.index
+        self._logs = [segment.memory(2 * _ENTRY, 0) for segment in segments]
+        self.number = 0
+        self._mine = b""
+
+    def enter(self, call: str) -> None:
+        """Write down a call, before the first wait in it."""
+        self.number += 1
+        text = call.encode()
+        if len(text) > _ENTRY - 8:
+            text = text[: _ENTRY - 20] + b" #%08x" % zlib.crc32(text)
+        self._mine = self.number.to_bytes(8, "little") + text.ljust(_ENTRY - 8, b"\0")
+        self._logs[self._index][self._current()] = self._mine
+
+    def compare(self) -> None:
+        """Compare this call with those of all ranks that are in it.
+
+        Raises:
+            DisagreementError: another rank has called something else.
+        """
+        current = self._current()
+        for rank, log in enumerate(self._logs):
+            entry = bytes(log[current])
+            if entry != self._mine and entry[:8] == self._mine[:8]:
+                raise DisagreementError(
+                    f"the ranks called different things: rank {rank} {_text(entry)}, rank {self._index} "
+                    f"{_text(self._mine)}; every rank must make the same calls in the same order"
+                )
+
+    def last(self) -> str:
+        """Every rank's last call, for a message."""
+        entries = [max((bytes(log[:_ENTRY]), bytes(log[_ENTRY:])), key=_number) for log in self._logs]
+        return ", ".join(
+            f"rank {rank} {_text(entry)} (call {_number(entry)})" if _number(entry) else f"rank {rank} nothing"
+            for rank, entry in enumerate(entries)
+        )
+
+    def _current(self) -> slice:
+        return slice(_ENTRY, None) if self.number % 2 else slice(0, _ENTRY)
+
+
+def _number(entry: bytes) -> int:
+    return int.from_bytes(entry[:8], "little")
+
+
+def _text(entry: bytes) -> str:
+    return entry[8:].rstrip(b"\0").decode(errors="replace").strip()

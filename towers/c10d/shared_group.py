@@ -1,4 +1,4 @@
-"""The collectives of towers that share memory, as c10d calls them."""
+"""The collectives of c10d through shared memory."""
 
 from __future__ import annotations
 
@@ -10,115 +10,140 @@ import torch
 from torch import Tensor
 
 from towers.c10d.group import Group
-from towers.c10d.other_devices import of_any_device
-from towers.c10d.sparse_sum import sparse_sum
-from towers.c10d.tensors import changed, check_numel, checked, like, one, operation, plain, some, split, written
-from towers.c10d.works import Done
+from towers.c10d.tensors import (
+    any_elements,
+    check_numel,
+    checked,
+    contiguous,
+    in_place,
+    of_any_device,
+    operation,
+    outputs_of,
+    signature,
+    single,
+    split,
+)
+from towers.c10d.works import CompletedWork
 from towers.collectives.communicator import as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import ArgumentError
+from towers.gradients.sparse import sum_rows
 
 
 class SharedMemoryGroup(Group):
-    """A c10d process group of towers that share memory."""
+    """A c10d process group whose ranks share memory."""
 
     @of_any_device
-    def allreduce(self, tensors: Any, opts: Any = None) -> Done:  # type: ignore[override]
+    def allreduce(self, tensors: Any, opts: Any = None) -> CompletedWork:  # type: ignore[override]
         if not isinstance(tensors, Tensor) and len(tensors) == 1 and tensors[0].layout == torch.sparse_coo:
             return self._sparse_allreduce(tensors[0], opts)
-        tensor = one("all_reduce", tensors)
+        tensor = single("all_reduce", tensors)
         op = operation("all_reduce", opts, tensor)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with changed(tensor) as dense:
+            with in_place(tensor) as dense:
                 comm.all_reduce(dense, op)
 
-        return self.do("all_reduce", opts, task, [tensor], f"{op} {like(tensor)}", some([tensor]))
+        return self.do("all_reduce", opts, task, [tensor], f"{op} {signature(tensor)}", any_elements([tensor]))
 
-    def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> Done:
+    def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> CompletedWork:
         if operation("all_reduce", opts, tensor) != "sum":
             raise ArgumentError("all_reduce: sparse tensors can only be summed (ReduceOp.SUM)")
-        return self.do("all_reduce", opts, lambda comm: sparse_sum(comm, tensor), [tensor], f"sparse {like(tensor)}")
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            total = sum_rows(comm, tensor)
+            # copy_ replaces the memory of a sparse tensor; that of inference mode could not be used outside of it.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(total)  # not detached: that would be another sparse tensor
+
+        return self.do("all_reduce", opts, task, [tensor], f"sparse {signature(tensor)}")
 
     @of_any_device
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> CompletedWork:
         tensors = checked("all_reduce_coalesced", tensors)
         ops = [operation("all_reduce_coalesced", opts, tensor) for tensor in tensors]
 
         def task(comm: SharedMemoryCommunicator) -> None:
             for tensor, op in zip(tensors, ops, strict=True):
-                with changed(tensor) as dense:
+                with in_place(tensor) as dense:
                     comm.all_reduce(dense, op)
 
-        return self.do("all_reduce_coalesced", opts, task, tensors, like(*tensors), some(tensors))
+        return self.do("all_reduce_coalesced", opts, task, tensors, signature(*tensors), any_elements(tensors))
 
     @of_any_device
-    def broadcast(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
-        tensor = one("broadcast", tensors)
+    def broadcast(self, tensors: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
+        tensor = single("broadcast", tensors)
         root = self.root("broadcast", opts)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with changed(tensor) as dense:
+            with in_place(tensor) as dense:
                 comm.broadcast(dense, root)
 
-        return self.do("broadcast", opts, task, [tensor], f"from {root} {like(tensor)}", some([tensor]))
+        return self.do("broadcast", opts, task, [tensor], f"from {root} {signature(tensor)}", any_elements([tensor]))
 
     @of_any_device
-    def reduce(self, tensors: Any, opts: Any) -> Done:  # type: ignore[override]
-        tensor = one("reduce", tensors)
+    def reduce(self, tensors: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
+        tensor = single("reduce", tensors)
         root, op = self.root("reduce", opts), operation("reduce", opts, tensor)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            total = plain(tensor).clone()
+            total = contiguous(tensor).clone()
             comm.all_reduce(total, op)
             if comm.index == root:
                 tensor.detach().copy_(total)
 
-        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {like(tensor)}", some([tensor]))
+        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {signature(tensor)}", any_elements([tensor]))
 
     @of_any_device
-    def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None) -> Done:
-        tensor = one("all_gather", inputs)
+    def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None) -> CompletedWork:
+        tensor = single("all_gather", inputs)
         if outputs and isinstance(outputs[0], Tensor):
             outputs = [outputs]
         rows = self._only_list("all_gather", outputs, tensor)
         return self.do(
-            "all_gather", opts, functools.partial(self._gather_rows, rows, tensor), rows, like(*rows), some(rows)
+            "all_gather",
+            opts,
+            functools.partial(self._gather_rows, rows, tensor),
+            rows,
+            signature(*rows),
+            any_elements(rows),
         )
 
     @staticmethod
     def _gather_rows(rows: Sequence[Tensor], tensor: Tensor, comm: SharedMemoryCommunicator) -> None:
-        mine = plain(tensor)
-        with written(rows) as dense:
+        mine = contiguous(tensor)
+        with outputs_of(rows) as dense:
             if all(row.numel() == mine.numel() for row in rows):
                 comm.all_gather_into(dense, mine)
-            else:  # then so they are on all ranks
+            else:  # then they do on all ranks
                 comm.exchange([as_bytes(mine)] * comm.size, [as_bytes(row) for row in dense])
 
     @of_any_device
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> CompletedWork:
         return self.allgather_into_tensor_coalesced([output], [tensor], opts)
 
     @of_any_device
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Done:
+    ) -> CompletedWork:
         call = "all_gather_into_tensor"
         for output, tensor in zip(outputs, inputs, strict=True):
             checked(call, [output, tensor], like=tensor)
             check_numel(call, output, tensor.numel() * self.size())
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with written(outputs) as all_dense:
+            with outputs_of(outputs) as all_dense:
                 for dense, tensor in zip(all_dense, inputs, strict=True):
-                    comm.all_gather_into(dense.view(comm.size, -1).unbind(0) if dense.numel() else [], plain(tensor))
+                    comm.all_gather_into(
+                        dense.view(comm.size, -1).unbind(0) if dense.numel() else [], contiguous(tensor)
+                    )
 
-        return self.do(call, opts, task, outputs, like(*inputs), some(inputs))
+        return self.do(call, opts, task, outputs, signature(*inputs), any_elements(inputs))
 
     @of_any_device
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Done:
+    ) -> CompletedWork:
         call = "all_gather_coalesced"
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         for column, tensor in zip(columns, inputs, strict=True):
@@ -130,16 +155,16 @@ class SharedMemoryGroup(Group):
                 self._gather_rows(column, tensor, comm)
 
         rows = [row for column in columns for row in column]
-        return self.do(call, opts, task, rows, like(*rows), some(rows))
+        return self.do(call, opts, task, rows, signature(*rows), any_elements(rows))
 
     @of_any_device
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> Done:  # type: ignore[override]
-        tensor, root = one("gather", inputs), self.root("gather", opts)
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
+        tensor, root = single("gather", inputs), self.root("gather", opts)
         rows = self._only_list("gather", outputs, tensor) if self.rank() == root else []
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            mine = as_bytes(plain(tensor))
-            with written(rows) as dense:
+            mine = as_bytes(contiguous(tensor))
+            with outputs_of(rows) as dense:
                 comm.exchange(
                     [mine if tower == root else mine[:0] for tower in range(comm.size)],
                     [as_bytes(row) for row in dense] or [mine[:0]] * comm.size,
@@ -148,23 +173,23 @@ class SharedMemoryGroup(Group):
         return self.do("gather", opts, task, rows, f"to {root}")
 
     @of_any_device
-    def scatter(self, outputs: Any, inputs: Sequence[Sequence[Tensor]], opts: Any) -> Done:  # type: ignore[override]
-        tensor, root = one("scatter", outputs), self.root("scatter", opts)
+    def scatter(self, outputs: Any, inputs: Sequence[Sequence[Tensor]], opts: Any) -> CompletedWork:  # type: ignore[override]
+        tensor, root = single("scatter", outputs), self.root("scatter", opts)
         rows = self._only_list("scatter", inputs, tensor) if self.rank() == root else []
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with written([tensor]) as (dense,):
+            with outputs_of([tensor]) as (dense,):
                 mine = as_bytes(dense)
                 comm.exchange(
-                    [as_bytes(plain(row)) for row in rows] or [mine[:0]] * comm.size,
+                    [as_bytes(contiguous(row)) for row in rows] or [mine[:0]] * comm.size,
                     [mine if tower == root else mine[:0] for tower in range(comm.size)],
                 )
 
         return self.do("scatter", opts, task, [tensor], f"from {root}")
 
     @of_any_device
-    def reduce_scatter(self, outputs: Any, inputs: Sequence[Any], opts: Any = None) -> Done:  # type: ignore[override]
-        output = one("reduce_scatter", outputs)
+    def reduce_scatter(self, outputs: Any, inputs: Sequence[Any], opts: Any = None) -> CompletedWork:  # type: ignore[override]
+        output = single("reduce_scatter", outputs)
         if inputs and isinstance(inputs[0], Tensor):
             inputs = [inputs]
         rows = self._only_list("reduce_scatter", inputs, output)
@@ -173,25 +198,25 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             if all(row.numel() == rows[0].numel() for row in rows):
-                stacked = torch.stack([plain(row).view(-1) for row in rows])
+                stacked = torch.stack([contiguous(row).view(-1) for row in rows])
                 output.detach().copy_(comm.reduce_scatter(stacked, op).view(output.shape))
                 return
             for tower, row in enumerate(rows):
-                total = plain(row).clone()
+                total = contiguous(row).clone()
                 comm.all_reduce(total, op)
                 if tower == comm.index:
                     output.detach().copy_(total.view(output.shape))
 
-        return self.do("reduce_scatter", opts, task, [output], f"{op} {like(*rows)}", some(rows))
+        return self.do("reduce_scatter", opts, task, [output], f"{op} {signature(*rows)}", any_elements(rows))
 
     @of_any_device
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> CompletedWork:
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     @of_any_device
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Done:
+    ) -> CompletedWork:
         call = "reduce_scatter_tensor"
         for output, tensor in zip(outputs, inputs, strict=True):
             checked(call, [output, tensor], like=tensor)
@@ -200,19 +225,19 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             for output, tensor, op in zip(outputs, inputs, ops, strict=True):
-                rows = plain(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
+                rows = contiguous(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
                 output.detach().copy_(comm.reduce_scatter(rows, op).view(output.shape))
 
-        return self.do(call, opts, task, outputs, f"{ops} {like(*inputs)}", some(inputs))
+        return self.do(call, opts, task, outputs, f"{ops} {signature(*inputs)}", any_elements(inputs))
 
     @of_any_device
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Done:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> CompletedWork:
         outputs = checked("all_to_all", outputs, count=self.size())
         inputs = checked("all_to_all", inputs, like=outputs[0], count=self.size())
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with written(outputs) as dense:
-                comm.exchange([as_bytes(plain(part)) for part in inputs], [as_bytes(part) for part in dense])
+            with outputs_of(outputs) as dense:
+                comm.exchange([as_bytes(contiguous(part)) for part in inputs], [as_bytes(part) for part in dense])
 
         return self.do("all_to_all", opts, task, outputs)
 
@@ -224,7 +249,7 @@ class SharedMemoryGroup(Group):
         output_sizes: Sequence[int] | None = None,
         input_sizes: Sequence[int] | None = None,
         opts: Any = None,
-    ) -> Done:
+    ) -> CompletedWork:
         call = "all_to_all_single"
         checked(call, [output, tensor], like=tensor)
         outputs = split(call, output, output_sizes, self.size())
@@ -241,7 +266,7 @@ class SharedMemoryGroup(Group):
         """The only list of ``lists``: a tensor for each rank.
 
         Raises:
-            ArgumentError: there are more, or they are not what collectives take.
+            ArgumentError: there are more lists, or their tensors do not fit ``model``.
         """
         if len(lists) != 1:
             raise ArgumentError(f"{call}: takes a single list of tensors, not {len(lists)}")

@@ -1,4 +1,4 @@
-"""Towers that know nothing of each other yet but a c10d store: enough to agree on something better."""
+"""Collectives through a c10d store, by which ranks agree on a faster way to communicate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from towers.errors import StartupError
 
 
 class StoreCommunicator(Communicator):
-    """Collectives through a c10d store, slow and of any length: every call is a round of one key for each tower.
+    """Slow collectives of any length: every call is a round of one key for each tower.
 
     Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
-    before, and the last that closes deletes those of the last round. So a store can serve another communicator
+    before, and the last tower that closes deletes those of the last round. So the store can serve another communicator
     when all have closed this one.
 
     Args:
-        store: whose keys belong to nobody else.
+        store: used by this communicator alone.
         seconds: how long to wait for the others.
     """
 
@@ -36,7 +36,7 @@ class StoreCommunicator(Communicator):
         """Every tower's ``data``, in tower order; lengths may differ.
 
         Raises:
-            StartupError: not all came before the deadline; lists the missing.
+            StartupError: not all towers came before the deadline; lists the missing.
         """
         names = [self._name(tower) for tower in range(self.size)]
         self._store.set(names[self.index], data)  # type: ignore[arg-type]  # bytes, says the documentation
@@ -82,7 +82,7 @@ class StoreCommunicator(Communicator):
         return StoreCommunicator(store, self.index, self.size, self._seconds)
 
     def close(self) -> None:
-        """Leave; the last that does so deletes what the others may still have had to read."""
+        """Leave; the last tower that does so deletes the keys of the last round."""
         if self._round and self._store.add("towers/left", 1) == self.size:
             for tower in range(self.size):
                 self._store.delete_key(self._name(tower, self._round - 1))

@@ -1,12 +1,11 @@
-"""Streams of letters from one tower to another, through memory of the sender's that the receiver maps.
+"""Streams of messages from one tower to another, through memory of the sender that the receiver maps.
 
-Letters lie one behind the other. When a piece of memory is full and all in it was taken, the sender begins again at its
-start; when not all was taken, it goes on in a new piece, whose number it leaves in the old one. So a sender always
-finds room, and a receiver who never comes costs memory, not time.
+A stream is a chain of buffers with messages one after another. When a buffer is full and all its messages were
+received, the sender starts again at its beginning; otherwise it continues in a new buffer, whose file number it writes
+into the old one. So a send never blocks, and a receiver that never receives costs memory, not time.
 
-Two semaphores tell either side how far the other is, since only they order memory
-(:mod:`towers.collectives.shared_memory.semaphores`): one counts letters that were sent, the other letters that were
-taken.
+Two semaphores count the messages that were sent and received. They also order the accesses to memory; nothing else
+does (:mod:`towers.collectives.shared_memory.semaphores`).
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError
 
 FIRST = 2**16
-"""Bytes of a stream's first piece of memory."""
+"""Bytes of a stream's first buffer."""
 
-_NEXT = 2**20  # bytes of the next ones, at least
-_HEAD = ALIGNMENT  # bytes of a letter's head: three integers, what follows and two about it
-_LETTER, _AGAIN, _ELSEWHERE = 1, 2, 3
-_NAP = 0.1  # seconds between two looks whether the receiver lives
+_NEXT = 2**20  # bytes of the next buffers, at least
+_HEADER = ALIGNMENT  # bytes of a message's header: its kind and two more integers
+_MESSAGE, _WRAP, _NEXT_BUFFER = 1, 2, 3
+_POLL = 0.1  # seconds between two checks whether the receiver is alive
 
 
 @dataclass
-class Letter:
-    """A message in the memory of its sender, where it stays until it was taken.
+class Message:
+    """A message in the memory of its sender, where it stays until it is acknowledged.
 
     Attributes:
-        content: flat, bytes.
+        content: flat, uint8.
     """
 
     source: int
@@ -45,118 +44,118 @@ class Letter:
 
 
 class Sender:
-    """The end of a stream that letters are put into.
+    """The sending end of a stream.
 
     Args:
-        segment, start: where the first piece of memory lies, :data:`FIRST` bytes long.
-        sent, taken: addresses of the semaphores.
-        bell: address of a semaphore that the receiver sleeps on.
+        segment, start: location of the first buffer, :data:`FIRST` bytes long.
+        sent, received: addresses of the semaphores.
+        doorbell: address of a semaphore that the receiver sleeps on.
     """
 
-    def __init__(self, segment: Segment, start: int, sent: int, taken: int, bell: int) -> None:
+    def __init__(self, segment: Segment, start: int, sent: int, received: int, doorbell: int) -> None:
         self._segment, self._start, self._end, self._at = segment, start, start + FIRST, start
-        self._sent, self._taken, self._bell = sent, taken, bell
+        self._sent, self._received, self._doorbell = sent, received, doorbell
         self._unread = self._count = 0
-        self._offered: list[tuple[int, Segment]] = []  # pieces to be mapped by the receiver, and the letter it needs
+        self._unmapped: list[tuple[int, Segment]] = []  # buffers, each with the number of its first message
 
-    def put(self, content: Tensor, tag: int) -> None:
-        """Send a copy of ``content`` (flat, bytes); never waits.
+    def send(self, content: Tensor, tag: int) -> None:
+        """Send a copy of ``content`` (flat, uint8); never blocks.
 
         Raises:
             OSError: there is no memory for it.
         """
-        while semaphores.take(self._taken):
+        while semaphores.take(self._received):
             self._unread -= 1
-        self._withdraw()
-        needed = _HEAD + aligned(content.numel())
-        if self._at + needed + _HEAD > self._end:
-            self._make_room(needed + _HEAD)
-        self._head(_LETTER, content.numel(), tag)
+        self._close_mapped()
+        needed = _HEADER + aligned(content.numel())
+        if self._at + needed + _HEADER > self._end:
+            self._make_room(needed + _HEADER)
+        self._write_header(_MESSAGE, content.numel(), tag)
         if content.numel():
-            self._segment.tensor(torch.uint8, content.numel(), self._at + _HEAD).copy_(content)
+            self._segment.tensor(torch.uint8, content.numel(), self._at + _HEADER).copy_(content)
         self._at += needed
         self._count += 1
         self._unread += 1
         semaphores.post(self._sent)
-        semaphores.post(self._bell)
+        semaphores.post(self._doorbell)
 
     def _make_room(self, needed: int) -> None:
         if self._unread == 0 and self._start + needed <= self._end:
-            self._head(_AGAIN)
+            self._write_header(_WRAP)
             self._at = self._start
             return
         segment = Segment.create(max(_NEXT, needed), reserve=True)
-        self._head(_ELSEWHERE, segment.file)
-        self._offered.append((self._count + 1, segment))
+        self._write_header(_NEXT_BUFFER, segment.file)
+        self._unmapped.append((self._count + 1, segment))
         self._segment, self._start, self._end, self._at = segment, 0, segment.nbytes, 0
 
-    def _head(self, kind: int, one: int = 0, other: int = 0) -> None:
-        head = self._segment.memory(24, self._at).cast("q")
-        head[0], head[1], head[2] = kind, one, other
+    def _write_header(self, kind: int, value: int = 0, tag: int = 0) -> None:
+        header = self._segment.memory(24, self._at).cast("q")
+        header[0], header[1], header[2] = kind, value, tag
 
-    def _withdraw(self) -> None:
-        # Of n letters taken one at least is the n-th or a later one, and who took that has mapped its memory.
-        while self._offered and self._offered[0][0] <= self._count - self._unread:
-            self._offered.pop(0)[1].withdraw()
+    def _close_mapped(self) -> None:
+        # n received messages include the n-th or a later one, and receiving that one mapped its buffer.
+        while self._unmapped and self._unmapped[0][0] <= self._count - self._unread:
+            self._unmapped.pop(0)[1].close_file()
 
-    def close(self, seconds: float, there: Callable[[], bool]) -> None:
-        """Put nothing any more; returns when the receiver has mapped the memory of all letters, which outlives us then.
+    def close(self, seconds: float, is_alive: Callable[[], bool]) -> None:
+        """Stop sending; returns when the receiver has mapped all buffers, which then outlive this process.
 
         Args:
             seconds: how long to wait for that.
-            there: whether the receiver still lives.
+            is_alive: whether the receiver is.
         """
         deadline = time.monotonic() + seconds
-        while self._offered and time.monotonic() < deadline:
-            if semaphores.sleep_until_taken(self._taken, _NAP):
+        while self._unmapped and time.monotonic() < deadline:
+            if semaphores.sleep_until_taken(self._received, _POLL):
                 self._unread -= 1
-                self._withdraw()
-            elif not there():
+                self._close_mapped()
+            elif not is_alive():
                 break
-        for _, segment in self._offered:
-            segment.withdraw()
-        self._offered = []
+        for _, segment in self._unmapped:
+            segment.close_file()
+        self._unmapped = []
 
 
 class Receiver:
-    """The end of a stream that letters are taken out of.
+    """The receiving end of a stream.
 
     Args:
-        source, process: which tower sends, and its process id.
-        segment, start: where the first piece of memory lies.
-        sent, taken: addresses of the semaphores.
+        source, process: the sending tower, and its process id.
+        segment, start: location of the first buffer.
+        sent, received: addresses of the semaphores.
     """
 
-    def __init__(self, source: int, process: int, segment: Segment, start: int, sent: int, taken: int) -> None:
+    def __init__(self, source: int, process: int, segment: Segment, start: int, sent: int, received: int) -> None:
         self._source, self._process = source, process
         self._segment, self._start, self._at = segment, start, start
-        self._sent, self._taken = sent, taken
+        self._sent, self._received = sent, received
 
-    def letters(self) -> Iterator[Letter]:
-        """Those that have come since the last call; never waits.
+    def messages(self) -> Iterator[Message]:
+        """The messages that have arrived since the last call; never blocks.
 
         Raises:
-            PeerLostError: the sender ended before its letter was taken, and the letter with it.
+            PeerLostError: the sender ended before its message was received, and the message with it.
         """
         while semaphores.take(self._sent):
             yield self._next()
 
-    def _next(self) -> Letter:
+    def _next(self) -> Message:
         while True:
-            kind, one, tag = self._segment.memory(24, self._at).cast("q")
-            if kind == _LETTER:
-                content = self._segment.tensor(torch.uint8, one, self._at + _HEAD)
-                self._at += _HEAD + aligned(one)
-                return Letter(self._source, tag, content)
-            if kind == _ELSEWHERE:
+            kind, value, tag = self._segment.memory(24, self._at).cast("q")
+            if kind == _MESSAGE:
+                content = self._segment.tensor(torch.uint8, value, self._at + _HEADER)
+                self._at += _HEADER + aligned(value)
+                return Message(self._source, tag, content)
+            if kind == _NEXT_BUFFER:
                 try:
-                    self._segment, self._start = Segment.open(self._process, one), 0
+                    self._segment, self._start = Segment.open(self._process, value), 0
                 except OSError:
                     raise PeerLostError(
                         f"tower {self._source} (process {self._process}) ended before its message was received"
                     ) from None
             self._at = self._start
 
-    def thank(self) -> None:
-        """Tell the sender that a letter was taken."""
-        semaphores.post(self._taken)
+    def acknowledge(self) -> None:
+        """Tell the sender that a message was received."""
+        semaphores.post(self._received)

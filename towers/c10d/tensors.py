@@ -1,10 +1,11 @@
-"""What c10d hands over, checked: which tensors, contiguous, and which operation."""
+"""Checks and conversions of the arguments of c10d: tensors, their device and memory layout, and the operation."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,37 @@ _OPERATIONS = {
     dist.ReduceOp.BXOR: "xor",
 }
 _WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def of_any_device(method: _Method) -> _Method:
+    """Decorator: a call with tensors that are not on the CPU goes to ``self.other_devices()``, the group for them."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        device = _device(args)
+        if device is None or device.type == "cpu":
+            return method(self, *args, **kwargs)
+        return getattr(self.other_devices(), method.__name__)(*args, **kwargs)
+
+    return cast(_Method, call)
+
+
+def _device(values: Any) -> torch.device | None:
+    """The device of the first tensor in nested lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            return value.device
+        if isinstance(value, (list, tuple)) and (device := _device(value)) is not None:
+            return device
+    return None
 
 
 def operation(call: str, opts: Any, tensor: Tensor) -> str:
     """The name of the reduction that ``opts`` (options, or an operation) asks for.
 
     Raises:
-        ArgumentError: it is not there, or not for this dtype.
+        ArgumentError: it does not exist, or not for this dtype.
     """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)
@@ -51,11 +76,11 @@ def operation(call: str, opts: Any, tensor: Tensor) -> str:
     return name
 
 
-def one(call: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
-    """The only one of ``tensors``.
+def single(call: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
+    """The only tensor of ``tensors``.
 
     Raises:
-        ArgumentError: there are more, or it is not what collectives take.
+        ArgumentError: there are more, or it is not dense.
     """
     if isinstance(tensors, Tensor):
         tensors = [tensors]
@@ -66,14 +91,14 @@ def one(call: str, tensors: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def checked(call: str, tensors: Sequence[Tensor], like: Tensor | None = None, count: int | None = None) -> list[Tensor]:
-    """``tensors``, which are dense.
+    """``tensors`` as a list.
 
     Args:
-        like: whose dtype they must have.
+        like: a tensor whose dtype they must have.
         count: how many they must be.
 
     Raises:
-        ArgumentError: they are not.
+        ArgumentError: they are others, or not dense.
     """
     if count is not None and len(tensors) != count:
         raise ArgumentError(f"{call}: takes one tensor for each of the {count} ranks, not {len(tensors)}")
@@ -86,20 +111,20 @@ def checked(call: str, tensors: Sequence[Tensor], like: Tensor | None = None, co
 
 
 def check_numel(call: str, tensor: Tensor, expected: int) -> None:
-    """See that a tensor has as many elements as it must.
+    """Check the number of elements of a tensor.
 
     Raises:
-        ArgumentError: it has more or fewer.
+        ArgumentError: it has more or fewer than ``expected``.
     """
     if tensor.numel() != expected:
         raise ArgumentError(f"{call}: a tensor has {tensor.numel()} elements where {expected} are needed")
 
 
 def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) -> list[Tensor]:
-    """``tensor`` in ``count`` parts along its first dimension: as long as ``sizes`` says, or all alike.
+    """``tensor`` in ``count`` chunks along its first dimension: of the lengths ``sizes``, or all of one length.
 
     Raises:
-        ArgumentError: it cannot be split so.
+        ArgumentError: it cannot be split like that.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -113,32 +138,32 @@ def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) ->
     return list(tensor.split(list(sizes)))
 
 
-def like(*tensors: Tensor) -> str:
-    """What must be the same of tensors on all ranks, in words."""
+def signature(*tensors: Tensor) -> str:
+    """Numbers of elements and dtypes, which must be the same on all ranks, in words."""
     return ", ".join(f"{tensor.numel()} {str(tensor.dtype)[6:]}" for tensor in tensors)
 
 
-def some(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are any elements in them."""
+def any_elements(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of the tensors has elements."""
     return any(tensor.numel() for tensor in tensors)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its elements do not lie in memory one after the other, as they are."""
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is not contiguous or is a lazily conjugated or negated view."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 @contextlib.contextmanager
-def changed(tensor: Tensor) -> Iterator[Tensor]:
-    """A contiguous tensor with the values of ``tensor``; what it holds at the end, ``tensor`` will."""
-    dense = plain(tensor)
+def in_place(tensor: Tensor) -> Iterator[Tensor]:
+    """Context with a contiguous tensor that has the values of ``tensor``; its final values are copied back."""
+    dense = contiguous(tensor)
     yield dense
-    _put_back(dense, tensor)
+    _copy_back(dense, tensor)
 
 
 @contextlib.contextmanager
-def written(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Contiguous tensors like ``tensors``, of any values; what they hold at the end, ``tensors`` will."""
+def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Context with contiguous, uninitialised tensors like ``tensors``; their final values are copied to ``tensors``."""
     dense = [
         tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -147,9 +172,9 @@ def written(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     ]
     yield dense
     for filled, tensor in zip(dense, tensors, strict=True):
-        _put_back(filled, tensor)
+        _copy_back(filled, tensor)
 
 
-def _put_back(dense: Tensor, tensor: Tensor) -> None:
+def _copy_back(dense: Tensor, tensor: Tensor) -> None:
     if dense.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
         tensor.detach().copy_(dense)

@@ -1,4 +1,4 @@
-"""What c10d gets for a collective that was started: Work, done or under way, in the order of the calls."""
+"""``Work`` objects that c10d gets for collectives and messages, and the queue that runs collectives in call order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers.c10d.mail import Expected
+from towers.c10d.mailbox import PendingReceive
 from towers.errors import CollectiveTimeoutError
 
 
-class Done(dist.Work):
-    """A collective that is over.
+class CompletedWork(dist.Work):
+    """A collective that is done.
 
     Args:
         tensors: its result.
@@ -47,7 +47,7 @@ class Done(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        raise RuntimeError("only what receives from anybody has a source rank")
+        raise RuntimeError("only a receive has a source rank")
 
     def _source_rank(self) -> int:
         return self.source_rank()
@@ -58,8 +58,8 @@ class Done(dist.Work):
         return future
 
 
-class Started(Done):
-    """A collective that runs in a thread, or will."""
+class QueuedWork(CompletedWork):
+    """A collective that runs in a thread, now or later."""
 
     def __init__(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
@@ -69,13 +69,13 @@ class Started(Done):
         self._future: Any = torch.futures.Future()
 
     def run(self) -> None:
-        """Do it; called once."""
+        """Run the task; called once."""
         assert self._task is not None
         try:
             self._task()
         except Exception as error:
             self._error = error
-        self._task = None  # lets go of the tensors it has
+        self._task = None  # releases its tensors
         if self._error is None:
             self._future.set_result(self._tensors)
         else:
@@ -103,16 +103,16 @@ class Started(Done):
         return self._future
 
 
-class Receiving(Done):
-    """A message that is to come, into ``tensors``.
+class ReceiveWork(CompletedWork):
+    """A message that will be received into ``tensors``.
 
     Args:
-        arrived: called once when it is there.
+        on_arrival: called once when it has arrived.
     """
 
-    def __init__(self, expected: Expected, tensors: Sequence[Tensor], arrived: Callable[[], None]) -> None:
+    def __init__(self, receive: PendingReceive, tensors: Sequence[Tensor], on_arrival: Callable[[], None]) -> None:
         super().__init__(tensors)
-        self._expected, self._arrived = expected, arrived
+        self._receive, self._on_arrival = receive, on_arrival
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._over = False
@@ -124,17 +124,17 @@ class Receiving(Done):
                 raise self._error
             if not self._over:
                 try:
-                    self._expected.wait(seconds if seconds > 0 else None)
+                    self._receive.wait(seconds if seconds > 0 else None)
                 except Exception as error:
                     self._error = error
                     raise
-                self._arrived()
+                self._on_arrival()
                 self._over = True
         return True
 
     def is_completed(self) -> bool:
-        if not self._over and self._error is None and self._expected.look():
-            with contextlib.suppress(Exception):  # kept for who asks for it
+        if not self._over and self._error is None and self._receive.poll():
+            with contextlib.suppress(Exception):  # kept for exception() and wait()
                 self.wait()
         return self._over or self._error is not None
 
@@ -145,8 +145,8 @@ class Receiving(Done):
         return self._error
 
     def source_rank(self) -> int:
-        assert self._expected.source is not None
-        return self._expected.source
+        assert self._receive.source is not None
+        return self._receive.source
 
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
@@ -163,39 +163,39 @@ class Receiving(Done):
         return future
 
 
-class Line:
-    """Runs collectives in the order they were called in: in the caller, or for who does not wait in a thread.
+class WorkQueue:
+    """Runs collectives in the order of the calls: synchronous ones in the caller, asynchronous ones in a thread.
 
-    What is called in that thread, by a function that was to run when a future is there, runs at once: the function may
-    wait for it (DDP's PowerSGD hook does), and so it has the same place in the order on all ranks, whether the future
-    was there when it got the function or came later.
+    A callback of a future runs in that thread; collectives that it calls run at once. It may wait for them (DDP's
+    PowerSGD hook does), and they have the same position in the order on all ranks, whether or not the future was done
+    when the callback was added.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Started] = deque()
+        self._queue: deque[QueuedWork] = deque()
         self._changed = threading.Condition()
         self._running = threading.RLock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def run(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> Done:
-        """Do it, after all that was started; errors are raised."""
-        if self._waiting and not self._in_thread():
+    def run(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> CompletedWork:
+        """Run a task in the caller, after all queued ones; raises its errors."""
+        if self._queue and not self._in_thread():
             work = self.start(task, tensors)
             work.wait()
             return work
         with self._running:
             task()
-        return Done(tensors)
+        return CompletedWork(tensors)
 
-    def start(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> Started:
-        """Do it beside the caller; errors are raised by who waits for it."""
-        work = Started(task, tensors)
+    def start(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> QueuedWork:
+        """Queue a task for the thread; :meth:`QueuedWork.wait` raises its errors."""
+        work = QueuedWork(task, tensors)
         if self._in_thread():
             work.run()
             return work
         with self._changed:
-            self._waiting.append(work)
+            self._queue.append(work)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="towers-collectives", daemon=True)
                 self._thread.start()
@@ -208,19 +208,19 @@ class Line:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting:
+                while not self._queue:
                     if self._closed:
                         return
                     self._changed.wait()
-                work = self._waiting[0]
+                work = self._queue[0]
             with self._running:
                 work.run()
             with self._changed:
-                self._waiting.popleft()  # only now: who looks whether anything is waiting must see it until it is done
+                self._queue.popleft()  # only now: run() must see it in the queue until it is done
             del work
 
     def close(self) -> None:
-        """Return when all that was started is done."""
+        """Return when all queued tasks are done."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,7 +1,7 @@
-"""Saying what one is about to do before doing it.
+"""Announcements: every call of user code that communicates first compares what all towers are about to do.
 
-Collectives of towers that do different things meet as garbage, an abort or a hang. Everything that user code
-calls therefore begins with an announcement, so that a mistake raises one error on all towers.
+Where towers call different collectives, backends answer with garbage, an abort or a hang. After an announcement the
+mistake is one error, with the same text, on all towers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from towers.errors import DECIDE_TOGETHER, DisagreementError
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one tower said.
+    """One tower's announcement.
 
     Attributes:
         details: JSON values.
-        body: bytes that rode along.
+        body: bytes that were sent along.
     """
 
     details: Any
@@ -30,7 +30,7 @@ class Announcement:
 def announce(
     comm: Communicator, call: str, details: Any = None, body: bytes = b"", error: Exception | None = None
 ) -> list[Announcement]:
-    """Tell all towers what this one is about to do; returns what all of them say, in tower order.
+    """Announce to all towers what this one is about to do; returns all announcements, in tower order.
 
     Args:
         call: what a person would say is being done; must be the same on all towers.
@@ -65,7 +65,7 @@ def announce(
 
 
 def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
-    """See that all towers were given the same ``options``, JSON values by name.
+    """Check that all towers have the same ``options``, JSON values by name.
 
     Raises:
         DisagreementError: on all towers, naming the first option that differs.

@@ -1,4 +1,4 @@
-"""What towers can do together: the interface that all ways of communicating share."""
+"""Collectives: the interface that all ways of communicating implement."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _R = TypeVar("_R")
 
 
 class Shared(Protocol):
-    """What processes use together, and a copy of one of them must not use."""
+    """Something that several processes use together, and that a fork of one of them must not use."""
 
     def disown(self, error: ForkedError) -> None:
-        """This process is none of them: raise ``error`` whatever it calls."""
+        """This process was forked: raise ``error`` whatever it calls."""
 
 
 _shared: weakref.WeakSet[Shared] = weakref.WeakSet()
 
 
 def keep_from_forks(shared: Shared) -> None:
-    """Refuse ``shared`` to processes that are forked from this one, which would put the towers out of step."""
+    """Refuse ``shared`` in forks of this process, where its use would put the towers out of step."""
     _shared.add(shared)
 
 
@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 class Together(Protocol):
-    """What can be broken off."""
+    """A sequence of collectives that can be broken off."""
 
     def check_whole(self) -> None: ...
 
@@ -59,9 +59,9 @@ class Together(Protocol):
 
 
 class WholeCall:
-    """Around several collectives, or the stages of one: who leaves them by an exception is out of step with the others.
+    """Around several collectives, or the stages of one: a tower that leaves by an exception is out of step for good.
 
-    But for what all towers raise at the same stage: :class:`DisagreementError` and :class:`ArgumentError`.
+    Errors that all towers raise at the same stage (:class:`DisagreementError`, :class:`ArgumentError`) do no harm.
     """
 
     __slots__ = ("_target",)
@@ -96,7 +96,7 @@ class Pending(Protocol):
 
 
 class Deferred:
-    """A collective that is done when it is awaited, by calling ``finish``."""
+    """A collective that runs when it is awaited, by calling ``finish``."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.wait = finish
@@ -113,7 +113,7 @@ class Communicator(ABC):
             the backend can only sum, else 1.
         averages_in_place: whether :meth:`start_average` averages where the tensors lie, in memory that all towers map,
             and all at once when the first is awaited; else averages may run beside the computation, in their order.
-        name: tells this one from the others of a strategy, equal on all towers.
+        name: tells this communicator from the others of a strategy, equal on all towers.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -136,12 +136,12 @@ class Communicator(ABC):
 
     @functools.cached_property
     def towers(self) -> Sequence[int]:
-        """What messages call the towers of this communicator, which need not be all there are."""
+        """The numbers by which messages call this communicator's towers, which need not be all there are."""
         return range(self.size)
 
     @functools.cached_property
     def health(self) -> Health:
-        """What this tower says of itself, and can learn of the others when it waits for them in vain."""
+        """This tower's status, and its view of the others' when a collective does not end."""
         return Health()
 
     @abstractmethod
@@ -150,9 +150,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def start_average(self, tensor: Tensor) -> Pending:
-        """Start to average ``tensor`` over all towers, in place; ``tensor`` is taken until the result is awaited.
+        """Start to average ``tensor`` over all towers, in place; nobody else uses it until the result is awaited.
 
-        What is put into it has to be multiplied by :attr:`prescale` before.
+        Its values have been multiplied by :attr:`prescale` before.
         """
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -165,19 +165,19 @@ class Communicator(ABC):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, key: int) -> None:  # noqa: B027  (nothing to do is a right default)
-        """What was allocated with ``key`` will not be reduced again; its memory lives as long as its tensors."""
+        """The memory with ``key`` will not be reduced again; it lives as long as its tensors."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All towers' tensors, stacked in tower order: shape ``(size, *tensor.shape)``."""
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Pending, Tensor]:
-        """Start an :meth:`all_gather`: the rows are there when it was awaited."""
+        """Start an :meth:`all_gather`: the rows are filled once it was awaited."""
         rows = self.all_gather(tensor)
         return Deferred(lambda: None), rows
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Give row i to tower i; returns, in tower order, what the towers gave to this one: shape ``(size, *row)``."""
+        """Send row i to tower i; returns the rows received, in tower order: shape ``(size, *row)``."""
         return self.all_gather(rows)[:, self.index].contiguous()
 
     @whole
@@ -201,7 +201,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def channel(self) -> Communicator:
-        """A second communicator of the same towers, whose collectives never meet this one's."""
+        """A second communicator of the same towers, whose collectives are never matched with this one's."""
 
     @whole
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -227,18 +227,18 @@ class Communicator(ABC):
         self.all_gather_bytes(b"")
 
     def check_whole(self) -> None:
-        """See that this tower may go on.
+        """Check that this tower is in step.
 
         Raises:
-            TowersError: it broke off a collective.
+            TowersError: it broke off an earlier collective.
         """
         if self._broken is not None:
             raise type(self._broken)(*self._broken.args)
 
     def break_off(self, error: BaseException) -> None:
-        """This tower gives up a collective half-way, because of ``error``: nothing further can be done together.
+        """This tower breaks off a collective because of ``error``: it takes part in none any more.
 
-        Whoever shares memory with it learns of it without waiting for the deadline.
+        Towers that share memory with it learn of it without waiting for the deadline.
         """
         if self._broken is None:
             self._broken = out_of_step(self.towers[self.index], error)

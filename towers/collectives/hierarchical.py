@@ -1,7 +1,9 @@
-"""Towers on several hosts: reduce inside each host, then across hosts, then spread inside each host again.
+"""Two levels of collectives, for several hosts: reduce inside each host, then across hosts, then broadcast inside.
 
-So a bucket crosses the network once for each host, however many towers that has, and the rest of the way is shared
-memory. The first tower of each host, its *leader*, speaks for it. Hosts may have different numbers of towers.
+[Note: two levels]
+A bucket crosses the network once for each host, however many towers the host has; the rest of its way is shared memory.
+The first tower of each host, its *leader*, takes part in the collectives across hosts. Hosts may have different numbers
+of towers, so a host's mean counts as often as it has towers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from towers.collectives.process_group import ProcessGroupCommunicator
 
 
 class HierarchicalCommunicator(Communicator):
-    """Composes two ways of communicating.
+    """Collectives of all towers, made of those inside this host and those across hosts.
 
     Args:
         group: all towers; the leaders' group is made from it.
@@ -58,7 +60,7 @@ class HierarchicalCommunicator(Communicator):
 
     @whole
     def finish_started(self) -> None:
-        """Do all that was started. A host's mean counts as often as the host has towers."""
+        """Finish all that was started; see [Note: two levels] for the weights."""
         queue, self._queue = self._queue, []
         crossing: list[Pending] = []
         for tensor, pending in queue:

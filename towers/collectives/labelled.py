@@ -1,4 +1,4 @@
-"""All-gathers in which every tower says, within the message, what it has come for."""
+"""All-gathers whose messages carry a label, so that a tower that calls for another purpose is found out."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class LabelledGather:
     """All-gathers of float64 numbers and a count, each with a purpose that has to be the same on all towers.
 
     The purpose is part of the message, so it costs no collective. Messages are as long as the longest that was
-    foreseen, so that two different ones do not meet with different lengths, which backends answer with an abort or
-    worse. On the CPU a disagreement is raised at once. Reading a head from a GPU would make the host wait for it in
-    every call; there the counts become NaN, and the error is raised by the first call that finds the head on the host.
+    foreseen: backends answer different lengths with an abort or worse. On the CPU a disagreement is raised at once.
+    Reading a head from a GPU would make the host wait for it in every call; there the counts become NaN, and the error
+    is raised by the first call that finds the head on the host.
 
     Args:
-        channel: a communicator that nothing else uses.
+        channel: a communicator of its own.
     """
 
     def __init__(self, channel: Communicator) -> None:
@@ -40,7 +40,7 @@ class LabelledGather:
         self._longest = 0
 
     def foresee(self, numbers: int) -> None:
-        """Messages of up to so many numbers will come; all towers say so before the next call."""
+        """Prepare for messages of up to so many numbers; all towers do so before the next call."""
         self._longest = max(self._longest, numbers)
 
     def __call__(
@@ -59,7 +59,7 @@ class LabelledGather:
             on the device of ``values``.
 
         Raises:
-            DisagreementError: on all towers, when they have come for different things; on GPUs by a later call.
+            DisagreementError: on all towers, when purposes differ; on GPUs by a later call.
         """
         capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
         while self._unread and not capturing and self._unread[0][0].has_come():

@@ -1,7 +1,7 @@
-"""What NCCL finds out while no host waits for it: a collective that some tower never joins, a tower that is gone.
+"""Errors that NCCL finds while no host waits for it: a collective that some tower never joins, a tower that has ended.
 
-The host only enqueues collectives between GPUs. A watchdog of torch's finds that one has taken too long or has failed,
-and a minute later aborts the process, which by then says nothing of who waits for whom.
+The host only enqueues collectives between GPUs. torch's watchdog finds that one has timed out or failed, and aborts the
+process a minute later, without a word on which tower waited for which.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from towers.health.heartbeat import INTERVAL, main_stack
 
 @functools.cache
 def watch(failures: Callable[[], Iterable[Exception | None]]) -> None:
-    """From now on, end this process with a report of the first of ``failures``, which are looked for every second."""
+    """Start a thread that asks ``failures`` every second, and ends this process with a report of the first."""
     threading.Thread(target=_run, args=(failures,), name="towers-nccl", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Towers that communicate through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs."""
+"""Collectives through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from towers.collectives.communicator import Communicator, Pending, keep_from_for
 from towers.health.deadlock import Wait
 from towers.health.failure import is_peer_lost
 from towers.health.timeout_messages import connection_lost, timeout_error
+from towers.system.torch_private import backend_of
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -27,7 +28,7 @@ _OPERATIONS = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
-_MOMENT = timedelta(seconds=0.5)  # between two looks whether a collective can still end
+_MOMENT = timedelta(seconds=0.5)  # between two checks whether a collective can still end
 
 # The second is its name in older versions of torch, deprecated in 2.13.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,7 +80,7 @@ class ProcessGroupCommunicator(Communicator):
         return _Started(self, work, self.count, tensor, tensor), rows
 
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        """Room for all towers' rows, and what fills it."""
+        """Memory for all towers' rows, and the collective that fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if self.backend == "nccl" and tensor.is_cuda:
             # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
@@ -95,13 +96,13 @@ class ProcessGroupCommunicator(Communicator):
         self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))
 
     def _begin(self) -> Any:
-        """This tower begins a collective; returns c10d's group."""
+        """Count one more collective of this tower; returns c10d's group."""
         self.check_whole()
         self.count += 1
         return self._group
 
     def _do(self, tensor: Tensor, collective: Callable[..., Any]) -> None:
-        """A collective from beginning to end."""
+        """Run a collective to its end."""
         group = self._begin()
         if tensor.is_cuda:
             with self.explained():
@@ -110,13 +111,13 @@ class ProcessGroupCommunicator(Communicator):
             self.wait_for(collective(group=group, async_op=True), self.count)
 
     def wait_for(self, work: Any, number: int) -> None:
-        """Return when a collective of the hosts is done.
+        """Return when a collective on the CPU is done.
 
         Args:
             number: the collective's.
 
         Raises:
-            CollectiveTimeoutError, PeerLostError, DeadlockError: it will not be.
+            CollectiveTimeoutError, PeerLostError, DeadlockError: it cannot end.
         """
         with self.explained():
             while not self._is_done(work):
@@ -126,7 +127,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @staticmethod
     def _is_done(work: Any) -> bool:
-        """Wait for a moment; whether the collective is done."""
+        """Whether the collective is done after a moment of waiting."""
         try:
             work.wait(_MOMENT)
         except RuntimeError:
@@ -137,7 +138,7 @@ class ProcessGroupCommunicator(Communicator):
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Say what a backend's time-out or lost connection means."""
+        """Translate a backend's time-out or lost connection."""
         try:
             yield
         except RuntimeError as error:
@@ -172,11 +173,11 @@ class ProcessGroupCommunicator(Communicator):
         self._group = None
 
     def failure(self) -> Exception | None:
-        """What NCCL has found out while no host was waiting for it."""
+        """An error that NCCL has found while no host was waiting for a collective."""
         group = self._group
         if self.backend != "nccl" or group is None:
             return None
-        found = group._get_backend(self.device).get_error().name
+        found = backend_of(group, self.device).get_error().name
         if found == "SUCCESS":
             return None
         me = self.towers[self.index]
@@ -214,7 +215,7 @@ _unused: list[Any] = []
 
 
 def failures() -> Iterator[Exception | None]:
-    """What NCCL has found out in each group (:mod:`towers.collectives.nccl_watch`)."""
+    """The errors that NCCL has found in each group (:mod:`towers.collectives.nccl_watch`)."""
     try:
         communicators = list(open_communicators)
     except RuntimeError:  # one was added meanwhile
@@ -224,7 +225,7 @@ def failures() -> Iterator[Exception | None]:
 
 
 def backends(backend: str) -> str:
-    """What c10d is told: beside NCCL there is Gloo, for the towers' messages on the host."""
+    """The backends that c10d is asked for: beside NCCL Gloo, for messages between hosts' CPUs."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
@@ -242,9 +243,9 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
 
 @contextlib.contextmanager
 def without_greeting() -> Iterator[None]:
-    """Keep standard output clean while groups are made: Gloo of torch 2.9 writes who it connected to there.
+    """Keep standard output clean while groups are made: Gloo of torch 2.9 prints its connections there.
 
-    Not where NCCL is to write there, for who looks for what is wrong.
+    Where NCCL_DEBUG asks NCCL to print, nothing is kept back.
     """
     if os.environ.get("NCCL_DEBUG"):
         yield

@@ -1,4 +1,4 @@
-"""How a tower leaves its process groups when its program ends."""
+"""Shutdown: a tower destroys its process groups before its interpreter ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LEAVING_SECONDS = 60.0
 
 
 def leave_at_exit(*, may_hang: bool) -> None:
-    """Leave the group before the interpreter is taken down.
+    """Destroy the groups before the interpreter is torn down.
 
-    Gloo's threads may still let go of the last collective's tensors, for which they need the interpreter; a
-    process that ends while they do is aborted (seen with torch 2.13). Destroying the groups joins them.
+    Gloo's threads may still release the last collective's tensors, for which they need the interpreter; a process
+    that ends meanwhile is aborted (seen with torch 2.13). Destroying the groups joins these threads.
 
-    NCCL waits for all towers then, also for one that is gone or has more to do, and for CUDA graphs that hold
-    collectives. Its destructors would, too, so a process that cannot leave in time ends without them, and without what
-    else it has left to the interpreter's end.
+    NCCL then waits for all towers, also for one that has ended or is busy, and for CUDA graphs that hold collectives.
+    Its destructors would, too, so a process that cannot shut down in time ends without them, and without the other
+    exit handlers that are left.
 
     Args:
         may_hang: whether there is NCCL.

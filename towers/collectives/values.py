@@ -95,6 +95,42 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
     return _refill(tree, results)
 
 
+def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
+    """The sum of the values of those towers that have one; all towers call it and get it.
+
+    Args:
+        call: what a person would say is being done, the same on all towers.
+        value: a floating-point scalar, of one dtype on all towers that have one; None on the others.
+
+    Returns:
+        The sum, of that dtype; a zero of the default dtype where no tower has a value.
+
+    Raises:
+        DisagreementError: on all towers, before the values are exchanged.
+    """
+    mine, wire, body = None, torch.zeros(()), b""
+    if value is not None:
+        wire, _ = _reduce_locally("sum", value.detach(), None)
+        if wire.device.type == "cpu" and wire.nbytes <= _INLINE_BYTES:
+            body = as_bytes(wire).numpy().tobytes()
+        mine = [str(value.dtype).removeprefix("torch."), bool(body)]
+    said = {tower: other for tower, other in enumerate(announce(comm, call, mine, body)) if other.details is not None}
+    if not said:
+        return torch.zeros((), device=comm.device)
+    dtypes = {other.details[0] for other in said.values()}
+    if len(dtypes) > 1:
+        places = ", ".join(f"{other.details[0]} on tower {tower}" for tower, other in said.items())
+        raise DisagreementError(f"{call}: the values are of different dtypes: {places}")
+    dtype = getattr(torch, dtypes.pop())
+    if value is None:
+        wire, _ = _reduce_locally("sum", torch.zeros((), dtype=dtype, device=comm.device), None)
+    if all(inline for _, inline in (other.details for other in said.values())):
+        [total] = _combine_here("sum", [wire.cpu()], [other.body for other in said.values()])
+    else:
+        [total] = _combine(comm, "sum", [wire])
+    return total.to(wire.device, dtype)
+
+
 def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
     """Concatenate every tower's value along ``axis``, in tower order; all towers get the result.
 

@@ -40,6 +40,7 @@ from towers.gradients.slots import Slot, handles_gradients
 from towers.mirroring.mirror import Named
 from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
+from towers.system.torch_private import current_graph_task_id, disable_dynamo
 
 
 class Hooks(enum.Enum):
@@ -190,6 +191,7 @@ class GradientAverager:
             self._refuse_graph(slot)
         if self._hooks is _ACCUMULATE:
             slot.unsynced = self._any_unsynced = True
+            self._channel.health.train()
             return
         cycle = self._cycle
         if cycle.state is _IDLE:
@@ -226,7 +228,23 @@ class GradientAverager:
         if ordered is not None:
             self._lay_out(ordered)
 
-    @torch._disable_dynamo
+    @disable_dynamo
+    @handles_gradients
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers without one of this tower's own.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+        self._cycle.check_whole()
+        self._before_adding()
+        if self._hooks is Hooks.ACCUMULATE:
+            self._channel.health.train()
+            return
+        self._cycle.open()
+        self._finish()
+
+    @disable_dynamo
     @handles_gradients
     def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
         """Reduce the gradients that there are, without a backward; all towers call it.
@@ -249,7 +267,7 @@ class GradientAverager:
     @property
     def in_backward(self) -> bool:
         """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
-        return self._cycle.state is not State.IDLE or torch._C._current_graph_task_id() != -1
+        return self._cycle.state is not State.IDLE or current_graph_task_id() != -1
 
     def check_paired(self) -> None:
         """See that the last backward was the same one on all towers, where that has not been looked at yet.
@@ -302,6 +320,7 @@ class GradientAverager:
                 "no_sync and not averaged yet: adding up virtual towers' gradients would mix the two"
             )
         self._reduction.before_adding()
+        self._channel.health.train()
         self._hooks = Hooks.DISABLED
         try:
             yield

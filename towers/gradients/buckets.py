@@ -41,7 +41,8 @@ from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.gradients.streams import StreamOrder
 from towers.mirroring.mirror import Named
-from towers.system.memory_layout import gradient_dtype, holders, view_like
+from towers.system.memory_layout import gradient_dtype, view_like
+from towers.system.torch_private import foreach_copy_, storage_holders
 
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from here on copying a gradient at once saves more than one call for many does
@@ -256,7 +257,7 @@ class Bucket:
             slot.copied = None
             slot.packed = None if parameter is None else parameter.grad
         if sources:
-            torch._foreach_copy_(targets, sources)  # many small ones in one call
+            foreach_copy_(targets, sources)  # many small ones in one call
         self.used = used
         if tail:
             _write(self.tail[: len(used)], used)
@@ -298,7 +299,7 @@ class Bucket:
         ours = sum(slot.is_installed(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
         moved = self.buffer is not None and self.buffer.data_ptr() != self._address
-        if self.buffer is None or moved or holders(self.buffer) > self._holders + ours:
+        if self.buffer is None or moved or storage_holders(self.buffer) > self._holders + ours:
             self._allocate(channel)
 
     def settle(self, tail: Callable[[], Tensor], number: int, tower: int) -> None:
@@ -346,7 +347,7 @@ class Bucket:
                 slot.view = view_like(parameter, self.buffer[slot.start :])
             else:
                 slot.view = self.buffer[:0]
-        self._holders = holders(self.buffer)
+        self._holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()
 
 

@@ -14,7 +14,6 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
@@ -30,6 +29,7 @@ from towers.gradients.usage import TailSum, usage_flags
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
+from towers.system.torch_private import current_graph_task_id
 from towers.system.uncompiled import refuse_compiled_autograd
 
 
@@ -138,10 +138,11 @@ class Cycle:
         self._channel.check_whole()  # before anything is written where others may read it
         refuse_compiled_autograd(self._channel.index)
         self.check_paired()
+        self._channel.health.train()
         self._backward.begin()
         self.number += 1
         self._enter(State.COLLECTING)
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_graph_task_id()
         for bucket in self._layout.buckets:
             bucket.count_missing()
         self._expected = self._prediction.next()
@@ -157,7 +158,7 @@ class Cycle:
         Raises:
             TowersError: it cannot be averaged any more.
         """
-        if not self._starts_early and self._task != torch._C._current_graph_task_id():
+        if not self._starts_early and self._task != current_graph_task_id():
             self._nested = True  # a backward within the backward (reentrant checkpoints)
         if not isinstance(slot, DenseSlot):
             slot.arrived = True

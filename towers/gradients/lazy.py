@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from towers.system import tree as trees
+from towers.system.torch_private import DisableTorchFunctionSubclass
 
 _DESCRIBING = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "grad_fn", "is_leaf", "is_sparse", "layout", "requires_grad")
@@ -39,7 +39,7 @@ class LazyGradient(Tensor):
             for value in trees.leaves((args, kwargs)):
                 if isinstance(value, LazyGradient):
                     value._gather()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 

@@ -21,21 +21,11 @@ from towers.mirroring.extremes import extremes, joined, what_is_not_finite
 from towers.mirroring.mirror import Named
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.torch_private import current_graph_task_id, disable_dynamo, queue_callback
 
 log = get_logger("towers")
 
 _NAMED = 3
-_ACTIONS = ("ignore", "warn", "raise")
-
-
-def check_action(action: str) -> None:
-    """See that ``action`` is one of those that there are.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if action not in _ACTIONS:
-        raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")
 
 
 class GradientWatch:
@@ -125,17 +115,17 @@ class LoneWatch:
             if named.tensor.is_floating_point() or named.tensor.is_complex():
                 GradientHook(named.tensor, functools.partial(self._arrive, Slot(named)))
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _arrive(self, slot: Slot, parameter: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task != self._task:  # also after a backward that ended in an exception
             self._task = task
             self._arrived = []
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            queue_callback(self._finish)
         slot.arrived = True
         self._arrived.append(slot)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _finish(self) -> None:
         arrived, self._arrived = self._arrived, []
         with torch.no_grad():

@@ -1,11 +1,11 @@
 """Which backward a gradient belongs to, so that gradients of different backwards are never averaged together.
 
-A backward is known by the step that it runs in (``strategy.run`` calls are counted) and by its number among the
-averaged backwards of that step. The two travel with the gradients, in the tail of the bucket that closes a backward.
+A backward is known by the run that it is in (``strategy.run`` calls are counted) and by its number among the
+averaged backwards of that run. The two travel with the gradients, in the tail of the bucket that closes a backward.
 There each bit is followed by its opposite: after a sum over towers exactly one of the two is zero where all towers
 agree, and zero is exact in every dtype, however the sum was rounded.
 
-[Note: backwards are paired by step and number] Collectives pair by the order in which they begin. So a tower that skips
+[Note: backwards are paired by run and number] Collectives pair by the order in which they begin. So a tower that skips
 a backward would have its next one averaged with the one that it skipped, and every later one as well. No collective was
 added to find that out: with virtual towers and in ``strategy.grad`` the two numbers are in the announcement. A
 reentrant checkpoint runs a backward within the backward; the outermost one counts
@@ -22,7 +22,7 @@ from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Health
 from towers.mirroring.equality import name_towers
 
-_WIDTH = 16  # bits of the step's number, and of the backward's in its step; the first difference is a small one
+_WIDTH = 16  # bits of the run's number, and of the backward's in its run; the first difference is a small one
 
 _OF_BYTE = [[bit for i in range(8) for bit in (bool(byte >> i & 1), not byte >> i & 1)] for byte in range(256)]
 
@@ -34,28 +34,31 @@ class BackwardCounter:
     """Counts the backwards of one tower.
 
     Args:
-        health: says which step this tower is in.
+        health: says which run this tower is in.
     """
 
     def __init__(self, health: Health) -> None:
         self._health = health
+        self._run = health.run
         self._step = health.step
         self._number = 0
 
     def begin(self) -> None:
         """A backward begins."""
-        if self._step != self._health.step:
-            self._step, self._number = self._health.step, 0
+        if self._run != self._health.run:
+            self._run, self._number = self._health.run, 0
+        self._step = self._health.step
         self._number += 1
 
     def bits(self) -> list[bool]:
         """The present backward, as :data:`BITS` bits."""
         return [
-            bit for number in (self._step, self._number) for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]
+            bit for number in (self._run, self._number) for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]
         ]
 
     def __str__(self) -> str:
-        return f"backward() {self._number} of step {self._step}"
+        run = f" (run {self._run})" if self._run != self._step else ""
+        return f"backward() {self._number} of step {self._step}{run}"
 
 
 def agree(counts: Sequence[float]) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -32,7 +31,8 @@ from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
 from towers.gradients.reductions import AllReduce
 from towers.gradients.slots import handles_gradients
 from towers.mirroring.mirror import Named
-from towers.system.memory_layout import ALONE, flatten_real, holders
+from towers.system.memory_layout import ALONE, flatten_real
+from towers.system.torch_private import disable_dynamo, storage_holders
 
 _KEPT = 0.4  # how much of a gradient must be this tower's chunk to be kept in place
 
@@ -78,7 +78,9 @@ class ChunkedSlot(DenseSlot):
             return False
         if gradient.is_sparse or gradient.stride() != view.stride():
             return False
-        if gradient.requires_grad or holders(gradient) != ALONE:  # in memory of its own alone can it be averaged
+        if (
+            gradient.requires_grad or storage_holders(gradient) != ALONE
+        ):  # in memory of its own alone can it be averaged
             return False
         source, target = flatten_real(gradient), flatten_real(view)
         target[:start].copy_(source[:start])
@@ -173,7 +175,7 @@ class ReduceScatter(AllReduce):
 
     # -- the other half ----------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @handles_gradients
     def gather(self) -> None:
         """Get the others' chunks of what was reduced; all towers call it, or none.
@@ -236,7 +238,7 @@ class ReduceScatter(AllReduce):
 
     def _note_barrier(self) -> None:
         if self._owes_barrier:
-            self._regions.withdraw()
+            self._regions.close_files()
             self._owes_barrier = False
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype
+from towers.system.torch_private import DisableTorchFunctionSubclass
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -22,7 +23,7 @@ def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), DisableTorchFunctionSubclass():
             return method(*args, **kwargs)
 
     return wrapper

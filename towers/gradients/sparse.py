@@ -58,6 +58,12 @@ def without_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) ->
     return torch.sparse_coo_tensor(indices, rows, shape, device=device, check_invariants=False)
 
 
+def sum_rows(comm: Communicator, tensor: Tensor) -> Tensor:
+    """The sum over towers of tensors that are sparse (COO, of any sparse dimensions) on all of them; coalesced."""
+    indices, rows, _ = _gather_rows(comm, tensor.coalesce())
+    return _from_rows(indices, rows, tensor.shape).coalesce()
+
+
 def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
     """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
     indices, rows, _ = _gather_rows(channel, gradient.coalesce())

@@ -16,6 +16,7 @@ from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket
 from towers.gradients.reductions import Reduction
 from towers.gradients.sparse import SparseSlot, add_sparse, rows_of_towers, to_dense
+from towers.system.torch_private import foreach_add_
 
 Leaf = Sequence[Tensor | None]
 
@@ -83,7 +84,7 @@ def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor 
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     dense = [(a, b) for a, b in both if not a.is_sparse and not b.is_sparse]
     if dense:
-        torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
+        foreach_add_([a for a, _ in dense], [b for _, b in dense])
     if len(dense) < len(both):
         left = [
             add_sparse(a, b) if a is not None and b is not None and (a.is_sparse or b.is_sparse) else a

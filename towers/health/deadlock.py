@@ -37,7 +37,7 @@ class Standing:
 
     Attributes:
         beat: the heartbeat's number.
-        place: step, phase and collective.
+        place: run, step, phase and collective.
         begun: by name of the communicator, how many collectives the tower has begun.
         wait: what it waits in; None where it does not wait.
     """
@@ -116,9 +116,9 @@ def describe(cycle: Sequence[int], towers: Mapping[int, Standing]) -> str:
 
 
 def _progress(place: Place) -> tuple[int, bool]:
-    return place.step, not place.running
+    return place.run, not place.running
 
 
 def _call(place: Place) -> str:
     what = place.call or place.phase or "its collective"
-    return f"{what} {'in' if place.running else 'after'} step {place.step}" if place.step else what
+    return f"{what} {place.when}" if place.run else what

@@ -7,6 +7,7 @@ reports; under the user's own torchrun the report gives torchrun's summary its t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -34,7 +35,8 @@ _SHORT = 200  # characters
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
-_LAST_SECONDS = 2.5  # what threads and exit handlers of a process that has failed may take
+_LAST_SECONDS = 1.5  # what threads of a process that has failed may take
+_EXIT_SECONDS = 2.5  # the same with exit handlers and the interpreter, whose end takes a second of a core with torch
 
 SAVING_SECONDS = 30.0
 """How long a checkpoint that is being written may still take when the job has failed."""
@@ -120,9 +122,15 @@ def leave_report(error: Exception, trace: str) -> None:
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
+def note_told(error: BaseException) -> None:
+    """Note of an exception that the launcher has told this process to end: it has seen whose failure was the cause."""
+    with contextlib.suppress(Exception):  # a stranger's, which takes no attributes
+        error.launcher_has_seen = True  # type: ignore[attr-defined]
+
+
 def _give_way(error: BaseException) -> None:
     """Let the launcher, which is about to end this process, first see whose failure was the cause."""
-    if is_peer_lost(error):
+    if is_peer_lost(error) and not getattr(error, "launcher_has_seen", False):
         time.sleep(_LAUNCHER_SECONDS)
 
 
@@ -162,15 +170,25 @@ def end_soon() -> None:
     The end is left to faulthandler's own thread, which needs no interpreter.
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
+    started = time.monotonic()
+
+    def end_in(seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+    def when_threads_have_ended() -> None:
+        if not _saves.count:
+            end_in(max(_EXIT_SECONDS - (time.monotonic() - started), _EXIT_SECONDS - _LAST_SECONDS))
+
+    atexit.register(when_threads_have_ended)
     if not _saves.count:
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
         return
-    faulthandler.dump_traceback_later(SAVING_SECONDS + _LAST_SECONDS, exit=True, file=nowhere)
+    end_in(SAVING_SECONDS + _LAST_SECONDS)
 
     def watch() -> None:
         while _saves.count:
             time.sleep(0.05)
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
 

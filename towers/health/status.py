@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from towers.health.heartbeat import Heartbeat
 
 IN_STEP = "in the step's function"
+IN_EVALUATION = "in the evaluation's function"
 LOADING = "loading data"
 BACKWARD = "backward"
 AVERAGING = "averaging gradients"
@@ -47,7 +48,10 @@ class Health:
     """Where this tower is.
 
     Attributes:
-        step: how many steps (calls of ``strategy.run``) have begun.
+        run: how many runs (calls of ``strategy.run``) have begun; by it towers find out what belongs together.
+        step: the training step that runs, else the last one; this is the count that people see, also in checkpoints.
+            A run is a training step when it has a backward or an optimizer's step; at one tower each is.
+        evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
         phase: what the tower does now; empty where it is in the script's own code.
         record: where others read it; None where there are no others, and nothing is written.
         heartbeat: asks the other towers where they are, where there are any.
@@ -57,7 +61,9 @@ class Health:
     """
 
     def __init__(self, record: Record | None = None) -> None:
+        self.run = 0
         self.step = 0
+        self.evaluates = False
         self.phase = ""
         self.record = record
         self.heartbeat: Heartbeat | None = None
@@ -66,23 +72,55 @@ class Health:
         self.deadlock: str | None = None
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
+        self._trains = False
+        self._done = 0  # training steps
+        self._told = False  # how many those are
 
     def enter(self, phase: str) -> None:
         """From now on the tower does this ("writing the checkpoint"). Empty: nothing that has a name."""
         self.phase = phase
         if self.record is not None:
-            self.record.enter(self.step, self._running, _encoded(phase))
+            self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
 
-    def begin_step(self) -> None:
-        """A step begins."""
-        self.step += 1
-        self._running = True
-        self.enter(IN_STEP)
+    def begin_run(self, evaluates: bool | None) -> None:
+        """A run begins.
 
-    def end_step(self) -> None:
-        """The step is over. Not to be called when it failed: then it is where the tower ended."""
+        Args:
+            evaluates: whether it seems to be none of training; None where it counts as a step, whatever it does.
+        """
+        self.run += 1
+        self.evaluates = bool(evaluates)
+        self.step = self._done + (not evaluates)
+        self._running, self._trains = True, evaluates is None
+        self.enter(IN_EVALUATION if evaluates else IN_STEP)
+
+    def train(self) -> None:
+        """The run that goes on is a training step: there is a backward in it, or an optimizer steps."""
+        self._trains = True
+        if self._running and self.evaluates:
+            self.evaluates = False
+            self.step = self._done + 1
+            self.enter(IN_STEP if self.phase == IN_EVALUATION else self.phase)
+
+    def end_run(self) -> None:
+        """The run is over. Not to be called when it failed: then it is where the tower ended."""
         self._running = False
+        self.evaluates = not self._trains
+        if self.evaluates:
+            self.step = self._done
+        elif not self._told:
+            self._done = self.step
         self.enter("")
+
+    def go_on_after(self, steps: int) -> None:
+        """So many training steps are done, as a checkpoint says."""
+        self.step = self._done = steps
+        self.enter(self.phase)
+
+    def count(self, steps: int) -> None:
+        """So many training steps are done, which the script counts itself from now on."""
+        self.go_on_after(steps)
+        self._told = True
 
     def watch(self, communicator: Counted) -> None:
         """Tell the other towers how many of its collectives this tower has begun, while it lives."""
@@ -107,7 +145,9 @@ class Health:
     @property
     def place(self) -> Place:
         """Where the tower is."""
-        return self.record.read() if self.record is not None else Place(self.step, self._running, self.phase)
+        if self.record is not None:
+            return self.record.read()
+        return Place(self.run, self.step, self._running, self.evaluates, self.phase)
 
     def during(self, phase: str) -> _During:
         """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""

@@ -16,7 +16,7 @@ import time
 
 _BYTES = 256
 _SIGN = struct.Struct("=qd")  # process id, last sign of life
-_PLACE = struct.Struct("=q?d64s")  # step, whether it runs, since when, phase
+_PLACE = struct.Struct("=qq??d64s")  # run, step, whether it runs, whether it evaluates, since when, phase
 _CALL = struct.Struct("=96s")
 _PLACE_AT = 16
 _CALL_AT = 128
@@ -28,22 +28,38 @@ class Place:
     """Where a tower is.
 
     Attributes:
-        step: how many steps have begun.
-        running: whether the last of them still runs.
+        run: how many runs have begun, which counts alike on all towers.
+        step: the training step that runs, else the last one; the number that a checkpoint has.
+        running: whether the last run goes on.
+        evaluates: whether the run is none of training.
         phase: what the tower does there; empty where it is in the script's own code.
         since: when it began with that, in ``time.monotonic()`` seconds of its host.
         call: the collective that it is in, if that has a name.
     """
 
+    run: int = 0
     step: int = 0
     running: bool = False
+    evaluates: bool = False
     phase: str = ""
     since: float = 0.0
     call: str = ""
 
+    @property
+    def is_between_runs(self) -> bool:
+        """Whether no run goes on, and there was one."""
+        return self.run > 0 and not self.running
+
+    @property
+    def when(self) -> str:
+        """Where that is in the training."""
+        if self.running and not self.evaluates:
+            return f"in step {self.step}"
+        when = f"after step {self.step}" if self.step else "before its first step"
+        return f"in an evaluation {when}" if self.running else when
+
     def __str__(self) -> str:
-        when = f"{'in' if self.running else 'after'} step {self.step}" if self.step else "before its first step"
-        return ", ".join(filter(None, (when, self.phase, self.call and f"at {self.call}")))
+        return ", ".join(filter(None, (self.when, self.phase, self.call and f"at {self.call}")))
 
 
 class Record:
@@ -70,15 +86,15 @@ class Record:
             finally:
                 os.close(descriptor)
             if create:
-                self.enter(0, False, b"")
+                self.enter(0, 0, False, False, b"")
                 self.call(b"")
                 self.save(False)
         if create or path is None:
             self.give_sign()
 
-    def enter(self, step: int, running: bool, phase: bytes) -> None:
+    def enter(self, run: int, step: int, running: bool, evaluates: bool, phase: bytes) -> None:
         """The tower is in another phase now."""
-        _PLACE.pack_into(self._memory, _PLACE_AT, step, running, time.monotonic(), phase)
+        _PLACE.pack_into(self._memory, _PLACE_AT, run, step, running, evaluates, time.monotonic(), phase)
 
     def call(self, name: bytes) -> None:
         """The tower is in a collective of this name; empty: in none."""
@@ -104,9 +120,9 @@ class Record:
 
     def read(self) -> Place:
         """Where the tower is, or was when it ended."""
-        step, running, since, phase = _PLACE.unpack_from(self._memory, _PLACE_AT)
+        run, step, running, evaluates, since, phase = _PLACE.unpack_from(self._memory, _PLACE_AT)
         (call,) = _CALL.unpack_from(self._memory, _CALL_AT)
-        return Place(step, running, _text(phase), since, _text(call))
+        return Place(run, step, running, evaluates, _text(phase), since, _text(call))
 
     def beside(self, tower: int) -> Record | None:
         """The record of another tower that has the same starter, if it has."""

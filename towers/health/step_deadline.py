@@ -42,8 +42,8 @@ class StepDeadline:
             time.sleep(pause)
             self._record.give_sign()
             place, left = self._record.read(), patience.spend()
-            if not place.running or place.step != watched:
-                watched, left = place.step, patience.start()
+            if not place.running or place.run != watched:
+                watched, left = place.run, patience.start()
             # Who waits for others leaves it to those to say what they do.
             waits = place.phase == AVERAGING or bool(place.call)
             if left <= (-_HEAD_START if waits else 0.0):
@@ -57,7 +57,7 @@ class StepDeadline:
         seen = f"; {listed(others)}" if others else ""
         failure.leave_report(
             StepTimeoutError(
-                f"tower {self._tower} has been in one step for {self._seconds:.0f} s, {health.place}{seen} "
+                f"tower {self._tower} has been in one run for {self._seconds:.0f} s, {health.place}{seen} "
                 "(CommunicationOptions.step_timeout_seconds)"
             ),
             trace,

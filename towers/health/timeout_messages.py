@@ -33,7 +33,7 @@ def elsewhere(health: Health, heartbeat: Heartbeat, *, ask: bool = True) -> list
     place = health.place
 
     def is_here(other: Place) -> bool:
-        return (other.step, other.phase, other.call) == (place.step, place.phase, place.call)
+        return (other.run, other.phase, other.call) == (place.run, place.phase, place.call)
 
     seen = heartbeat.look(heartbeat.others(), ask=ask)
     return [sight for sight in seen if not sight.lives or sight.place is None or not is_here(sight.place)]

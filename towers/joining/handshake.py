@@ -43,7 +43,11 @@ def versions() -> dict[str, str]:
         own = importlib.metadata.version("mirrored")
     except importlib.metadata.PackageNotFoundError:
         own = "not installed"
-    return {"mirrored": own, "torch": torch.__version__, "python": f"{sys.version_info.major}.{sys.version_info.minor}"}
+    return {
+        "mirrored": own,
+        "torch": torch.version.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
 
 
 def serve_store(

@@ -102,8 +102,9 @@ def ended_well(job: Job, endings: Mapping[int, int], records: os.PathLike[str]) 
     """Which tower of this worker was the first to end without failing, and where; for those that went on."""
     for tower, code in endings.items():
         if code in (0, EXIT_PREEMPTED):
+            record = status_record.find(records, tower)
             place = _place(records, tower)
-            whole = code == 0 and place.startswith("after ")
+            whole = code == 0 and record is not None and record.read().is_between_runs
             call = " and made a call that it did not make: look for one under `if strategy.is_chief:`" if whole else ""
             return f"tower {tower}{_host(job)} ended with exit code {code} {place}, while others went on{call}"
     return None

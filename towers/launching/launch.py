@@ -19,8 +19,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import torch
-
 from towers import topology
 from towers.errors import CannotStartError, TowerFailedError
 from towers.health import failure, status_record
@@ -28,6 +26,7 @@ from towers.joining import handshake
 from towers.joining.messages import JOB_TOKEN
 from towers.launching import console, job_control, parent_watchdog
 from towers.system import devices, machine, network
+from towers.system.torch_private import COMPILER, is_in_bad_fork
 
 DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up when it was given no timeout."""
@@ -96,7 +95,7 @@ def launch(
     start_method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("forkserver")
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
-    context.set_forkserver_preload(["towers.launching.launch", "torch._dynamo"])
+    context.set_forkserver_preload(["towers.launching.launch", COMPILER])
     token = secrets.token_hex()
     store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
     processes: list[ForkServerProcess] = []
@@ -246,6 +245,7 @@ def _be_tower(
     # datasets would have to pickle.
     multiprocessing.set_start_method(start_method, force=True)
     gc.freeze()  # what the fork server has loaded is no garbage: looking at it takes a tenth of a second each time
+    failed = False
     try:
         _check_gpus(variables.get(topology.DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
@@ -254,7 +254,10 @@ def _be_tower(
         os._exit(130)
     except BaseException as error:
         message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+        failed = isinstance(error, Exception)
     sender.send(message)
+    if failed:
+        failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
 
 
 def _check_gpus(names: str) -> None:
@@ -264,7 +267,7 @@ def _check_gpus(names: str) -> None:
         CannotStartError: it cannot.
     """
     only_cpus = names != "" and all(devices.parse(name).type == "cpu" for name in names.split(","))
-    if not only_cpus and torch.cuda._is_in_bad_fork():
+    if not only_cpus and is_in_bad_fork():
         raise CannotStartError(
             "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
             "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "

@@ -30,7 +30,8 @@ from towers.gradients.reduce_scatter import ReduceScatter
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
-from towers.system.memory_layout import ALONE, holders, view_like
+from towers.system.memory_layout import ALONE, view_like
+from towers.system.torch_private import storage_holders
 
 
 class Exchange(ABC):
@@ -136,7 +137,7 @@ class SharedParameters(Exchange):
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would not share it any more.
-        return holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
+        return storage_holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
 
     def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:
         if self._generation != generation:
@@ -197,7 +198,7 @@ class SharedParameters(Exchange):
                     for other in (*tensors[:index], *tensors[index + 1 :]):
                         other[start:end].copy_(tensors[index][start:end])
             self._regions.barrier.wait()
-            self._regions.withdraw()
+            self._regions.close_files()
             return without
 
         return spread

@@ -18,6 +18,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from towers.errors import MirrorError
 from towers.sharding.shards import Shard
+from towers.system.torch_private import compiler_traces
 
 _OWN_SETTINGS = ("params", "capturable")
 """What an optimizer and its inner one do not have in common: torch.compile makes the outer one alone capturable."""
@@ -123,7 +124,7 @@ class ShardedState(dict[Any, Any]):
         return True
 
     def _look(self, *args: Any) -> Any:
-        if torch._guards.CompileContext.try_get() is None:
+        if not compiler_traces():
             self._refuse()
         return iter(())  # torch.compile looks into the state of an optimizer that it traces, and finds none
 

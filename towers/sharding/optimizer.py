@@ -48,6 +48,7 @@ from towers.sharding.shards import Shard, shards_of
 from towers.system.log import get_logger
 from towers.system.memory_layout import is_dense
 from towers.system.profiling import range_
+from towers.system.torch_private import DisableTorchFunctionSubclass, disable_dynamo, step_hooks
 
 log = get_logger("towers")
 
@@ -160,14 +161,13 @@ class ShardedOptimizer:
     def move_hooks(self, optimizer: Optimizer) -> None:
         """See that the inner one steps after all other hooks of the optimizer, which find its parameters again."""
         before, after = self._hooks
-        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
-        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        pre_hooks, post_hooks = step_hooks(optimizer)
         pre_hooks.move_to_end(before)
         post_hooks.move_to_end(after, last=False)
 
     # -- one step ----------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Let the inner one step, and leave the optimizer's own step nothing to do."""
         self._depth += 1
@@ -175,7 +175,7 @@ class ShardedOptimizer:
             return None
         try:
             args, kwargs = with_closure_called(args, kwargs)
-            with range_("mirrored::sharded_step"), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            with range_("mirrored::sharded-step"), torch.no_grad(), DisableTorchFunctionSubclass():
                 self._step(optimizer, args[1:], kwargs)
         except BaseException:
             self._depth = 0
@@ -185,7 +185,7 @@ class ShardedOptimizer:
             group["params"] = []
         return args, kwargs
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth:

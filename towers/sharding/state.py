@@ -166,7 +166,7 @@ class ReadableState:
         self._blocks = self._regions.blocks(self._key)
         if self._regions.newly_mapped:
             self._regions.barrier.wait()
-            self._regions.withdraw()
+            self._regions.close_files()
 
     def blocks(self) -> list[Tensor | None] | None:
         """Every tower's block (or None: it has no state), if all of them could be had; shapes (bytes,)."""

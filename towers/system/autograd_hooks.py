@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
+
+from towers.system.torch_private import current_autograd_node, last_gradient_hook, queue_callback
 
 
 class GradientHook:
@@ -36,8 +36,7 @@ class GradientHook:
 
     def is_last(self, parameter: Tensor) -> bool:
         """Whether no other hook of the parameter comes after this one."""
-        last: int = next(reversed(parameter._post_accumulate_grad_hooks))  # type: ignore[attr-defined]
-        return bool(last == self._handle.id)
+        return bool(last_gradient_hook(parameter) == self._handle.id)
 
     def come_last(self) -> None:
         """Come after all other hooks that the parameter has now. Not to be called during a backward."""
@@ -57,13 +56,13 @@ def when_backward_is_done(call: Callable[[], None]) -> None:
     """
 
     def at_end() -> None:
-        outer = torch._C._current_autograd_node()
+        outer = current_autograd_node()
         if outer is None:
             call()
         else:
             _soon_after(outer, lambda: when_backward_is_done(call))
 
-    Variable._execution_engine.queue_callback(at_end)  # type: ignore[attr-defined]
+    queue_callback(at_end)
 
 
 def _soon_after(node: Any, call: Callable[[], None]) -> None:

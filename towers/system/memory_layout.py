@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from towers.system.torch_private import storage_holders
+
 
 def view_like(tensor: Tensor, buffer: Tensor) -> Tensor:
     """The start of ``buffer`` in the shape of ``tensor``, with its strides where they are dense.
@@ -47,10 +49,5 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def holders(tensor: Tensor) -> int:
-    """How many tensors lie in the memory of ``tensor``: it and all views of it that are still alive."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-ALONE = holders(torch.zeros(1, device="cpu"))
-"""What :func:`holders` says of a tensor whose memory nobody shares."""
+ALONE = storage_holders(torch.zeros(1, device="cpu"))
+"""What :func:`towers.system.torch_private.storage_holders` says of a tensor whose memory nobody shares."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from towers.errors import TowersError
+from towers.system.torch_private import COMPILED_AUTOGRAD, COMPILER, compiled_autograd_runs, skip_in_compiler
 
 
 class Untraced:
@@ -21,7 +22,7 @@ class Untraced:
 
     Args:
         packages: their names.
-        traced: names of modules in them that graphs may hold.
+        traced: full names of modules in them that graphs may hold.
     """
 
     def __init__(self, packages: Sequence[str], traced: Collection[str]) -> None:
@@ -31,15 +32,18 @@ class Untraced:
 
     def tell_compiler(self) -> None:
         """To be called when something may have been compiled since the last time."""
-        if self._told or "torch._dynamo" not in sys.modules:
+        if self._told or COMPILER not in sys.modules:
             return
-        from torch._dynamo import trace_rules
-
         for package in self._packages:
-            for module in pkgutil.iter_modules(sys.modules[package].__path__):
-                if module.name not in self._traced:
-                    trace_rules.add(f"{package}.{module.name}")
+            self._skip(package, sys.modules[package].__path__)
         self._told = True
+
+    def _skip(self, package: str, folders: Iterable[str]) -> None:
+        for module in pkgutil.iter_modules(folders, f"{package}."):
+            if any(traced.startswith(f"{module.name}.") for traced in self._traced):
+                self._skip(module.name, [f"{folder}/{module.name.rpartition('.')[2]}" for folder in folders])
+            elif module.name not in self._traced:
+                skip_in_compiler(module.name)
 
 
 def refuse_compiled_autograd(tower: int) -> None:
@@ -51,10 +55,9 @@ def refuse_compiled_autograd(tower: int) -> None:
     Raises:
         TowersError: compiled autograd runs it, which calls hooks, but not what is queued for the end.
     """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
+    if compiled_autograd_runs():
         raise TowersError(
             f"compiled autograd runs this backward() on tower {tower}, and does not say when it is done, so gradients "
-            "cannot be averaged: leave torch._dynamo.config.compiled_autograd off. torch.compile(model) compiles the "
-            "model's backward without it"
+            f"cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) compiles the model's backward "
+            "without it"
         )

@@ -24,6 +24,7 @@ from towers.joining import handshake
 from towers.joining.messages import Card
 from towers.options import CommunicationOptions
 from towers.system import machine, network
+from towers.system.torch_private import default_store
 from towers.topology import Topology
 
 
@@ -106,7 +107,7 @@ def _choose_algorithm(algorithm: str) -> None:
 
 def _store_of_default_group() -> dist.Store:
     """Where the towers of one more strategy meet."""
-    return dist.PrefixStore(f"towers/later{next(_later)}", dist.distributed_c10d._get_default_store())
+    return dist.PrefixStore(f"towers/later{next(_later)}", default_store())
 
 
 def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store:

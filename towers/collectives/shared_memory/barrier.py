@@ -1,4 +1,12 @@
-"""Where the towers of one host meet: each returns when all have come, and none waits for one that is gone."""
+"""A barrier for the processes of one host: each waits until all have arrived, and none waits for one that has ended.
+
+[Note: a barrier that broke is the last]
+A tower that leaves a barrier by an exception (Ctrl-C, a time-out) may have told the others that it is there without
+having seen them, or the other way round. Were it to come again, the others would take an old arrival for a new one, and
+read memory that is half written. So such a tower is out of step for good: it writes a failure notice into its status
+slot, every later call raises the first error again, and the others raise :class:`PeerLostError` with that notice at
+once instead of waiting for the deadline.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +29,42 @@ from towers.health.timeout_messages import last_seen, timeout_error
 from towers.system import machine
 from towers.system.elapsed import Patience
 
-BOARD_BYTES = 512
-"""Size of a tower's board, on which it writes what it has come for, and why it comes no more."""
+STATUS_BYTES = 512
+"""Size of a tower's status slot: twice a tag, which says what the tower has come for, and a failure notice."""
 
-_TEXT = 128  # two of them take turns: who writes one again has met everybody since, who so has read it
-_FAREWELL = slice(2 * _TEXT, BOARD_BYTES)
+_TAG = 128  # bytes; double-buffered: a tower that writes one again has passed a barrier since, so all have read it
+_NOTICE = slice(2 * _TAG, STATUS_BYTES)
 _SPINS = 200
-_NAP = 0.1  # seconds between two looks whether the others live
-_LONGEST = 1.0  # seconds: who has not looked for longer was suspended, perhaps with all others
+_NAP = 0.1  # seconds between two checks that the others live
+_LONGEST = 1.0  # seconds: a tower that has not checked for longer was suspended, perhaps with all others
 
 
 class Barrier:
-    """One tower's way to the others.
+    """One tower's side of a barrier.
 
-    What a tower wrote into shared memory before a meeting the others see after it:
-    :mod:`towers.collectives.shared_memory.semaphores` says why.
-
-    A tower whose meeting ended in an exception is out of step with the others: it may have told them that it is there
-    and not have seen them, or the other way round. It meets nobody any more, and the others are told.
+    What a tower wrote into shared memory before a barrier the others see after it:
+    :mod:`towers.collectives.shared_memory.semaphores` says why. After an exception it is of no use any more: see
+    [Note: a barrier that broke is the last].
 
     Args:
         index: this tower.
         inboxes: of every tower, the address of as many semaphores as there are towers, one for each that may come.
-        boards: every tower's board, :data:`BOARD_BYTES` long.
+        slots: every tower's status slot, :data:`STATUS_BYTES` long.
         processes: every tower's process id.
         timeout: seconds to wait for the others.
         towers: what messages call the towers.
-        health: where this tower is, and what it can see of the others.
-        name: tells this meeting from others, equal on all towers.
+        health: the status of this tower, and its view of the others.
+        name: tells this barrier from others, equal on all towers.
 
     Attributes:
-        count: how often this tower has come.
+        count: how often this tower has arrived.
     """
 
     def __init__(
         self,
         index: int,
         inboxes: Sequence[int],
-        boards: Sequence[memoryview],
+        slots: Sequence[memoryview],
         processes: Sequence[int],
         timeout: float,
         towers: Sequence[int],
@@ -73,14 +79,14 @@ class Barrier:
         self._timeout = timeout
         self._health = health
         self._processes = list(processes)
-        self._boards = [[board[:_TEXT], board[_TEXT : 2 * _TEXT]] for board in boards]
-        self._farewells = [board[_FAREWELL] for board in boards]
+        self._tags = [[slot[:_TAG], slot[_TAG : 2 * _TAG]] for slot in slots]
+        self._notices = [slot[_NOTICE] for slot in slots]
         self._broken: TowersError | None = None
         self._turn = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
-        # With more towers than cores, whoever spins keeps from the core the one it waits for.
+        # With more towers than cores, a tower that spins keeps the one it waits for off the core.
         self._spins = _SPINS if len(processes) <= machine.cores() else 0
         health.watch(self)
 
@@ -88,8 +94,8 @@ class Barrier:
         """Return when all towers have called it.
 
         Raises:
-            PeerLostError: a tower that had not come has ended, or comes no more.
-            CollectiveTimeoutError: a tower did not come before the deadline.
+            PeerLostError: a tower that had not arrived has ended, or has left a failure notice.
+            CollectiveTimeoutError: a tower did not arrive before the deadline.
             TowersError: as of :meth:`check_whole`.
         """
         self.check_whole()
@@ -108,57 +114,57 @@ class Barrier:
             raise
 
     def check_whole(self) -> None:
-        """See that this tower may go on; also before it writes where the others may still read.
+        """Check that this tower is in step; also before it writes where the others may still read.
 
         Raises:
-            TowersError: it broke off what the towers were doing together.
+            TowersError: it broke off an earlier collective.
         """
         if self._broken is not None:
             raise type(self._broken)(*self._broken.args)
 
     def break_off(self, error: BaseException) -> None:
-        """This tower gives up what the towers were doing together, because of ``error``, and comes no more."""
+        """This tower breaks off a collective because of ``error``: it leaves a failure notice and comes no more."""
         if self._broken is None:
             self._broken = out_of_step(self.towers[self._index], error)
-            text = in_words(error).encode()[: BOARD_BYTES - 2 * _TEXT]
-            self._farewells[self._index][: len(text)] = text
+            text = in_words(error).encode()[: STATUS_BYTES - 2 * _TAG]
+            self._notices[self._index][: len(text)] = text
 
     def disown(self, error: ForkedError) -> None:
-        """This process was forked from a tower and is none itself: it writes nothing where the others read."""
+        """Refuse this process, which was forked from a tower: it writes nothing into the status slot."""
         self._broken = error
 
-    def wait_tagged(self, purpose: str) -> None:
-        """As :meth:`wait`, and see that all towers have come for the same.
+    def wait_tagged(self, tag: str) -> None:
+        """As :meth:`wait`, and check that all towers have come with the same tag.
 
         Args:
-            purpose: what this tower is about to do, as a person would say it ("steps its optimizer").
+            tag: what this tower is about to do, as a person would say it ("steps its optimizer").
 
         Raises:
-            DisagreementError: on all towers, when they have not.
+            DisagreementError: on all towers, when tags differ.
             PeerLostError, CollectiveTimeoutError: as of :meth:`wait`.
         """
         self.check_whole()
         self._turn ^= 1
-        # The number of the meeting tells what was written for this one from what was written before.
-        mine = f"{self.count + 1} {purpose}".encode()[:_TEXT].ljust(_TEXT, b"\0")
-        self._boards[self._index][self._turn][:] = mine
+        # The number of the barrier tells a tag for this one from an older one.
+        numbered = f"{self.count + 1} {tag}".encode()[:_TAG].ljust(_TAG, b"\0")
+        self._tags[self._index][self._turn][:] = numbered
         self.wait()
-        said = [self._purpose(bytes(board[self._turn])) for board in self._boards]
-        for tower, other in enumerate(said):
-            if other != said[0]:
-                first, second = (text or "does something else" for text in (said[0], other))
+        tags = [self._tag_for_now(bytes(buffers[self._turn])) for buffers in self._tags]
+        for tower, other in enumerate(tags):
+            if other != tags[0]:
+                first, second = (text or "does something else" for text in (tags[0], other))
                 error = DisagreementError(
                     f"the towers do different things: tower 0 {first}, tower {tower} {second}; every tower must make "
                     f"the same calls in the same order. {DECIDE_TOGETHER}"
                 )
-                if None in said:  # who has written nothing compares nothing, and would wait
+                if None in tags:  # that tower has called wait, so it compares nothing and would go on waiting
                     self.break_off(error)
                 raise error
 
-    def _purpose(self, text: bytes) -> str | None:
-        """What a tower has come for; None if it has not written that for this meeting."""
-        number, _, purpose = text.rstrip(b"\0").decode(errors="replace").partition(" ")
-        return purpose if number == str(self.count) else None
+    def _tag_for_now(self, text: bytes) -> str | None:
+        """A tower's tag; None if it was not written for this barrier."""
+        number, _, tag = text.rstrip(b"\0").decode(errors="replace").partition(" ")
+        return tag if number == str(self.count) else None
 
     def _await(self, tower: int, address: int) -> None:
         patience = Patience(self._timeout, _LONGEST)
@@ -166,7 +172,7 @@ class Barrier:
             self._health.waits = Wait(self.name, self.count, self.towers)
             lost = self.lost_peer() or self._broken_off()
             if lost is not None:
-                if semaphores.take(address):  # it came before it went
+                if semaphores.take(address):  # it arrived before it ended
                     break
                 raise lost
             self._health.check_deadlock()
@@ -190,10 +196,10 @@ class Barrier:
         )
 
     def _broken_off(self) -> PeerLostError | None:
-        """The error that says which tower comes no more, if one has said so."""
-        for index, farewell in enumerate(self._farewells):
-            if farewell[0] and index != self._index:
-                why = bytes(farewell).rstrip(b"\0").decode(errors="replace")
+        """The error for a tower that has left a failure notice, if one has."""
+        for index, notice in enumerate(self._notices):
+            if notice[0] and index != self._index:
+                why = bytes(notice).rstrip(b"\0").decode(errors="replace")
                 me, other = self.towers[self._index], self.towers[index]
                 return PeerLostError(
                     f"tower {other} broke off a collective in which tower {me} waits for it, and joins no other ({why})"

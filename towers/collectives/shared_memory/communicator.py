@@ -1,10 +1,10 @@
-"""Towers of one host that communicate through memory they share, without a socket between them.
+"""Collectives of the towers of one host, through shared memory: no socket lies between them.
 
-Every tower has a segment with an inbox of semaphores (one for each other tower,
-:mod:`towers.collectives.shared_memory.barrier`), a table that says where its windows are
+Every tower has a segment. It holds an inbox of semaphores (one for each other tower,
+:mod:`towers.collectives.shared_memory.barrier`), a table of its shared regions
 (:mod:`towers.collectives.shared_memory.regions`: what is averaged in place), and a staging area for everything else.
-Staging areas have two halves, which take turns, so that one meeting for each piece is enough: who writes a half again
-has met everybody since, so everybody has read it.
+Staging is double-buffered, so that one barrier for each piece is enough: a tower that writes a half again has passed a
+barrier since it wrote it last, so all others have read it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import check_reducible, chunk_of, reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, keep_from_forks, whole
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.barrier import BOARD_BYTES, Barrier
+from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
 from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.shared_memory.sharing import share
@@ -28,22 +28,22 @@ from towers.system import machine
 SEVERAL_HOSTS = "the towers run on several hosts"
 
 _HALF = 2**20  # bytes of one half of a staging area
-_ALONE = 2**15  # bytes up to which every tower reduces all for itself, which saves a meeting
+_ALONE = 2**15  # bytes up to which every tower reduces all for itself, which saves a barrier
 
 
 class _Layout:
-    """Where things lie in a tower's segment, in bytes."""
+    """The offsets in a tower's segment, in bytes."""
 
     def __init__(self, towers: int) -> None:
         self.inbox = 0
-        self.board = aligned(semaphores.BYTES * towers)
-        self.table = self.board + aligned(BOARD_BYTES)
+        self.status = aligned(semaphores.BYTES * towers)
+        self.table = self.status + aligned(STATUS_BYTES)
         self.staging = aligned(self.table + TABLE_BYTES)
         self.total = self.staging + 2 * _HALF
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Collectives of towers that are processes of one host; made by :func:`join`."""
+    """Collectives of towers that are processes of one host; :func:`join` makes it."""
 
     averages_in_place = True
 
@@ -57,9 +57,9 @@ class SharedMemoryCommunicator(Communicator):
         self._segments = list(segments)
         self._layout = layout = _Layout(self.size)
         inboxes = [segment.address + layout.inbox for segment in segments]
-        boards = [segment.memory(BOARD_BYTES, layout.board) for segment in segments]
+        slots = [segment.memory(STATUS_BYTES, layout.status) for segment in segments]
         self.name = base.next_name()
-        self._barrier = Barrier(self.index, inboxes, boards, processes, timeout, self.towers, self.health, self.name)
+        self._barrier = Barrier(self.index, inboxes, slots, processes, timeout, self.towers, self.health, self.name)
         keep_from_forks(self._barrier)
         tables = [segment.memory(TABLE_BYTES, layout.table).cast("q") for segment in segments]
         self.regions = Regions(self.index, self._barrier, tables, processes)
@@ -67,7 +67,7 @@ class SharedMemoryCommunicator(Communicator):
         self._staging: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._queue: list[Tensor] = []
 
-    # -- windows -----------------------------------------------------------------------------------------
+    # -- shared regions ----------------------------------------------------------------------------------
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if numel and device.type == "cpu":
@@ -85,7 +85,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @whole
     def finish_started(self) -> None:
-        """Do all that was started. Towers compute on the same cores as they reduce on: there is nothing to overlap."""
+        """Finish all that was started. Towers reduce on the cores that they compute on: nothing could overlap."""
         queue, self._queue = self._queue, []
         if queue:
             for tensor in self.regions.average(queue):
@@ -98,7 +98,7 @@ class SharedMemoryCommunicator(Communicator):
     # -- staging -----------------------------------------------------------------------------------------
 
     def _slots(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """Every tower's half of the staging area whose turn it is, as tensors."""
+        """The half of every tower's staging area whose turn it is, as tensors."""
         halves = self._staging.get((dtype, numel))
         if halves is None:
             if len(self._staging) > 64:
@@ -137,7 +137,7 @@ class SharedMemoryCommunicator(Communicator):
             parts = [slot[start:end] for slot in slots]
             total = torch.empty_like(parts[0])
             reduce_into(total, parts, op)
-            parts[self.index].copy_(total)  # nobody else touches this part of any half
+            parts[self.index].copy_(total)  # no other tower touches this part of any half
             self._barrier.wait()
             for slot, (start, end) in zip(slots, bounds, strict=True):
                 piece[start:end].copy_(slot[start:end])
@@ -186,7 +186,7 @@ class SharedMemoryCommunicator(Communicator):
         return result
 
     def _exchange(self, rows: Tensor, row: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Piece by piece of ``row`` (one row's shape): that piece, and what every tower has there for this one."""
+        """For each piece of ``row`` (of one row's shape): that piece, and what every tower sends to it."""
         if row.numel() == 0:
             return
         mine = rows.detach().reshape(self.size, -1)
@@ -267,9 +267,9 @@ class SharedMemoryCommunicator(Communicator):
 
 
 def join(base: Communicator, timeout: float) -> SharedMemoryCommunicator | str:
-    """Share memory among all towers of ``base``, or say why they cannot; all towers get the same answer.
+    """Share memory among all towers of ``base``; else the reason why they cannot, the same on all towers.
 
-    Beside equal boot ids that takes memory of the others that can be mapped (:func:`share`).
+    Equal boot ids are not enough for it: each tower has to be able to map the others' memory (:func:`share`).
 
     Args:
         timeout: seconds that a collective may take.

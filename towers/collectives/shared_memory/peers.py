@@ -1,4 +1,4 @@
-"""The processes of the other towers of one host: are they still there?"""
+"""Watching the processes of the other towers of one host: which have ended?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class Peers:
-    """Watches processes, by descriptors that cannot come to mean another process where the system has them.
+    """Watches processes, where the system has them by pidfds: a process id may be given to another process.
 
     Args:
         processes: process id of every other tower, by its index.
@@ -35,7 +35,7 @@ class Peers:
         return sorted(ended | {tower for tower in unwatched if not _exists(self._processes[tower])})
 
     def wake(self, tower: int) -> None:
-        """Let a tower that is stopped go on: stopped, it would not hear that the others end, nor be asked to end."""
+        """Continue a tower that is stopped (SIGCONT): a stopped one would not notice that the others end."""
         for descriptor, watched in self._watched.items():
             if watched == tower:
                 with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Windows: pieces of memory that a tower computes in and the others of its host can reach, such as gradient buckets.
+"""Shared regions: memory that a tower computes in and that the other towers of its host map, such as gradient buckets.
 
-Averaging windows takes two meetings and no copy::
+Averaging a region takes two barriers and no copy::
 
-    meet                           all have filled their windows
-    average the own part of all    tower i reduces the i-th part over all windows, always from tower 0 to the last,
-                                   and writes it into all of them, in pieces that fit the cache
-    meet                           all parts are done
+    barrier                     all towers have filled their regions
+    average the own chunk       tower i reduces the i-th chunk of all towers' regions, always from tower 0 to the last,
+                                and writes the result into all of them, in pieces that fit the cache
+    barrier                     all chunks are done
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from towers.system.log import get_logger
 log = get_logger("towers")
 
 KEYS = 4096
-"""Windows have keys from 0 to this; with higher ones there is no memory to be had."""
+"""Regions have keys below this; there is no shared memory for higher ones."""
 
-_REFUSED = -1  # in the place of a size: memory that could not be had; 0: nothing lies there
+_REFUSED = -1  # in place of a size: the memory could not be allocated; 0: there is no region
 
-_ENTRY = 3  # integers of a window's entry: how often it was made anew, its file, its size in bytes
+_ENTRY = 3  # integers of a region's entry: its version, its file, its size in bytes
 TABLE_BYTES = 8 * _ENTRY * KEYS
-"""Size of the table in which a tower says where its windows are."""
+"""Size of the table in which a tower publishes its regions."""
 
-_PIECE = 2**18  # bytes of a window that are reduced at a time: as many as two towers' fit into a core's cache
+_PIECE = 2**18  # bytes of a region that are reduced at a time: as many as two towers' fit into a core's cache
 
 
 class _Region:
-    """What all towers have under one key.
+    """The memory of all towers under one key.
 
     Attributes:
-        segment: this tower's own memory for it.
-        tensors: every tower's memory for it, as far as it is known here, and which ``versions`` of it that is.
-        pieces: of the part that this tower reduces, every tower's, piece by piece.
+        segment: this tower's own memory.
+        tensors: every tower's memory, as far as it is mapped here, and which ``versions`` of it that is.
+        pieces: the chunk that this tower reduces, of every tower, piece by piece.
     """
 
     def __init__(self, key: int, numel: int, dtype: torch.dtype, towers: int) -> None:
@@ -54,12 +54,12 @@ class _Region:
 
 
 class Regions:
-    """One tower's windows, and its view of the others'.
+    """One tower's shared regions, and its mappings of the others'.
 
     Attributes:
-        meeting: with the others.
-        newly_reached: some tower's memory was mapped anew since :meth:`withdraw`; the same on all towers. Its owner
-            must not go before all have mapped it.
+        barrier: of all towers.
+        newly_mapped: some tower's memory was mapped anew since :meth:`close_files`; the same on all towers. Its owner
+            must not end before all have mapped it.
 
     Args:
         index: this tower.
@@ -79,12 +79,12 @@ class Regions:
         self.newly_mapped = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """This tower's memory under ``key``, zeros; None when it cannot be had, which the others will see.
+        """This tower's memory under ``key``, zeros; None when it cannot be allocated, which the others will see.
 
-        The others reach what was allocated last. It lives as long as a tensor of it does on any tower.
+        The others map what was allocated last. It lives as long as a tensor of it does on any tower.
         """
         if key >= KEYS:
-            self._say_once(numel * dtype.itemsize, f"all {KEYS} places for windows were used")
+            self._say_once(numel * dtype.itemsize, f"all {KEYS} places for shared regions are used")
             return None
         region = self._regions.get(key)
         if region is None:
@@ -98,14 +98,14 @@ class Regions:
             return None
         entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
         region.segment, region.tensors[self._index] = segment, segment.tensor(dtype, numel)
-        return segment.tensor(dtype, numel)  # not the same tensor: who counts its views is not to count ours
+        return segment.tensor(dtype, numel)  # another tensor: callers count the views of theirs
 
     def _say_once(self, nbytes: int, why: str) -> None:
         if not self._said:
             self._said = True
             log.warning(
-                "a window of %.3g MB cannot be had (%s): what should lie there goes a slower way, and the state_dict() "
-                "of an optimizer that is shared out may need all towers to call it",
+                "a shared region of %.3g MB cannot be allocated (%s): its contents go a slower way, and the "
+                "state_dict() of an optimizer that is shared out may need all towers to call it",
                 nbytes / 1e6,
                 why,
             )
@@ -125,7 +125,7 @@ class Regions:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Average over all towers what lies in windows, in place; returns the tensors that do not, on some tower."""
+        """Average tensors that are regions, in place; returns those that are none on some tower."""
         return self._reduce(tensors, partial(reduce_into, op="sum", scale=1.0 / self._size))
 
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -145,13 +145,13 @@ class Regions:
                     for other in others:
                         other.copy_(first)
         self.barrier.wait()
-        self.withdraw()
+        self.close_files()
         return [tensor for tensor, region in zip(tensors, within, strict=True) if region is None]
 
     def map_peers(self, key: int) -> list[Tensor] | None:
         """Every tower's memory under ``key``; None, on all towers, when some tower has none.
 
-        To be called by all towers after a meeting; :meth:`withdraw` after the next one.
+        All towers call it after a barrier, and :meth:`close_files` after the next one.
         """
         region = self._regions.get(key)
         return region.tensors if region is not None and self._map_together(region) else None
@@ -159,7 +159,7 @@ class Regions:
     def blocks(self, key: int) -> list[Tensor | None]:
         """What every tower has allocated under ``key``, as bytes, of any size; None where that is nothing.
 
-        As :meth:`map_peers`, for keys that are not used with it. Empty where the memory could not be had.
+        As :meth:`map_peers`, for keys that are not used with it. Empty where the memory could not be allocated.
         """
         found: list[Tensor | None] = []
         if key >= KEYS:
@@ -169,7 +169,7 @@ class Regions:
             known, block = self._blocks.get((key, tower), (0, None))
             if version != known:
                 self.newly_mapped = True
-                if nbytes == 0:  # another window lay there
+                if nbytes == 0:  # its owner has released it
                     block = None
                 elif nbytes == _REFUSED:
                     block = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -196,11 +196,11 @@ class Regions:
             parts[self._index] = total = mine[at - start : at - start + step]
             reduce_into(total, parts, "sum", scale=1.0 / self._size)
 
-    def withdraw(self) -> None:
-        """After a meeting: what all have reached before it, nobody needs to open any more."""
+    def close_files(self) -> None:
+        """After a barrier: close the files of what all towers have mapped before it."""
         for region in self._mapped:
             if region.segment is not None:
-                region.segment.withdraw()
+                region.segment.close_file()
         self._mapped = []
         self.newly_mapped = False
 
@@ -211,7 +211,7 @@ class Regions:
         return reached
 
     def _map(self, region: _Region) -> bool:
-        """Map the other towers' windows where they are new. False, on all towers, when some tower has none."""
+        """Map the other towers' regions where they are new. False, on all towers, when some tower has none."""
         changed = False
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * region.key : _ENTRY * (region.key + 1)]
@@ -235,14 +235,14 @@ class Regions:
         try:
             return Segment.open(self._processes[tower], file)
         except OSError as error:
-            for _ in range(20):  # who is being killed closes its files a moment before it is gone
+            for _ in range(20):  # a process that is being killed closes its files a moment before it has ended
                 if (lost := self.barrier.lost_peer()) is not None:
                     raise lost from None
                 time.sleep(0.05)
             raise error from None
 
     def close(self) -> None:
-        """Nobody will map them any more."""
+        """Close the files of all regions: no tower maps them any more."""
         for region in self._regions.values():
             if region.segment is not None:
-                region.segment.withdraw()
+                region.segment.close_file()

@@ -1,5 +1,6 @@
 """Memory that the processes of one host share.
 
+[Note: shared memory without a name]
 It comes from ``memfd_create`` and is opened by others as ``/proc/<process>/fd/<number>``. It has no name in any file
 system: nothing has to be unlinked, a job that is killed at any moment leaves nothing behind, and the size of /dev/shm
 (64 MB in many containers) does not matter. That a process can open it is the evidence that it runs on this host.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; what lies in a segment begins at multiples of it."""
+"""Bytes; everything in a segment begins at a multiple of it."""
 
 
 class Segment:
@@ -36,7 +37,7 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, reserve: bool) -> Segment:
-        """Make ``nbytes`` (rounded up to whole pages) of zeros.
+        """Allocate ``nbytes`` (rounded up to whole pages) of zeros.
 
         Args:
             reserve: take all of the memory now, not page by page where it is first touched.
@@ -59,11 +60,11 @@ class Segment:
 
     @classmethod
     def open(cls, process: int, file: int) -> Segment:
-        """Map what another process has made.
+        """Map the segment of another process.
 
         Raises:
-            OSError: it is not there, or not for us: the process runs on another host, in another container, or
-                as another user.
+            OSError: there is none, or this process may not open it: the other one runs on another host, in another
+                container, or as another user.
         """
         descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -77,7 +78,7 @@ class Segment:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
-        """A flat tensor that lies in the segment, from byte ``offset`` on."""
+        """A flat tensor in the segment's memory, from byte ``offset`` on."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
@@ -86,8 +87,8 @@ class Segment:
         """``nbytes`` of the segment, from byte ``offset`` on."""
         return memoryview(self._map)[offset : offset + nbytes]
 
-    def withdraw(self) -> None:
-        """Nobody needs to map it any more; who has it keeps it."""
+    def close_file(self) -> None:
+        """Close the file: no other process can map the segment any more; those that have mapped it keep it."""
         if self._close is not None:
             self._close()
             self.file = -1

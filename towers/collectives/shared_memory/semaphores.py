@@ -1,4 +1,4 @@
-"""POSIX semaphores in shared memory: how the processes of one host tell each other "I am there".
+"""POSIX semaphores in shared memory, by which the processes of one host signal each other.
 
 A semaphore does what a flag in shared memory cannot do in Python: the sleep is the kernel's (a futex), so a tower
 that waits leaves its core to others, and ``sem_post`` and ``sem_wait`` order memory (POSIX.1-2017, 4.12), so
@@ -49,7 +49,7 @@ def create(address: int) -> None:
 
 
 def post(address: int) -> None:
-    """Add one to the count; wakes who sleeps on it."""
+    """Add one to the count; wakes a process that sleeps on it."""
     _immediate.sem_post(address)
 
 

@@ -1,4 +1,4 @@
-"""Memory that all towers of one host give each other."""
+"""Exchanging segments: every tower of one host maps every other's."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _TOKEN = 16  # bytes
 
 
 def share(comm: Communicator, nbytes: int, waiting: int = 0) -> tuple[list[Segment], list[int]]:
-    """A segment of every tower's, and every tower's process id. All towers call it.
+    """Every tower's segment, and every tower's process id. All towers call it.
 
-    That towers run on one host is not believed but tried: each maps the others' memory and looks for what they wrote
-    there.
+    That towers run on one host is tried, not believed: each maps the others' memory and looks there for a token that
+    they have sent.
 
     Args:
         nbytes: size of a segment, at least.
-        waiting: how many semaphores it begins with.
+        waiting: how many semaphores a segment begins with.
 
     Raises:
-        OSError: on all towers with one text, when one could not make or map them.
+        OSError: on all towers with one text, when one could not allocate or map them.
     """
     token, at = secrets.token_bytes(_TOKEN), aligned(nbytes)
-    card: dict[str, Any] = {"process": os.getpid(), "token": token.hex()}
+    offer: dict[str, Any] = {"process": os.getpid(), "token": token.hex()}
     mine = None
     try:
         if waiting and not semaphores.available():
@@ -39,27 +39,27 @@ def share(comm: Communicator, nbytes: int, waiting: int = 0) -> tuple[list[Segme
         for number in range(waiting):
             semaphores.create(mine.address + semaphores.BYTES * number)
         mine.tensor(torch.uint8, _TOKEN, at).copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-        card["file"] = mine.file
+        offer["file"] = mine.file
     except OSError as error:
-        card["problem"] = str(error)
-    cards = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(card).encode())]
-    problem = next((f"tower {i}: {other['problem']}" for i, other in enumerate(cards) if "problem" in other), "")
+        offer["problem"] = str(error)
+    offers = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(offer).encode())]
+    problem = next((f"tower {i}: {other['problem']}" for i, other in enumerate(offers) if "problem" in other), "")
     segments = []
     if mine is not None and not problem:
         try:
-            segments = [mine if tower == comm.index else _open(other, at) for tower, other in enumerate(cards)]
+            segments = [mine if tower == comm.index else _open(other, at) for tower, other in enumerate(offers)]
         except OSError as error:
             problem = f"tower {comm.index}: {error}"
-    verdicts = [text.decode() for text in comm.all_gather_bytes(problem.encode())]
+    results = [text.decode() for text in comm.all_gather_bytes(problem.encode())]
     if mine is not None:
-        mine.withdraw()  # all have mapped it who could
-    if any(verdicts):
-        raise OSError(next(filter(None, verdicts)))
-    return segments, [other["process"] for other in cards]
+        mine.close_file()  # every tower that could has mapped it
+    if any(results):
+        raise OSError(next(filter(None, results)))
+    return segments, [other["process"] for other in offers]
 
 
-def _open(card: dict[str, Any], at: int) -> Segment:
-    segment = Segment.open(card["process"], card["file"])
-    if segment.nbytes < at + _TOKEN or bytes(segment.memory(_TOKEN, at)).hex() != card["token"]:
-        raise OSError(f"the memory of process {card['process']} is not there: it runs in another container")
+def _open(offer: dict[str, Any], at: int) -> Segment:
+    segment = Segment.open(offer["process"], offer["file"])
+    if segment.nbytes < at + _TOKEN or bytes(segment.memory(_TOKEN, at)).hex() != offer["token"]:
+        raise OSError(f"the memory of process {offer['process']} is not there: it runs in another container")
     return segment

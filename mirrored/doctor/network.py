@@ -1,0 +1,262 @@
+"""The network: host names, interfaces, loopback, and the address where towers rendezvous."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import pathlib
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from mirrored.doctor.findings import Finding, note, ok, problem, warning
+from towers.errors import PortInUseError, StartupError
+from towers.joining import handshake
+from towers.system import devices, machine
+from towers.system.run_with_timeout import all_within
+
+_RESOLVE_SECONDS = 5.0
+_CONNECT_SECONDS = 3.0
+_SLOW_SECONDS = 1.0
+_LISTENING = "0A"  # in /proc/net/tcp
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the host name and localhost resolve, to which addresses, and how fast."""
+    host = socket.gethostname()
+    started = time.monotonic()
+    of_host, of_localhost = look_up([host, "localhost"])
+    seconds = time.monotonic() - started
+    if isinstance(of_host, OSError):
+        yield warning(
+            "host name",
+            f"{host!r} does not resolve ({of_host.strerror or of_host}); towers of this machine do not need it, but "
+            "clusters that call it so do",
+            f"add '127.0.1.1 {host}' to /etc/hosts, or its real address",
+        )
+    else:
+        yield _check_host_addresses("host name", host, of_host)
+    if isinstance(of_localhost, OSError):
+        yield problem("localhost", f"does not resolve ({of_localhost})", "add '127.0.0.1 localhost' to /etc/hosts")
+    elif "127.0.0.1" not in of_localhost:
+        yield warning(
+            "localhost",
+            f"resolves to {', '.join(of_localhost)} and not to 127.0.0.1",
+            "add '127.0.0.1 localhost' to /etc/hosts",
+        )
+    if seconds > _SLOW_SECONDS:
+        yield warning(
+            "name server",
+            f"resolving {host!r} and localhost took {seconds:.1f} s",
+            "add both to /etc/hosts, or correct /etc/resolv.conf: every start of towers waits for it",
+        )
+
+
+def _check_host_addresses(subject: str, host: str, addresses: list[str]) -> Finding:
+    what = f"{host} is {', '.join(addresses)}"
+    foreign = [address for address in addresses if not is_local(address)]
+    if foreign:
+        return warning(
+            subject,
+            f"{what}, but {', '.join(foreign)} belongs to no interface of this machine",
+            "correct /etc/hosts or the name server, or name this machine by its address in the cluster",
+        )
+    if all(is_loopback(address) for address in addresses):
+        return note(
+            subject,
+            f"{what}, which other machines cannot reach; a chief with such a name listens on all interfaces, and the "
+            "others have to resolve its name to another address",
+        )
+    if all(":" in address for address in addresses):
+        return note(subject, f"{what}: IPv6 only; in TF_CONFIG its address goes into brackets")
+    return ok(subject, what)
+
+
+def check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The interfaces of this machine, and those that Gloo and NCCL are told to use."""
+    interfaces = machine.interfaces()
+    listed = ", ".join(f"{name} {address}" if address else f"{name} (no IPv4)" for name, address in interfaces.items())
+    yield ok("interfaces", listed or "none")
+    if value := environ.get(_GLOO):
+        yield _check_gloo(value.split(","), interfaces)
+    if value := environ.get(_NCCL):
+        yield _check_nccl(value, interfaces)
+
+
+def _check_gloo(names: Sequence[str], interfaces: Mapping[str, str | None]) -> Finding:
+    """Gloo takes whole names and fails on one that does not exist."""
+    missing = [name for name in names if name not in interfaces]
+    if missing:
+        fix = f"unset {_GLOO} (towers choose by themselves), or name one of {', '.join(interfaces)}"
+        return problem(_GLOO, f"names {', '.join(map(repr, missing))}, which this machine does not have", fix)
+    return _check_chosen(_GLOO, names, interfaces)
+
+
+def _check_nccl(value: str, interfaces: Mapping[str, str | None]) -> Finding:
+    """NCCL takes prefixes of names; behind ``=`` whole names, behind ``^`` those to leave out."""
+    words = value.lstrip("^").lstrip("=").split(",")
+    exact, excluded = "=" in value[:2], value.startswith("^")
+
+    def matches(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    chosen = [name for name in interfaces if matches(name) != excluded]
+    if not chosen:
+        fix = f"unset {_NCCL}, or name one of {', '.join(interfaces)}"
+        severe = problem if devices.count_gpus() > 1 else warning
+        return severe(_NCCL, f"is {value!r}, which leaves none of this machine's interfaces", fix)
+    return _check_chosen(_NCCL, chosen, interfaces)
+
+
+def _check_chosen(variable: str, chosen: Sequence[str], interfaces: Mapping[str, str | None]) -> Finding:
+    what = f"chooses {', '.join(chosen)}"
+    if not any(interfaces[name] for name in chosen):
+        return warning(variable, f"{what}, without an IPv4 address", f"unset {variable}, or name one with an address")
+    if set(chosen) == {machine.loopback_interface()}:
+        return warning(
+            variable,
+            f"{what}: other machines cannot be reached through it",
+            f"unset {variable}, unless all towers run on this machine",
+        )
+    return ok(variable, what)
+
+
+def check_loopback(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """A connection through loopback, and one through each address of the host's name."""
+    if error := _connect("127.0.0.1"):
+        yield problem(
+            "loopback",
+            f"a program cannot be reached at 127.0.0.1: {error}",
+            "towers rendezvous there: bring the interface up (ip link set lo up), or let the firewall pass it",
+        )
+    else:
+        yield ok("loopback", "programs reach each other at 127.0.0.1")
+    (addresses,) = look_up([socket.gethostname()])
+    for address in () if isinstance(addresses, OSError) else addresses:  # check_names reports the error
+        if address == "127.0.0.1" or not is_local(address):
+            continue
+        if error := _connect(address):
+            yield warning(
+                "own address",
+                f"a program cannot be reached at {address}, to which this machine's name resolves: {error}",
+                "clusters that know this machine by it cannot rendezvous here: see its interfaces and its firewall",
+            )
+        else:
+            yield ok("own address", f"programs reach each other at {address}")
+
+
+def _connect(address: str) -> str:
+    """Why a program that listens on ``address`` cannot be reached there; empty when it can."""
+    try:
+        with socket.socket(_family(address), socket.SOCK_STREAM) as listener:
+            listener.bind((address, 0))
+            listener.listen(1)
+            socket.create_connection(listener.getsockname()[:2], timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def look_up(hosts: Sequence[str]) -> list[list[str] | OSError]:
+    """The numeric addresses of each host, all looked up at once; in place of them the error (also TimeoutError)."""
+
+    def addresses(host: str) -> list[str]:
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None)))
+
+    results = all_within(_RESOLVE_SECONDS, [lambda host=host: addresses(host) for host in hosts])  # type: ignore[misc]
+    return [  # a malformed name raises a UnicodeError
+        OSError(str(result)) if isinstance(result, BaseException) and not isinstance(result, OSError) else result
+        for result in results
+    ]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address never leaves the machine."""
+    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+
+
+def is_local(address: str) -> bool:
+    """Whether a numeric address belongs to an interface of this machine."""
+    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
+
+
+def check_chief(host: str, port: int, origin: str, *, is_chief: bool) -> Finding:
+    """Whether the store can be served at the chief's address, or reached there from another worker.
+
+    Args:
+        origin: where the address comes from, for messages.
+    """
+    return _check_can_serve(host, port, origin) if is_chief else _check_can_reach(host, port, origin)
+
+
+def _check_can_serve(host: str, port: int, origin: str) -> Finding:
+    subject = "chief's port"
+    try:
+        handshake.listen(host, port, origin)[0].close()
+    except PortInUseError:
+        return problem(
+            subject,
+            f"port {port} of {host}, where this machine has to serve the store, is in use by {_holder(port)}",
+            "end that program (an earlier run?), or name another port on all workers; if it belongs to this very job, "
+            "which is running, all is well",
+        )
+    except StartupError as error:
+        return problem(subject, str(error), f"name an address of this machine as the chief's in {origin}")
+    return ok(subject, f"port {port} of {host} is free for the store")
+
+
+def _check_can_reach(host: str, port: int, origin: str) -> Finding:
+    """A store that does not answer yet is a warning; an address that cannot be reached is a problem."""
+    subject, chief = "chief", f"the chief at {host}:{port} (from {origin})"
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return warning(
+            subject,
+            f"{chief} can be reached, but nothing listens on that port",
+            "all is well if the chief has not been started yet; else it listens on another port, or a firewall refuses",
+        )
+    except OSError as error:
+        fix = f"correct the chief's address in {origin}, or open the network and its firewalls to it"
+        return problem(subject, f"{chief} cannot be reached: {error.strerror or error}", fix)
+    return ok(subject, f"{chief} answers")
+
+
+def _holder(port: int) -> str:
+    """The process that listens on a TCP port of this machine, if this user may see it."""
+    inodes = set(_listening_on(port))
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            names = {os.readlink(entry) for entry in (process / "fd").iterdir()}
+            if any(f"socket:[{inode}]" in names for inode in inodes):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                command = b" ".join(words).decode(errors="replace").strip()
+                return f"process {process.name} ({command[:80]})"
+        except OSError:  # another user's, or ended meanwhile
+            continue
+    return "another process"
+
+
+def _listening_on(port: int) -> Iterator[str]:
+    """The inodes of the sockets that listen on a TCP port."""
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = pathlib.Path("/proc/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            words = line.split()
+            if words[3] == _LISTENING and re.fullmatch(f".*:{port:04X}", words[1]):
+                yield words[9]

@@ -1,0 +1,278 @@
+"""Resources of this machine and of the container: CPU cores, memory, disk, limits, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+
+from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.segment import Segment
+from towers.system import machine
+
+_MB, _GB = 2**20, 2**30
+_TOWER = 0.5 * _GB  # what an idle tower takes: Python and torch
+_DEV_SHM = "/dev/shm"
+_LONGEST = 60  # characters; Python's fork server adds some 40, and the kernel takes 107 in a socket's address
+_FILES = 1024
+_INFINIBAND = pathlib.Path("/sys/class/infiniband")
+_PTRACE_SCOPE = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
+_MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
+
+
+def check_cores(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Cores, a container's CPU limit, OMP_NUM_THREADS."""
+    usable, limit = machine.cores(), _cpu_limit()
+    present = os.cpu_count() or usable
+    some = f" of {present}" if usable < present else ""
+    what = f"{usable}{some} core{'s' if usable > 1 else ''}; two CPU towers take {machine.threads_per_tower(2)} each"
+    stated = environ.get("OMP_NUM_THREADS", "")
+    if limit is not None and limit < usable * 0.9:
+        what += f", but the container's limit is {limit:.3g} CPUs"
+        if stated.isascii() and stated.isdigit():
+            yield note("CPU", what)
+        else:
+            yield warning(
+                "CPU",
+                f"{what}: with more threads than that, the kernel throttles them",
+                f"set OMP_NUM_THREADS to the limit divided by the towers ({max(1, round(limit / 2))} for two), or "
+                "raise the limit",
+            )
+    else:
+        yield ok("CPU", what)
+    if not stated:
+        return
+    subject = "OMP_NUM_THREADS"
+    first = stated.split(",")[0].strip()
+    if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:
+        yield problem(subject, f"is {stated!r}, which is not a number of threads", f"unset {subject}, or set a number")
+    elif int(first) > usable:
+        yield warning(
+            subject,
+            f"is {stated}, but this process has {usable} cores, which all its towers share",
+            f"unset {subject}: towers then divide the cores among them",
+        )
+    else:
+        idle = f"; a single tower on the CPU leaves {usable - int(first)} of {usable} cores idle"
+        yield note(subject, f"is {stated} and wins over the towers' own choice{idle if int(first) < usable else ''}")
+
+
+def _cpu_limit() -> float | None:
+    """The CPUs' worth of time that the container grants this process and its siblings; None: no limit."""
+    limits = []
+    for folder in _cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text().split()
+            limits.append(int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):
+            allowed = int((folder / "cpu.cfs_quota_us").read_text())
+            if allowed > 0:
+                limits.append(allowed / int((folder / "cpu.cfs_period_us").read_text()))
+    return min(limits, default=None)
+
+
+def _cgroups(controller: str) -> Iterator[pathlib.Path]:
+    """The directories with this process's limits: of its group and of all parents, in cgroups of version 1 and 2."""
+    try:
+        lines = _MEMBERSHIP.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = _CGROUPS
+        elif controller in controllers.split(","):
+            root = _CGROUPS / controller
+        else:
+            continue
+        group = root / path.strip("/")
+        while group != root:
+            yield group  # in a container the path may be the host's, and not exist
+            group = group.parent
+        yield root
+
+
+def check_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Memory that processes can still take, of the machine and of the container."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text(), re.MULTILINE)
+    granted = _free_memory_of_container()
+    known = [size for size in (int(match[1]) * 1024 if match else None, granted) if size is not None]
+    if not known:
+        return
+    free = min(known)
+    what = f"{free / _GB:.1f} GB free{' in this container' if free == granted else ''}"
+    if free < 2 * _TOWER:
+        yield problem("memory", f"{what}: not even two idle towers fit", "end other programs, or raise the limit")
+    elif free < 8 * _TOWER:
+        fix = "take few towers, end other programs, or raise the limit"
+        yield warning("memory", f"{what}; a tower takes {_TOWER / _GB:.1f} GB before it has a model", fix)
+    else:
+        yield ok("memory", what)
+
+
+def _free_memory_of_container() -> int | None:
+    """The bytes that the container may still take; None: no limit."""
+    free = []
+    for folder in _cgroups("memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError):
+                allowed = int((folder / limit).read_text())
+                if allowed < 2**60:  # version 1 writes "no limit" as a huge number
+                    taken = int((folder / used).read_text()) - _reclaimable(folder)
+                    free.append(max(0, allowed - max(0, taken)))
+    return min(free, default=None)
+
+
+def _reclaimable(folder: pathlib.Path) -> int:
+    """Bytes of cached files, which the kernel gives up first."""
+    for line in (folder / "memory.stat").read_text().splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def check_dev_shm(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """/dev/shm, which towers do not need but the workers of data loaders and NCCL do."""
+    fix = "start the container with --shm-size=1g (docker) or a memory-backed emptyDir at /dev/shm (Kubernetes)"
+    try:
+        status = os.statvfs(_DEV_SHM)
+    except OSError as error:
+        yield warning(_DEV_SHM, f"does not exist ({error.strerror}); num_workers of data loaders and NCCL need it", fix)
+        return
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    what = f"{_size(free)} of {_size(size)} free"
+    if not os.access(_DEV_SHM, os.W_OK):
+        yield warning(_DEV_SHM, "is not writable; num_workers of data loaders and NCCL need it", "chmod 1777 /dev/shm")
+    elif free < _GB / 4:
+        yield warning(
+            _DEV_SHM,
+            f"{what}; towers do not need it, but data loaders with num_workers > 0 do (they die with a bus error when "
+            "it is full), and so does NCCL",
+            fix,
+        )
+    else:
+        yield ok(_DEV_SHM, f"{what} (for data loaders' workers and NCCL; towers do not need it)")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _GB:.1f} GB" if nbytes >= _GB else f"{nbytes / _MB:.0f} MB"
+
+
+def check_shared_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """memfd_create, /proc, semaphores and pidfd_open, by which CPU towers of one host share memory."""
+    subject, missing = "shared memory", []
+    try:
+        segment = Segment.create(1, reserve=True)
+        Segment.open(os.getpid(), segment.file)
+    except OSError as error:
+        missing.append(f"memory from memfd_create, opened by /proc/{os.getpid()}/fd ({error})")
+    if not semaphores.available():
+        missing.append("POSIX semaphores that processes share")
+    if missing:
+        yield warning(
+            subject,
+            f"not on this system: {'; '.join(missing)}. CPU towers use Gloo, which is slower",
+            "mount /proc, and let the sandbox or the seccomp profile allow memfd_create",
+        )
+    else:
+        yield ok(subject, "memfd_create, /proc and semaphores work")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        yield note(
+            "pidfd_open",
+            f"is not available ({error}): towers see by the process id that another has ended",
+            "nothing needs to be done; Linux 5.3 and a newer seccomp profile have it",
+        )
+    if environ.get("NCCL_HOSTID"):
+        yield note(
+            "NCCL_HOSTID",
+            f"is {environ['NCCL_HOSTID']!r}: only towers with the same value share memory with each other",
+            "unset NCCL_HOSTID unless it was set on purpose",
+        )
+    # Yama restricts attaching to a process, not the reading that opening its /proc/…/fd asks for.
+    if _PTRACE_SCOPE.exists() and (scope := _PTRACE_SCOPE.read_text().strip()) != "0":
+        yield ok("ptrace_scope", f"is {scope}, which does not affect shared memory (only debuggers, such as py-spy)")
+
+
+def check_disk(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether files can be made in the current and the temporary directory, and how much space is left."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        yield problem("directory", "the current directory has been removed", "cd to one that exists")
+        return
+    yield _check_folder(
+        "directory", here, "the current directory", "cd to a directory of your own, or free space there"
+    )
+    subject, fix = "temporary files", "point TMPDIR to a writable directory with free space"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        yield problem(subject, str(error), fix)
+        return
+    stated = environ.get("TMPDIR")
+    if stated and os.path.realpath(stated) != os.path.realpath(temporary):
+        yield warning(
+            "TMPDIR",
+            f"is {stated!r}, where nothing can be written: temporary files go to {temporary}",
+            "make that directory, or unset TMPDIR",
+        )
+    finding = _check_folder(subject, temporary, "TMPDIR", fix)
+    if finding.severity is Severity.OK and len(temporary) > _LONGEST:
+        finding = warning(
+            subject,
+            f"{temporary} is a long path: mirrored.launch and data loaders' workers make sockets there, whose path "
+            "has 107 characters at most",
+            "point TMPDIR to a shorter one, such as /tmp",
+        )
+    yield finding
+
+
+def _check_folder(subject: str, folder: str, meaning: str, fix: str) -> Finding:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".mirrored-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return problem(subject, f"nothing can be written to {folder} ({meaning}): {error.strerror}", fix)
+    free = shutil.disk_usage(folder).free
+    what = f"{folder} is writable, {free / _GB:.1f} GB free"
+    if free < 100 * _MB:
+        return problem(subject, f"{what}: a checkpoint will hardly fit", fix)
+    return warning(subject, what, fix) if free < _GB else ok(subject, what)
+
+
+def check_limits(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """``ulimit``: open files, CPU time, sizes of files and memory; locked memory where a network card needs it."""
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _FILES:
+        fix = "ulimit -n 4096" if hard < 0 or hard >= 4096 else "as root raise the hard limit (ulimit -Hn), then it"
+        yield warning("open files", f"at most {files}; that is little for data loaders' workers and many towers", fix)
+    else:
+        yield ok("open files", "no limit" if files < 0 else f"at most {files:,}")
+    for subject, number, why, fix in (
+        ("file size", resource.RLIMIT_FSIZE, "shared memory and checkpoints are files", "ulimit -f unlimited"),
+        ("address space", resource.RLIMIT_AS, "CUDA and shared memory map more than they use", "ulimit -v unlimited"),
+        ("data segment", resource.RLIMIT_DATA, "torch allocates what it needs at once", "ulimit -d unlimited"),
+        ("CPU time", resource.RLIMIT_CPU, "SIGXCPU ends a training that has used it up", "ulimit -t unlimited"),
+    ):
+        soft, _ = resource.getrlimit(number)
+        if soft >= 0:
+            yield warning(subject, f"is limited to {soft:,} {'s' if subject == 'CPU time' else 'bytes'}: {why}", fix)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked >= 0 and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
+        yield warning(
+            "locked memory",
+            f"is limited to {locked:,} bytes, but NCCL locks the memory that InfiniBand cards read and write",
+            "ulimit -l unlimited (docker: --ulimit memlock=-1; SLURM: PropagateResourceLimitsExcept=MEMLOCK)",
+        )

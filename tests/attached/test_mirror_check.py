@@ -1,0 +1,479 @@
+"""The check that towers are still mirror images: what it finds, what it says, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mirrored
+from mirrored.attached.mirror_check import MirrorCheck
+from tests.strategy.test_bad_training import Records
+from tests.support.jobs import failures, make_data, make_mlp, towers
+from towers.collectives.communicator import Alone
+from towers.mirroring.fingerprint import COLUMNS, fingerprints
+
+# -- fingerprints ----------------------------------------------------------------------------------------
+
+BIG = 8 * COLUMNS + 5  # elements of eight bytes: rows to fold, and a rest
+
+
+def fingerprint(tensor: Tensor) -> int:
+    return int(fingerprints([tensor])[0])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("numel", [1, 3, BIG, 9 * BIG + 3])
+def test_every_element_counts(dtype: torch.dtype, numel: int) -> None:
+    tensor = (torch.arange(numel) % 2).to(dtype)
+    known = {fingerprint(tensor)}
+    places = {0, numel // 3, numel // 2, numel - 1}
+    for place in places:
+        other = tensor.clone()
+        other[place] = 1 - int(other[place].real)
+        known.add(fingerprint(other))
+    assert len(known) == 1 + len(places)
+
+
+@pytest.mark.parametrize("numel", [6, BIG])
+@pytest.mark.parametrize("bit", [0, 31, 63])
+def test_every_bit_counts(numel: int, bit: int) -> None:
+    words = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).view(torch.int64)
+    flipped = words.clone()
+    flipped[numel // 2] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    assert fingerprint(words) != fingerprint(flipped)
+
+
+@pytest.mark.parametrize("numel", [6, BIG])
+def test_bits_count_that_compare_equal(numel: int) -> None:
+    zeros = torch.zeros(numel, dtype=torch.float64)
+    quiet = torch.full_like(zeros, float("nan"))
+    payload = quiet.clone()
+    payload.view(torch.int64)[2] += 1
+    assert len({fingerprint(t) for t in (zeros, -zeros, quiet, payload)}) == 4
+
+
+@pytest.mark.parametrize("distance", [1, COLUMNS, 3 * COLUMNS], ids=["neighbours", "one column", "one column, far"])
+@pytest.mark.parametrize("values", [(1.0, 2.0), (0.0, -0.0), (0.5, -0.5)])
+def test_order_counts(distance: int, values: tuple[float, float]) -> None:
+    tensor = torch.randn(BIG, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one, other = tensor.clone(), tensor.clone()
+    one[5], one[5 + distance] = values
+    other[5 + distance], other[5] = values
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_quick_fingerprints_see_changes_but_no_swap_of_neighbours() -> None:
+    tensor = torch.randn(BIG, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def quick(*places: tuple[int, int]) -> int:
+        other = tensor.clone()
+        for place, source in places:
+            other[place] = tensor[source]
+        return int(fingerprints([other], quick=True)[0])
+
+    assert quick((5, 6)) != quick()
+    assert quick((5, 5 + COLUMNS), (5 + COLUMNS, 5)) != quick()
+    assert quick((5, 6), (6, 5)) == quick()
+
+
+def test_a_fingerprint_is_of_the_tensor_alone() -> None:
+    matrix = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
+    alone = fingerprint(matrix)
+    others = [torch.ones(2, dtype=torch.bool), torch.ones(BIG), torch.zeros(0), torch.tensor(3.0)]
+    assert int(fingerprints([*others, matrix])[4]) == alone
+    assert fingerprint(matrix.t().contiguous().t()) == alone
+    assert fingerprint(torch.cat([torch.ones(1), matrix.view(-1)])[1:]) == alone
+    assert fingerprint(matrix.t()) != alone
+    assert fingerprint(matrix.to(torch.float64)) != alone
+    assert fingerprints([]).shape == (0,)
+
+
+# -- what is found ---------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers, one of them large enough to be folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 4096)
+        self.second = nn.Linear(4096, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def change_one_bit(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    if strategy.topology.index == strategy.num_replicas_in_sync - 1:
+        model.first.weight.data.view(torch.int32)[4000, 3] ^= 1
+
+
+def swap_values(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    if strategy.topology.index == 0:
+        model.first.weight.data[[10, 900]] = model.first.weight.data[[900, 10]]
+
+
+def swap_parameters(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    if strategy.topology.index == 1:
+        one, other = model.second.weight.data[0, :3], model.second.bias.data
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+
+
+def change_state(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    if strategy.topology.index == 1:
+        optimizer.state[model.second.bias]["exp_avg"][1] *= -1
+
+
+def change_all(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        model.second.bias += strategy.topology.index
+
+
+def halve_the_rate(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    if strategy.is_chief:
+        optimizer.param_groups[0]["lr"] /= 2
+
+
+def step_alone(strategy: mirrored.Strategy, model: Net, optimizer: torch.optim.Optimizer) -> None:
+    sum(p.sum() for p in model.parameters()).backward()  # of all towers
+    if strategy.is_chief:
+        optimizer.step()
+
+
+Change = Callable[[mirrored.Strategy, Net, torch.optim.Optimizer], None]
+
+
+def train(
+    change: Change | None,
+    at: int = 10**9,
+    runs: int = 12,
+    now: bool = False,
+    *,
+    hosts: str = "",
+    later: bool = False,
+    **options: Any,
+) -> list[int]:
+    """Train for some runs, with a change before the one with number ``at``. Returns in which runs was checked.
+
+    Args:
+        now: check at once, too.
+        hosts: a letter for each tower.
+        later: read what a check finds as late as between GPUs.
+    """
+    if hosts:
+        os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    strategy = mirrored.MirroredStrategy(seed=0, **options)
+    with strategy.scope():
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    strategy.engine.attached(MirrorCheck)._read_later = later
+    x, _ = make_data(8, torch.float32)
+    checked: list[int] = []
+    come_to = MirrorCheck.come_to
+
+    def noted(check: MirrorCheck, run: int) -> None:
+        checked.append(run)
+        come_to(check, run)
+
+    MirrorCheck.come_to = noted  # type: ignore[method-assign]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for run in range(1, runs + 1):
+        if change is not None and run == at:
+            change(strategy, model, optimizer)
+        if now and run >= at:
+            strategy.check_mirrored()
+        strategy.run(step)
+    return checked
+
+
+def errors_of(count: int, *args: Any, **options: Any) -> str:
+    """What a training that must fail says, the same on all towers."""
+    with pytest.raises(mirrored.TowerFailedError) as failed:
+        mirrored.launch(train, args, options, devices=[f"cpu:{i}" for i in range(count)], timeout=30)
+    found = [failure.exception for failure in failed.value.failures]
+    assert len(found) == count, failed.value
+    assert {type(error) for error in found} == {mirrored.MirrorError}
+    assert len({str(error) for error in found}) == 1
+    return str(found[0])
+
+
+def test_one_bit_of_one_tower_is_found_and_named() -> None:
+    text = errors_of(3, change_one_bit, 5)
+    assert text.startswith(
+        "parameter Net.first.weight is no longer the same on all towers: tower 2 differs from towers 0 and 1. This is "
+        "how it was when run 10 began; the towers were equal when run 2 began."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (swap_values, "parameter Net.first.weight is .*: tower 0 differs from tower 1. This is"),
+        (
+            swap_parameters,
+            "parameter Net.second.weight is .*: tower 0 differs from tower 1. Also different: 1 parameter. ",
+        ),
+        (
+            change_state,
+            r"optimizer state exp_avg of Net.second.bias \(Adam\) is .*: tower 0 differs from tower 1. This",
+        ),
+        (halve_the_rate, r"setting lr of Adam is .*: tower 0 differs from tower 1 \(0.005 on tower 0, 0.01 on tower 1"),
+        (step_alone, "parameter Net.first.weight .* Also different: 3 parameters, 12 optimizer states. "),
+    ],
+)
+def test_what_one_tower_did_alone_is_found(change: Change, words: str) -> None:
+    assert re.match(words, errors_of(2, change, 7, 7, mirror_check_interval=7))
+
+
+def test_all_towers_may_differ() -> None:
+    text = errors_of(3, change_all, 2, 2)
+    assert "Net.second.bias is no longer the same on all towers: it is different on every tower." in text
+    assert "run 2 began. Look for" in text
+
+
+def test_several_hosts_and_gloo() -> None:
+    assert "tower 2 differs from towers 0 and 1" in errors_of(3, change_one_bit, 2, 2, hosts="aab")
+    gloo = mirrored.CommunicationOptions(implementation="gloo")
+    assert "tower 0 differs from tower 1" in errors_of(2, change_one_bit, 2, 2, communication=gloo)
+
+
+def test_with_the_optimizer_shared_out_parameters_are_checked() -> None:
+    assert "parameter Net.first.weight" in errors_of(2, change_one_bit, 2, 2, shard_optimizer=True)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "gloo"])
+def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementation: str) -> None:
+    options = {
+        "communication": mirrored.CommunicationOptions(implementation=implementation),
+        "shard_optimizer": True,
+    }
+    with pytest.raises(mirrored.TowerFailedError, match=r"tower 1 comes to run\(\) number 2") as failed:
+        mirrored.launch(train, (step_alone, 2, 2), options, towers=2, timeout=30)
+    assert [type(failure.exception) for failure in failed.value.failures] == [mirrored.DisagreementError] * 2
+
+
+def test_a_check_may_be_read_later() -> None:
+    text = errors_of(2, swap_values, 40, 60, later=True, mirror_check_interval=40)
+    assert "This is how it was when run 40 began; the towers were equal when run 10 began." in text
+    first, second = mirrored.launch(
+        train, (swap_values, 41, 50), {"later": True, "mirror_check_interval": 40}, towers=2
+    )
+    assert first == second == [2, 10, 20, 40, 50]
+
+
+def test_checking_at_once() -> None:
+    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in errors_of(
+        2, swap_values, 5, 5, True
+    )
+    text = errors_of(2, swap_values, 5, 5, True, mirror_check_interval=None)
+    assert "after run 4 had begun. Look for" in text
+
+
+# -- when, and what is left alone ------------------------------------------------------------------------
+
+
+def runs_checked(*args: Any, **options: Any) -> list[int]:
+    first, second = mirrored.launch(train, args, options, towers=2, timeout=30)
+    assert first == second
+    return first
+
+
+def test_when_towers_check() -> None:
+    assert runs_checked(None, 0, 15, mirror_check_interval=4) == [2, 4, 8, 10, 12]
+    assert runs_checked(change_one_bit, 5, 12, mirror_check_interval=None) == []
+    check = MirrorCheck(Alone(torch.device("cpu")), 100, lambda: ())
+    due = [check.due]
+    while due[-1] < 300:
+        check.come_to(due[-1])
+        due.append(check.due)
+    assert due == [2, 10, 100, 200, 300]
+
+
+def test_a_long_interval_looks_at_a_quarter_at_a_time() -> None:
+    check = MirrorCheck(Alone(torch.device("cpu")), 2000, lambda: ())
+    due = [check.due]
+    while due[-1] < 1500:
+        check.come_to(due[-1])
+        due.append(check.due)
+    assert due == [2, 10, 100, 500, 1000, 1500]
+    # One parameter is found when its quarter is looked at, and what is not a parameter's, such as a setting, at once.
+    text = errors_of(2, change_one_bit, 251, 1260, mirror_check_interval=1000)
+    found = re.match(r"parameter Net.first.weight .* when run (\d+) began; the towers were equal when run (\d+)", text)
+    assert found, text
+    run, before = int(found[1]), int(found[2])
+    assert run in (500, 750, 1000, 1250)
+    assert before in (100, 250)
+    assert "when run 500 began" in errors_of(2, halve_the_rate, 251, 510, mirror_check_interval=1000)
+
+
+@pytest.mark.parametrize("interval", [0, -1, True, 2.0, "10"])
+def test_intervals_that_are_none(interval: Any) -> None:
+    with pytest.raises(ValueError, match="mirror_check_interval is .*, but must be a positive whole number of runs"):
+        mirrored.MirroredStrategy(["cpu:0"], mirror_check_interval=interval)
+
+
+def other_options() -> None:
+    mirrored.MirroredStrategy(mirror_check_interval=10 + int(os.environ["RANK"]))
+
+
+def test_all_towers_are_given_the_same_interval() -> None:
+    with pytest.raises(mirrored.TowerFailedError) as failed:
+        mirrored.launch(other_options, towers=2, timeout=30)
+    for failure in failed.value.failures:
+        with pytest.raises(
+            mirrored.DisagreementError, match="mirror_check_interval is 10 on tower 0, but 11 on tower 1"
+        ):
+            raise failure.exception  # type: ignore[misc]
+
+
+def run_more_on_one(strategy: mirrored.Strategy) -> None:
+    strategy.run(lambda: None)
+    if strategy.is_chief:
+        strategy.run(lambda: None)
+    strategy.reduce("sum", 1)
+
+
+def test_a_run_of_one_tower_alone_meets_the_others() -> None:
+    for error in failures(run_more_on_one):
+        with pytest.raises(
+            mirrored.DisagreementError, match=r"tower 1 reduce\('sum', axis=None\), tower 0 run\(\) number 2"
+        ):
+            raise error
+
+
+def checked_at_one_tower() -> None:
+    strategy = mirrored.MirroredStrategy(["cpu:0"], mirror_check_interval=1)
+    for _ in range(3):
+        strategy.run(lambda: None)
+    strategy.check_mirrored()
+
+
+def test_one_tower_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mirrored.attached.mirror_check.MirrorCheck.__init__", lambda *_, **__: pytest.fail("was made"))
+    checked_at_one_tower()
+
+
+def train_for_nothing(strategy: mirrored.Strategy, kept: list[Any]) -> None:
+    """Train a model that the chief alone keeps."""
+    with strategy.scope():
+        model = make_mlp(torch.float32)
+    optimizer = torch.optim.Adam(model.parameters())
+    strategy.run(lambda: model(torch.ones(1, 5)).sum().backward())
+    optimizer.step()
+    optimizer.zero_grad()
+    if strategy.is_chief:
+        kept += [model, optimizer]
+
+
+def train_correctly(mirror_check_interval: int, shard_optimizer: bool) -> float:
+    """What towers may well do differently: dropout, BatchNorm's statistics, what they keep, a chief's own EMA."""
+    strategy = mirrored.MirroredStrategy(
+        seed=0, mirror_check_interval=mirror_check_interval, shard_optimizer=shard_optimizer
+    )
+    kept: list[Any] = []
+    train_for_nothing(strategy, kept)
+    with strategy.scope():
+        model = nn.Sequential(
+            nn.Linear(5, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 3), nn.BatchNorm1d(3)
+        )
+        critic = make_mlp(torch.float32)
+        ema = torch.optim.swa_utils.AveragedModel(model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+    own_ema = copy.deepcopy(model)
+    one = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
+    other = torch.optim.SGD(critic.parameters(), lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(one, 2, 0.5)
+    x, y = make_data(12, torch.float32)
+    own = slice(0, 7) if strategy.is_chief else slice(7, 12)
+
+    def step() -> None:
+        for optimizer, network in ((other, critic), (one, model)):
+            optimizer.zero_grad()
+            F.cross_entropy(network(x[own]), y[own]).backward()
+            optimizer.step()
+        schedule.step()
+
+    for number in range(6):
+        with strategy.no_sync():
+            strategy.run(lambda: critic(x[own]).sum().backward())
+        strategy.run(step)
+        ema.update_parameters(model)
+        if strategy.is_chief:
+            own_ema.load_state_dict(model.state_dict())
+        if number == 3:
+            critic.load_state_dict(critic.state_dict())
+            one.load_state_dict(one.state_dict())
+    strategy.check_mirrored()
+    means = strategy.gather(model[1].running_mean.unsqueeze(0))
+    return float((means[0] - means[1]).abs().max())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_correct_scripts_are_left_alone(sharded: bool) -> None:
+    for apart in mirrored.launch(train_correctly, (1, sharded), towers=2, timeout=30):
+        assert apart > 0.01
+
+
+def average_on_the_chief(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model, ema = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(11):
+        strategy.run(step)
+        if strategy.is_chief:
+            ema.load_state_dict(model.state_dict())
+
+
+def test_what_no_optimizer_steps_has_to_be_equal_too() -> None:
+    first, second = map(str, failures(average_on_the_chief))
+    assert first == second
+    assert first.startswith("parameter Linear[1].weight is no longer the same on all towers: tower 0 differs from")
+    assert "an average of parameters (EMA)" in first
+    assert "when run 2 began" in first
+    assert "make outside the scope" in first
+
+
+def become_nan(strategy: mirrored.Strategy) -> list[str]:
+    records = Records()
+    logging.getLogger("mirrored").addHandler(records)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+        optimizer.step()
+
+    for _ in range(11):
+        strategy.run(step)
+    return [message for message in records.messages if "nan" in message]
+
+
+def test_parameters_that_are_nan_are_said_once() -> None:
+    [message], nothing = towers(become_nan)
+    assert nothing == []
+    assert message.startswith(
+        "parameter Linear.weight holds nan on all towers, and 1 more parameters are not finite, found when run 2 began."
+    )

@@ -1,0 +1,410 @@
+"""Collectives through shared memory: numbers, bits, loss of a tower, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mirrored
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import at_most, wait_until
+from towers import errors as towers_errors
+from towers.collectives import values
+from towers.collectives.hierarchical import HierarchicalCommunicator
+from towers.collectives.shared_memory import regions
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+
+
+def random_tensor(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 7, shape, generator=generator).to(dtype)
+
+
+def fixed_order(parts: list[Tensor], op: str) -> Tensor:
+    """The reduction from tower 0 to the last, in the widest precision."""
+    combine = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
+    wide = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts]
+    total = wide[0]
+    for part in wide[1:]:
+        total = combine(total, part)
+    return total
+
+
+def agrees(found: Tensor, expected: Tensor, terms: int) -> bool:
+    if not (found.is_floating_point() or found.is_complex()):
+        return bool(torch.equal(found, expected.to(torch.int64).to(found.dtype)))
+    wide = found.to(expected.dtype)
+    rounding = terms * torch.finfo(found.dtype).eps * (expected.abs() + terms)
+    return bool(((wide - expected).abs() <= rounding).all())
+
+
+def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
+    """All towers draw all towers' values, so each knows the reference; returns the digests of the results."""
+    comm = strategy.communicator
+    assert isinstance(comm, (SharedMemoryCommunicator, HierarchicalCommunicator))
+    dtypes = [
+        dtype for dtype in DTYPES if dtype != torch.int16 or isinstance(comm, SharedMemoryCommunicator)
+    ]  # not Gloo's
+    generator = torch.Generator().manual_seed(comm.size)
+    sizes = (0, 1, 3, 17, 1000, 8192, 8193, 100_000, 700_001)
+    digests = []
+    for _ in range(rounds):
+        pick = lambda among: among[int(torch.randint(len(among), (), generator=generator))]  # noqa: E731
+        dtype, size = pick(dtypes), pick(sizes)
+        op = pick(("sum", "prod", "min", "max") if not dtype.is_complex else ("sum",))
+        parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
+        mine = parts[comm.index].clone()
+        comm.all_reduce(mine, op)
+        assert agrees(mine, fixed_order(parts, op), comm.size), (dtype, size, op)
+        strided = torch.stack([parts[comm.index]] * 2, dim=1)[:, 0]
+        comm.all_reduce(strided, op)
+        assert torch.equal(strided, mine), (
+            dtype,
+            size,
+            op,
+            (strided != mine).nonzero()[:5],
+            strided[strided != mine][:5],
+            mine[strided != mine][:5],
+        )
+        gathered = comm.all_gather(parts[comm.index])
+        assert all(torch.equal(row, part) for row, part in zip(gathered, parts, strict=True))
+        if isinstance(comm, SharedMemoryCommunicator):
+            exchange_rows(comm, generator, dtype, size % 100_000, op)
+        source = int(torch.randint(comm.size, (), generator=generator))
+        copy = parts[comm.index].clone()
+        comm.broadcast(copy, source)
+        assert torch.equal(copy, parts[source])
+        digests.append(str(hash(tuple(mine.view(torch.uint8).tolist()[:999]))))
+    return digests
+
+
+def exchange_rows(
+    comm: SharedMemoryCommunicator, generator: torch.Generator, dtype: torch.dtype, size: int, op: str
+) -> None:
+    rows = [random_tensor(generator, (comm.size, size, 1), dtype) for _ in range(comm.size)]
+    mine = comm.reduce_scatter(rows[comm.index], op)
+    assert agrees(mine, fixed_order([row[comm.index] for row in rows], op), comm.size), (dtype, size, op)
+    given = comm.all_to_all(rows[comm.index])
+    assert torch.equal(given, torch.stack([row[comm.index] for row in rows]))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: int) -> None:
+    first, *others = towers(reduce_at_random, 60, count=count)
+    assert all(other == first for other in others)
+
+
+def test_random_collectives_give_the_same_bits_in_every_run() -> None:
+    assert towers(reduce_at_random, 30) == towers(reduce_at_random, 30)
+
+
+def test_more_towers_than_cores() -> None:
+    first, *others = towers(reduce_at_random, 4, count=8)
+    assert all(other == first for other in others)
+
+
+def reduce_8_bits(strategy: mirrored.Strategy) -> None:
+    comm = strategy.communicator
+    generator = torch.Generator().manual_seed(0)
+    for dtype in FLOAT8:
+        for size in (0, 3, 50_000):
+            parts = [torch.rand(size, generator=generator).mul_(3).to(dtype) for _ in range(comm.size)]
+            total = parts[comm.index].clone()
+            comm.all_reduce(total)
+            expected = sum((part.float() for part in parts), torch.zeros(size)).to(dtype)
+            assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8)), (dtype, size)
+            rows = comm.all_gather(parts[comm.index]).view(torch.uint8)
+            assert torch.equal(rows, torch.stack([part.view(torch.uint8) for part in parts])), (dtype, size)
+
+
+def test_numbers_of_8_bits_are_added_in_float32() -> None:
+    towers(reduce_8_bits, count=3)
+
+
+def reduce_what_torch_cannot(strategy: mirrored.Strategy) -> None:
+    comm = strategy.communicator
+    with pytest.raises(towers_errors.ArgumentError, match="max of torch.complex64"):
+        comm.all_reduce(torch.zeros(100_000, dtype=torch.complex64), "max")
+    total = torch.ones(3)
+    comm.all_reduce(total)  # nobody has waited for anybody: the towers go on together
+    assert total.tolist() == [2.0] * 3
+
+
+def test_what_torch_cannot_reduce_is_refused_before_anybody_waits() -> None:
+    towers(reduce_what_torch_cannot)
+
+
+def average_regions(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
+    """Averages in place, with windows that one tower makes anew, or cannot make."""
+    comm = strategy.communicator
+    if comm.index == fails_on:
+        del os.memfd_create
+    generator = torch.Generator().manual_seed(0)
+    right = True
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for key, size in enumerate((5, 4096, 300_001), start=10 * dtype.itemsize):
+            region = comm.allocate(key, size, dtype, comm.device)
+            for turn in range(3):
+                parts = [random_tensor(generator, (size,), dtype) for _ in range(comm.size)]
+                if turn == 1 and comm.index == 1:
+                    region = comm.allocate(key, size, dtype, comm.device)
+                region.copy_(parts[comm.index])
+                comm.start_average(region).wait()
+                right = right and agrees(region, fixed_order(parts, "sum") / comm.size, comm.size)
+            comm.release(key)
+    return right
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_windows_are_averaged_in_place(fails_on: int | None) -> None:
+    assert all(towers(average_regions, fails_on, count=3))
+
+
+def train(strategy: mirrored.Strategy) -> list[Tensor]:
+    with strategy.scope():
+        model = make_mlp(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs, classes = make_data(dtype=torch.float32)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
+        mirrored.compute_average_loss(losses).backward()
+        optimizer.step()
+
+    for batch in strategy.distribute_dataset(torch.utils.data.TensorDataset(inputs, classes), 16):
+        strategy.run(step, args=batch)
+    return [*parameters_of(model), torch.tensor(strategy.communicator.backend == "shared memory")]
+
+
+def train_by(implementation: str) -> list[Tensor]:
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    return train(mirrored.MirroredStrategy(seed=0, communication=options))
+
+
+def test_training_gives_the_numbers_of_gloo() -> None:
+    [*ours, shared], _ = mirrored.launch(train_by, ("shared_memory",), devices=["cpu:0", "cpu:1"])
+    [*gloo, not_shared], _ = mirrored.launch(train_by, ("gloo",), devices=["cpu:0", "cpu:1"])
+    assert shared
+    assert not not_shared
+    assert_close(ours, gloo, 1e-6)
+
+
+def die_while_others_wait(strategy: mirrored.Strategy) -> None:
+    if strategy.topology.index == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    strategy.reduce("sum", torch.ones(100_000))
+
+
+def test_a_tower_that_dies_in_a_collective_is_named() -> None:
+    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+        towers(die_while_others_wait, count=3)
+    assert caught.value.tower == 1
+    others = [failure for failure in caught.value.failures if failure.tower != 1]
+    assert len(others) == 2
+    for failure in others:
+        assert failure.consequence
+        assert "tower 1 (process" in failure.traceback
+        assert f"ended while tower {failure.tower} waited for it in a collective" in failure.traceback
+
+
+class InterruptError(Exception):
+    """As a signal handler raises it: of a watchdog, of a test's time-out, of Ctrl-C."""
+
+
+def interrupted(number: int, frame: object) -> None:
+    raise InterruptError
+
+
+def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[object]:
+    """Tower 0 is interrupted while it waits for tower 1; both go on with further all-reduces."""
+    comm = strategy.communicator
+    comm.barrier()
+    if comm.index == 0:
+        signal.signal(signal.SIGALRM, interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.8)
+    found: list[object] = []
+    for value in range(1, 5):
+        total = torch.full((size,), float(value))
+        try:
+            comm.all_reduce(total)
+            found.append(total.unique().tolist())
+        except (InterruptError, towers_errors.TowersError) as error:
+            found.append(str(error) or type(error).__name__)
+    time.sleep(1.5)  # of a tower that has ended the others would say that
+    return found
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])  # one meeting, and several
+def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
+    with at_most(20):  # a collective may take ten minutes: the other does not wait for that
+        first, second = towers(go_on_after_an_interrupt, size)
+    assert first[0] == "InterruptError"
+    assert all("tower 0 is out of step with the others" in text and "InterruptError" in text for text in first[1:])
+    if size == 1000:  # tower 0 had come before it was interrupted, and one meeting was all that tower 1 needed
+        assert second.pop(0) == [2.0]
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
+    assert "InterruptError" in second[0]
+    assert all("tower 1 is out of step with the others" in text for text in second[1:])
+
+
+def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
+    """Tower 0 fails between two stages of what towers do together; both go on with all-reduces."""
+    comm = strategy.communicator
+    own: Any = comm.all_gather(torch.zeros(1))  # all have come to this line
+    if comm.index == 0:
+        if where == "average":
+            regions.add_by_tree = regions.reduce_into = interrupted_call
+        else:
+            values.all_reduce_together = values.join = interrupted_call
+    region = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
+    found = []
+    for _ in range(3):
+        try:
+            if where == "average":
+                comm.start_average(region).wait()
+            elif where == "reduce":
+                own = strategy.reduce("sum", torch.ones(1000))
+            else:
+                own = strategy.gather(torch.ones(1000))
+            found.append("done")
+        except (InterruptError, towers_errors.TowersError) as error:
+            found.append(str(error) or type(error).__name__)
+    del own
+    time.sleep(1.5)
+    return found
+
+
+def interrupted_call(*args: object, **kwargs: object) -> None:
+    raise InterruptError
+
+
+@pytest.mark.parametrize("where", ["average", "reduce", "gather"])
+def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
+    with at_most(20):
+        first, second = towers(fail_between, where)
+    assert first[0] == "InterruptError"
+    assert all("tower 0 is out of step with the others" in text for text in first[1:])
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
+    assert all("tower 1 is out of step with the others" in text for text in second[1:])
+
+
+def fail_across_hosts(hosts: str) -> str:
+    """The first tower of host "a" cannot reach the other host; the second waits for its result."""
+    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    comm = mirrored.MirroredStrategy().communicator
+    try:
+        comm.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
+    except RuntimeError as error:
+        time.sleep(1.5)
+        return str(error)
+    return "no error"
+
+
+def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
+    with at_most(20):
+        leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
+    assert "Invalid scalar type" in leader
+    assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
+    assert "Invalid scalar type" in elsewhere
+
+
+def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
+    time.sleep(0.5)
+    running = [int(file.read_text()) for file in files]
+    # What the towers share has no name anywhere, so there is nothing that could be left.
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait(15)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+
+
+def without_memfd(implementation: str) -> str:
+    if os.environ["RANK"] == "1":
+        del os.memfd_create
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    strategy = mirrored.MirroredStrategy(communication=options)
+    assert strategy.reduce("sum", 1) == 2
+    return strategy.communicator.backend
+
+
+def test_without_shared_memory_it_is_gloo_and_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert mirrored.launch(without_memfd, ("auto",), devices=["cpu:0", "cpu:1"]) == ["gloo", "gloo"]
+    said = (
+        "towers of this host cannot share memory (tower 1: [Errno 38] this system has no memfd_create); they use Gloo"
+    )
+    assert capfd.readouterr().err.count(said) == 1
+
+
+def test_shared_memory_that_was_asked_for_must_be_there() -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(without_memfd, ("shared_memory",), devices=["cpu:0", "cpu:1"])
+    assert isinstance(caught.value.__cause__, mirrored.StartupError)
+    assert "implementation is 'shared_memory', but the towers cannot share memory: tower 1" in str(caught.value)
+
+
+def on_hosts(hosts: str, what: str) -> object:
+    """Plays hosts: towers with one letter are on one, whatever the kernel says."""
+    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
+    strategy = mirrored.MirroredStrategy(seed=0)
+    assert isinstance(strategy.communicator, HierarchicalCommunicator)
+    return {"reduce": reduce_at_random, "average": average_regions, "train": train}[what](
+        strategy, *{"reduce": (20,), "average": (None,), "train": ()}[what]
+    )
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abba", "abbbc"])
+def test_any_mix_of_towers_per_host(hosts: str) -> None:
+    devices = [f"cpu:{i}" for i in range(len(hosts))]
+    first, *others = mirrored.launch(on_hosts, (hosts, "reduce"), devices=devices)
+    assert all(other == first for other in others)
+    assert all(mirrored.launch(on_hosts, (hosts, "average"), devices=devices))
+
+
+def test_training_on_several_hosts_gives_the_numbers_of_one_device() -> None:
+    [*ours, _], *_ = mirrored.launch(on_hosts, ("aab", "train"), devices=["cpu:0", "cpu:1", "cpu:2"])
+    [*alone, _] = train(mirrored.OneDeviceStrategy(seed=0))
+    assert_close(ours, alone, 1e-6)

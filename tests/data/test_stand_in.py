@@ -1,0 +1,472 @@
+"""Stand-ins for empty shares: a model computes on them, and nothing counts them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+import mirrored
+from tests.support.jobs import assert_close, make_data, parameters_of, towers
+
+
+class Words(nn.Module):
+    """A packed LSTM and a reshape, neither of which takes an empty batch, and a layer that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 6)
+        self.lstm = nn.LSTM(6, 5, batch_first=True)
+        self.out = nn.Linear(10, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(words), lengths, batch_first=True, enforce_sorted=False)
+        state, cell = self.lstm(packed)[1]
+        return self.out(torch.cat([state, cell]).transpose(0, 1).reshape(len(words), -1))
+
+
+def make_words() -> Words:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Words().double()
+
+
+def sentences(count: int = 7) -> list[tuple[Tensor, int]]:
+    return [(torch.arange(2 + i % 3) + i, i % 3) for i in range(count)]
+
+
+def pad(rows: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+    words = [row[0] for row in rows]
+    lengths = torch.tensor([len(w) for w in words])
+    return {
+        "words": pad_sequence(words, batch_first=True),
+        "lengths": lengths,
+        "y": torch.tensor([row[1] for row in rows]),
+        "weight": 1.0 / lengths.double(),
+    }
+
+
+def train_words(strategy: mirrored.Strategy, how: str, workers: int = 0) -> tuple[Any, ...]:
+    """Two epochs of 7 examples in batches of 3, of which the last has 1; parameters and the global losses."""
+    with strategy.scope():
+        model = make_words()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = strategy.distribute_dataset(sentences(), 3, collate_fn=pad, num_workers=workers, stand_in=True)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        losses = F.cross_entropy(model(batch["words"], batch["lengths"]), batch["y"], reduction="none")
+        if how == "examples":
+            loss = mirrored.compute_average_loss(losses)
+        elif how == "weighted":
+            loss = mirrored.compute_average_loss(losses, batch["weight"])
+        else:
+            loss = mirrored.compute_average_loss(losses, batch["weight"], denominator="weights")
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    sizes, losses = [], []
+    for _ in range(2):
+        for batch in data:
+            sizes.append(len(mirrored.drop_stand_in(batch["y"])))
+            losses.append(strategy.reduce("sum", strategy.run(step, args=(batch,))))
+    assert all(p.grad is None for p in model.unused.parameters())
+    return parameters_of(model), losses, sizes
+
+
+@pytest.mark.parametrize("how", ["examples", "weighted", "by weight"])
+def test_models_that_take_no_empty_batch_train_as_on_one_tower(how: str) -> None:
+    alone = train_words(mirrored.OneDeviceStrategy(), how)
+    results = towers(train_words, how, 1 if how == "examples" else 0, count=3)
+    assert [sizes[:3] for _, _, sizes in results] == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    for parameters, losses, _ in results:
+        assert_close(parameters, alone[0], 1e-12)
+        assert_close(losses, alone[1], 1e-12)
+
+
+class Cut(nn.BatchNorm1d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class Logits(nn.Module):
+    """A model whose buffers follow the steps, the examples, or all towers' examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8))
+        self.norm = nn.BatchNorm1d(4)
+        self.cut = Cut(4)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cut(self.norm(self.first(x).view(-1, 4, 2))).reshape(len(x), -1))
+
+
+def train_norms(strategy: mirrored.Strategy, synchronised: bool) -> dict[str, Any]:
+    with strategy.scope(sync_batch_norm=synchronised), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Logits().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    x, y = make_data(14)
+    data = strategy.distribute_dataset(TensorDataset(x, y), 12, stand_in=True)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        optimizer.step()
+        average.update_parameters(model)
+
+    before = {}
+    for batch in data:
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        strategy.run(step, args=batch)
+    return {
+        "before": before,
+        "after": {name: value.clone() for name, value in model.named_buffers()},
+        "average": {name: value.clone() for name, value in average.module.named_buffers()},
+        "parameters": parameters_of(model),
+    }
+
+
+def test_running_statistics_of_a_tower_do_not_see_a_stand_in() -> None:
+    first, _, last = towers(train_norms, False, count=3)
+    assert not torch.equal(last["before"]["norm.running_mean"], torch.zeros(4))
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert torch.equal(last["after"][name], last["before"][name])
+        assert torch.equal(last["average"][name], last["before"][name]), "what a copy took in the run"
+    for name in first["after"]:
+        if "parametrizations" in name:  # power iteration follows the steps
+            assert torch.equal(last["after"][name], first["after"][name])
+            assert not torch.equal(last["after"][name], last["before"][name])
+    assert_close(last["parameters"], first["parameters"], 0)
+
+
+def test_batch_norm_over_the_global_batch_leaves_stand_ins_out() -> None:
+    [alone] = towers(train_norms, True, count=1)
+    for result in towers(train_norms, True, count=3):
+        assert_close(result["parameters"], alone["parameters"], 1e-12)
+        for name, value in result["after"].items():
+            torch.testing.assert_close(value, alone["after"][name], rtol=1e-12, atol=1e-12)
+
+
+def penalised(strategy: mirrored.Strategy) -> list[Tensor]:
+    """A gradient of a gradient through a synchronised layer."""
+    with strategy.scope(sync_batch_norm=True), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    [[x]] = list(strategy.distribute_dataset(TensorDataset(make_data(2)[0]), 2, stand_in=True))
+
+    def step(x: Tensor) -> None:
+        x = x.clone().requires_grad_()
+        outputs = mirrored.drop_stand_in(model(x))
+        [slope] = torch.autograd.grad(outputs.sum() * strategy.num_replicas_in_sync, x, create_graph=True)
+        mirrored.compute_average_loss(slope.square().sum(1) / strategy.num_replicas_in_sync**2).backward()
+
+    strategy.run(step, args=(x,))
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_double_backward_through_a_synchronised_layer() -> None:
+    [alone] = towers(penalised, count=1)
+    for gradients in towers(penalised, count=3):
+        assert_close(gradients, alone, 1e-10)
+
+
+def evaluated(strategy: mirrored.Strategy) -> dict[str, Any]:
+    y = make_data(5)[1]
+    guesses = F.one_hot((y + torch.arange(5) % 2) % 3, 3).double() * 0.7 + 0.1
+    kinds: dict[str, Any] = {
+        "accuracy": MulticlassAccuracy(3, average="micro"),
+        "area": MulticlassAUROC(3),
+        "mean": torchmetrics.MeanMetric(),
+    }
+    found = strategy.mirror(nn.ModuleDict(kinds))
+    together = strategy.mirror(torchmetrics.MetricCollection([MulticlassAccuracy(3, average="micro")]))
+    correct, examples, kept = 0, 0, []
+
+    def step(p: Tensor, y: Tensor) -> tuple[Tensor, int]:
+        assert len(p) > 0, "no tower has an empty batch"
+        found["accuracy"].update(p, y)
+        found["area"](p * 1, y * 1)  # forward, of what was made of the batch
+        found["mean"].update(F.nll_loss(p, y, reduction="none"))
+        together.update(p, y)
+        p, y = mirrored.drop_stand_in(p, y)
+        kept.append(strategy.gather(y))
+        return (p.argmax(1) == y).sum(), len(y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in strategy.distribute_dataset(TensorDataset(guesses, y), 3, stand_in=True):
+            a, b = strategy.reduce("sum", strategy.run(step, args=batch))
+            correct, examples = correct + int(a), examples + int(b)
+        values = {name: float(metric.compute()) for name, metric in found.items()}
+        values["together"] = float(together.compute()["MulticlassAccuracy"])
+    return {"correct": correct, "examples": examples, "y": torch.cat(kept).tolist(), **values}
+
+
+def test_metrics_and_counts_leave_stand_ins_out() -> None:
+    [alone] = towers(evaluated, count=1)
+    assert alone["examples"] == 5
+    assert alone.pop("y") == [2, 0, 1, 0, 1]
+    for result in towers(evaluated, count=4):
+        assert result.pop("y") == [2, 0, 1, 0, 1]
+        assert result == pytest.approx(alone, rel=1e-6)
+
+
+class Batches(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        x = torch.arange(1.0, 6.0)
+        yield from ({"x": x[:3], "names": ["a", "b", "c"]}, {"x": x[3:], "names": ["d", "e"]})
+
+
+def ready_made(strategy: mirrored.Strategy) -> list[Any]:
+    """Batches that come ready made, and pipelines of different lengths; sums and what the towers were given."""
+    towers, index = strategy.num_replicas_in_sync, strategy.topology.index
+    stream = strategy.distribute_dataset(DataLoader(Batches(), batch_size=None), stand_in=True)
+    pipeline = strategy.distribute_datasets_from_function(
+        lambda context: [torch.full((2,), 1.0 + i) for i in range(1 + context.input_pipeline_id)], stand_in=True
+    )
+    found = []
+    for batch in stream:
+        assert len(batch["x"]) == len(batch["names"]) > 0
+        loss = strategy.run(lambda b: mirrored.compute_average_loss(b["x"]), args=(batch,))
+        found.append((float(strategy.reduce("sum", loss)), len(mirrored.drop_stand_in(batch["names"]))))
+    for batch in pipeline:
+        assert len(batch) == (2 if len(found) - 2 <= index else 1)
+        loss = strategy.run(mirrored.compute_average_loss, args=(batch,))
+        found.append((float(strategy.reduce("sum", loss)), len(mirrored.drop_stand_in(batch))))
+    assert len(found) == 2 + towers
+    return found
+
+
+def test_ready_made_batches_and_pipelines() -> None:
+    results = towers(ready_made, count=3)
+    assert [[loss for loss, _ in found] for found in results] == [[2.0, 4.5, 1.0, 2.0, 3.0]] * 3
+    assert [[count for _, count in found] for found in results] == [[1, 1, 2, 0, 0], [1, 1, 2, 2, 0], [1, 0, 2, 2, 2]]
+
+
+def several_batches(strategy: mirrored.Strategy) -> list[Any]:
+    """Of labelled examples there is one, of the others there are two or four."""
+    x = next(iter(strategy.distribute_dataset(TensorDataset(torch.tensor([3.0])), 1, stand_in=True)))[0]
+    found: list[Any] = []
+    for count in (4, 2):
+        u = next(iter(strategy.distribute_dataset(TensorDataset(torch.arange(1.0, 1.0 + count)), count)))[0]
+
+        def step(x: Tensor, u: Tensor, say: bool) -> list[Tensor]:
+            of_x, of_u = ({"batch": x}, {"batch": u}) if say else ({}, {})
+            assert len(mirrored.drop_stand_in(x, batch=x)) == (1 if strategy.is_chief else 0)
+            return [
+                mirrored.compute_average_loss(x * 1, **of_x),
+                mirrored.compute_average_loss(u * 1, **of_u),
+            ]
+
+        found += [float(strategy.reduce("sum", value)) for value in strategy.run(step, args=(x, u, count == 2))]
+    try:
+        strategy.run(step, args=(x, u, False))
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_steps_with_several_batches() -> None:
+    first, second = towers(several_batches)
+    assert first[:4] == second[:4] == [3.0, 2.5, 3.0, 1.5]
+    assert "several of its distributed batches (1 of 1, 1 of 2 examples): say batch=x" in first[4]
+    assert "tower 1 has no examples of its own in a batch of this step but a stand-in" in second[4]
+    assert "say batch=x" in second[4]
+
+
+def by_other_ways(strategy: mirrored.Strategy) -> list[Any]:
+    """The batch comes to the loss by another way than run's arguments; losses that are not finite; mistakes."""
+    found: list[Any] = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.tensor([2.0])), 1, stand_in=True):
+        leaf = torch.ones((), requires_grad=True)
+        weight = leaf if strategy.is_chief else leaf * torch.inf  # what the stand-in is made of does not matter
+
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            return mirrored.compute_average_loss(x * weight)
+
+        found.append(strategy.reduce("sum", strategy.run(lambda x=x, w=weight: step(x * 1, w)).detach()).item())
+        found.append(strategy.run(lambda x: mirrored.compute_average_loss(x, global_batch_size=4), args=(x,)).item())
+        for value in (x.sum(), 3, object()):
+            try:
+                mirrored.drop_stand_in(value)
+            except TypeError as error:
+                found.append(str(error))
+        try:
+            strategy.run(lambda x: mirrored.compute_average_loss(x, batch=x * 1), args=(x,))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_ways_and_mistakes() -> None:
+    first, second = towers(by_other_ways)
+    assert [first[0], second[0]] == [2.0, 2.0]
+    assert [first[1], second[1]] == [0.5, 0.0]
+    for texts in (first[2:], second[2:]):
+        for text, kind in zip(texts, ("a single number", "a single number", "a object"), strict=False):
+            assert f"drop_stand_in was given {kind}" in text
+        assert "batch= holds nothing of a batch" in texts[3]
+
+
+def other_entries(strategy: mirrored.Strategy) -> list[Any]:
+    """Losses of tokens that are not in rows of examples, and of no distributed batch; a stand-in in the third step."""
+    found: list[Any] = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.arange(1.0, 6.0)), 2, stand_in=True):
+        tokens = x.repeat_interleave(3)
+        for options in ({"sample_weight": torch.ones(len(tokens)), "denominator": "weights"}, {"global_batch_size": 6}):
+            for batch in (None, x, ()):
+
+                def step(x: Tensor, tokens: Tensor = tokens, options: Any = options, batch: Any = batch) -> Tensor:
+                    return mirrored.compute_average_loss(tokens, **options, batch=batch)
+
+                try:
+                    found.append(float(strategy.reduce("sum", strategy.run(step, args=(x,)))))
+                except ValueError as error:
+                    found.append(str(error))
+        found.append(float(strategy.reduce("sum", strategy.run(mirrored.compute_average_loss, args=(x,)))))
+    return found
+
+
+def test_losses_with_other_entries_say_of_which_batch_they_are() -> None:
+    """From the first step on and on all towers, not in the last step on one of them."""
+    for found in towers(other_entries):
+        steps = [found[:7], found[7:14], found[14:]]
+        for number, step in enumerate(steps):
+            for text in (step[0], step[3]):
+                assert "the loss has 3 entries" in text
+                assert "batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch" in text
+            mean = [1.5, 3.5, 5.0][number]
+            assert step[1] == step[6] == mean
+            assert step[4] == (mean if number < 2 else 2.5), "15 / 6"
+            # All towers' entries count where the losses are said to be of no distributed batch.
+            assert [step[2], step[5]] == ([mean, mean] if number < 2 else [5.0, 5.0])
+
+
+def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:
+    strategy = mirrored.MirroredStrategy(virtual_towers=parts, seed=0)
+    with strategy.scope():
+        model = make_words()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        assert len(batch["words"]) == 1, "parts have an example, or loss_fn is not called"
+        return F.cross_entropy(model(batch["words"], batch["lengths"]), batch["y"], reduction="none")
+
+    def step(batch: dict[str, Tensor], weighted: bool) -> Tensor:
+        optimizer.zero_grad()
+        if weighted:
+            loss = strategy.backward(losses, batch, sample_weight=batch["weight"], denominator="weights")
+        else:
+            loss = strategy.backward(losses, batch)
+        optimizer.step()
+        return loss
+
+    found = []
+    for weighted in (False, True):
+        for batch in strategy.distribute_dataset(sentences(5), 4, collate_fn=pad, stand_in=True):
+            found.append(float(strategy.run(step, args=(batch, weighted))))
+    return parameters_of(model), found
+
+
+def test_virtual_towers_do_not_call_a_stand_in() -> None:
+    [alone] = mirrored.launch(virtual_step, (4,), devices=["cpu:0"], timeout=60)
+    for parameters, losses in mirrored.launch(virtual_step, (4,), devices=["cpu:0", "cpu:1"], timeout=60):
+        assert_close(parameters, alone[0], 0)
+        assert losses == alone[1]
+
+
+def raise_on_empty(strategy: mirrored.Strategy, stand_in: bool) -> list[Any]:
+    class Own(RuntimeError):
+        pass
+
+    def view(x: Tensor) -> Tensor:
+        return x.view(len(x), -1)
+
+    def divide(x: Tensor) -> float:
+        return 1 / len(x)
+
+    def check(x: Tensor) -> None:
+        assert len(x)
+
+    def key(x: Tensor) -> None:
+        raise KeyError("x")
+
+    def own(x: Tensor) -> None:
+        raise Own("mine")
+
+    [[x]] = list(strategy.distribute_dataset(TensorDataset(torch.ones(2, 3)), 2, stand_in=stand_in))
+    found: list[Any] = []
+    for fn in (view, divide, check, key, own):
+        try:
+            strategy.run(fn, args=(x,))
+            found.append(None)
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_errors_of_empty_shares_name_the_stand_in() -> None:
+    first, _, last = towers(raise_on_empty, False, count=3)
+    assert first == [None, None, None, ("KeyError", "'x'"), ("Own", "mine")]
+    assert [kind for kind, _ in last] == ["RuntimeError", "ZeroDivisionError", "AssertionError", "KeyError", "Own"]
+    for _, text in last[:3]:
+        assert "tower 2's share of this batch has no examples" in text
+        assert "stand_in=True" in text
+    assert last[0][1].startswith("cannot reshape tensor of 0 elements")
+    assert last[3:] == [("KeyError", "'x'"), ("Own", "mine")]
+    assert towers(raise_on_empty, True, count=3)[2][:3] == [None, None, None]
+
+
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import mirrored
+
+strategy = mirrored.MirroredStrategy(seed=0)
+with strategy.scope():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(5, 5)
+data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+train = strategy.distribute_dataset(data, 4, stand_in=True)
+
+def step(x, y):
+    optimizer.zero_grad()
+    noise = torch.randn_like(x)
+    losses = F.cross_entropy(model((x + noise).view(len(x), -1)), y, reduction="none")
+    mirrored.compute_average_loss(losses).backward()
+    optimizer.step()
+
+for batch in train:
+    strategy.run(step, args=batch)
+right = 0
+with torch.no_grad():
+    for x, y in train:
+        guess, y = mirrored.drop_stand_in(model(x).argmax(1), y)
+        right += int(strategy.reduce("sum", (guess == y).sum()))
+"""
+
+
+def test_a_comparison_of_one_tower_and_two_counts_no_stand_in(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    report = mirrored.verify(str(script), towers=2)
+    assert report.equal, str(report)

@@ -1,0 +1,251 @@
+"""``mirrored doctor``: the real command, and real faults of a machine, an environment and a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from mirrored.doctor import Finding, Severity, examine, versions
+from mirrored.doctor.findings import Check, ok
+from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
+from mirrored.doctor.network import check_interfaces
+from mirrored.doctor.resources import check_cores
+from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import at_most
+from towers.system.run_with_timeout import within
+
+NOWHERE = "no-such-host.invalid"
+
+
+def findings(check: Check, severity: Severity, **environ: str) -> dict[str, Finding]:
+    """What a check finds of one severity, by subject."""
+    return {finding.subject: finding for finding in check(environ) if finding.severity is severity}
+
+
+def cluster(*addresses: str, index: int) -> str:
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
+
+
+def test_two_towers_of_this_machine_work_together() -> None:
+    with at_most(60):
+        result = run_program(["-m", "mirrored", "doctor", "--json"])
+    report = json.loads(result.stdout)
+    found = {finding["subject"]: finding for finding in report["findings"]}
+    assert report["healthy"] == (result.returncode == 0) == all(f["severity"] != "problem" for f in found.values())
+    assert found["CPU towers"]["severity"] == "ok"
+    assert "shared memory" in found["CPU towers"]["what"]
+    for subject in ("Python", "torch", "numpy", "safetensors", "loopback", "TF_CONFIG", "launcher"):
+        assert found[subject]["severity"] == "ok", found[subject]
+    assert result.stderr == ""
+
+
+def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
+    environ = {
+        "GLOO_SOCKET_IFNAME": "eth77",
+        "TF_CONFIG": cluster(f"{NOWHERE}:4000", "127.0.0.1:4001", index=1),
+        "RANK": "1",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
+    with at_most(60):
+        result = run_program(["-m", "mirrored", "doctor"], env=environ)
+    assert result.returncode == 1
+    words = [line.split(maxsplit=1) for line in result.stdout.splitlines() if line and not line.startswith(" ")]
+    severities = [severity for severity, _ in words if severity in ("ok", "note", "warning", "problem")]
+    assert severities == sorted(severities, key=["ok", "note", "warning", "problem"].index)
+    assert severities.count("problem") == 4
+    last = " ".join(result.stdout[result.stdout.index("\nproblem") :].split())
+    assert last.count(" fix: ") == 4
+    assert "GLOO_SOCKET_IFNAME names 'eth77', which this machine does not have" in last
+    assert f"1 of 2 addresses do not resolve here: {NOWHERE}:4000" in last
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in last
+    assert "two towers cannot work together on this machine" in last  # although RANK says that this is a tower
+    assert last.endswith("4 problems, 1 warning")
+
+
+def test_a_wrong_tf_config_is_named_as_training_would() -> None:
+    found = findings(check_tf_config, Severity.PROBLEM, TF_CONFIG=cluster("a:1", "b:2", index=7))
+    assert "task.index is 7" in found["TF_CONFIG"].what
+
+
+@pytest.fixture
+def taken() -> Iterator[tuple[int, int]]:
+    """A port on which another process listens, and that process."""
+    program = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    yield int(process.stdout.readline()), process.pid
+    process.communicate(b"\n")
+
+
+def test_the_chief_is_told_who_has_its_port(taken: tuple[int, int]) -> None:
+    port, process = taken
+    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=0)}
+    found = findings(check_tf_config, Severity.PROBLEM, **environ)
+    assert f"in use by process {process} ({sys.executable} -c import socket" in found["chief's port"].what
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    assert "in use" in findings(check_launcher, Severity.PROBLEM, **environ)["chief's port"].what
+
+
+def test_a_chief_that_answers_or_has_not_been_started(taken: tuple[int, int]) -> None:
+    port, _ = taken
+    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
+    assert findings(check_tf_config, Severity.OK, **environ)["chief"].what.endswith("answers")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
+    assert "nothing listens" in findings(check_tf_config, Severity.WARNING, **environ)["chief"].what
+
+
+def test_an_unreachable_chief_is_a_problem_within_seconds() -> None:
+    with contextlib.ExitStack() as opened, at_most(10):
+        silent = opened.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        host, port = silent.getsockname()
+        for _ in range(4):  # what comes after these gets no answer, as behind a firewall that drops
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        environ = {"TF_CONFIG": cluster(f"{host}:{port}", "127.0.0.1:2", index=1)}
+        found = findings(check_tf_config, Severity.PROBLEM, **environ)
+    assert "cannot be reached: timed out" in found["chief"].what
+
+
+def test_an_address_of_another_machine_is_noticed() -> None:
+    environ = {"TF_CONFIG": cluster("127.0.0.1:1", "203.0.113.7:2", index=1), "GLOO_SOCKET_IFNAME": "lo"}
+    assert "no interface of this machine" in findings(check_tf_config, Severity.WARNING, **environ)["TF_CONFIG"].what
+    found = findings(check_tf_config, Severity.PROBLEM, **environ)
+    assert "leads here to this machine itself" in found["TF_CONFIG"].what
+    assert "cannot be reached" in found["GLOO_SOCKET_IFNAME"].what
+
+
+def test_variables_that_contradict_each_other_or_are_left_over() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    both = {**environ, "TF_CONFIG": cluster("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", index=2)}
+    assert "contradict each other" in findings(check_launcher, Severity.PROBLEM, **both)["launcher"].what
+    nowhere = {**environ, "MASTER_ADDR": NOWHERE}
+    assert "does not resolve" in findings(check_launcher, Severity.PROBLEM, **nowhere)["launcher"].what
+    assert "LOCAL_RANK set, but not" in findings(check_launcher, Severity.WARNING, LOCAL_RANK="0")["launcher"].what
+    assert "no task of srun" in findings(check_launcher, Severity.NOTE, SLURM_JOB_ID="7")["launcher"].what
+
+
+def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    for named, chosen in (
+        ("lo", "chooses lo"),
+        ("=lo", "chooses lo"),
+        ("=l", "leaves none"),
+        ("^" + ",".join(names), "leaves none"),
+        ("^=" + ",".join(name for name in names if name != "lo"), "chooses lo"),
+    ):
+        assert (
+            chosen in findings(check_interfaces, Severity.WARNING, NCCL_SOCKET_IFNAME=named)["NCCL_SOCKET_IFNAME"].what
+        )
+
+
+def test_variables_that_change_results_or_speed() -> None:
+    set_to_do_nothing = {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "warn", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    assert [f.severity for f in check_variables(set_to_do_nothing)] == [Severity.OK]
+    found = {f.subject: f.severity for f in check_variables({"NCCL_ALGO": "Tree", "CUDA_LAUNCH_BLOCKING": "1"})}
+    assert found == {"NCCL_ALGO": Severity.NOTE, "CUDA_LAUNCH_BLOCKING": Severity.WARNING}
+    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.WARNING, OMP_NUM_THREADS="4096")
+    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.PROBLEM, OMP_NUM_THREADS="all")
+
+
+@pytest.mark.parametrize(
+    ("version", "ranges", "severity"),
+    [
+        ("2.9", ">=2.9,<2.14", Severity.OK),
+        ("2.13.1+cu126", "<2.14,>=2.9", Severity.OK),
+        ("2.14.0a0", "<2.14,>=2.9", Severity.PROBLEM),
+        ("2.8.9", "<2.14,>=2.9", Severity.PROBLEM),
+        ("1.0.0", ">=1", Severity.OK),
+        ("1.0", "==1.*", Severity.WARNING),
+    ],
+)
+def test_versions_are_compared_with_the_packages_ranges(version: str, ranges: str, severity: Severity) -> None:
+    assert versions.compare("torch", version, ranges, "fix").severity is severity
+
+
+def test_a_check_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+    def crash(environ: object) -> Iterator[Finding]:
+        yield ok("first", "well")
+        os.getcwd()
+
+    def hang(environ: object) -> Iterator[Finding]:
+        within(60, lambda: os.read(pipe, 1))
+        yield ok("never", "")
+
+    pipe, writer = os.pipe()
+    with at_most(20):
+        report = examine({}, {"a": crash, "b": hang}, seconds=0.5)
+    os.close(writer)
+    os.close(pipe)
+    assert [(f.severity, f.subject) for f in report.findings] == [
+        (Severity.OK, "first"),
+        (Severity.PROBLEM, "a"),
+        (Severity.PROBLEM, "b"),
+    ]
+    assert "the check itself failed: FileNotFoundError" in report.findings[1].what
+    assert "did not end" in report.findings[2].what
+    assert report.exit_code == 1
+
+
+def printed(check: str) -> list[str]:
+    """A program that prints what a check finds, each with its severity, and how to run it."""
+    program = "import os, mirrored.doctor.resources as r\n"
+    program += (
+        f"for f in [*r.{check}(os.environ), *r.check_dev_shm(os.environ)]: print(f.severity.name, f.subject, f.what)"
+    )
+    return [sys.executable, "-c", program]
+
+
+def test_no_room_where_a_training_writes(tmp_path: pathlib.Path) -> None:
+    script = 'mount -t tmpfs -o size=64k none "$0" && mount -t tmpfs -o size=8m none /dev/shm && cd "$0"'
+    mounted = ["unshare", "--mount", "sh", "-c", f'{script} && (dd if=/dev/zero of=full; exec "$@")', str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*mounted, "true"], capture_output=True).returncode:
+        pytest.skip("a small file system needs unshare and the right to mount")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([*mounted, *printed("check_disk")], capture_output=True, text=True, env=environ)
+    assert f"PROBLEM directory nothing can be written to {tmp_path}" in result.stdout
+    assert "WARNING /dev/shm 8 MB of 8 MB free" in result.stdout
+
+
+def test_a_containers_cpu_limit_is_seen() -> None:
+    root = pathlib.Path("/sys/fs/cgroup")
+    group = (root / "cpu" if (root / "cpu").is_dir() else root) / f"mirrored-doctor-{os.getpid()}"
+    try:
+        group.mkdir()
+        if (group / "cpu.cfs_quota_us").exists():
+            (group / "cpu.cfs_quota_us").write_text("50000")
+        else:
+            (group / "cpu.max").write_text("50000 100000")
+    except OSError:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip("a limit needs cgroups and the right to make them")
+    try:
+        words = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *printed("check_cores")]
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environ.pop("OMP_NUM_THREADS")
+        result = subprocess.run(words, capture_output=True, text=True, env=environ)
+    finally:
+        group.rmdir()
+    assert "the container's limit is 0.5 CPUs" in result.stdout
+    assert result.stdout.startswith("WARNING CPU")

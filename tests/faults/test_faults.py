@@ -1,0 +1,141 @@
+"""Runs that fail in the middle, and go on: one of each kind; scripts/faults plays all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import mirrored
+from tests.faults.faults import PHASES, Fault
+from tests.faults.play import DEADLINE, PROGRAM, differences, play
+from tests.faults.training import train
+from tests.support.waiting import at_most, wait_until
+from towers.launching.play_cluster import free_ports
+
+
+def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
+    communication = mirrored.CommunicationOptions(timeout_seconds=DEADLINE)
+    strategy = mirrored.MirroredStrategy(communication=communication, seed=0)
+    return train(strategy, folder, fault=fault)
+
+
+def launched(folder: pathlib.Path, fault: Fault | None = None, towers: int = 3) -> dict[str, Any]:
+    """What comes out on towers that come from a fork server, as the program prints it."""
+    found = mirrored.launch(_train, (str(folder), fault), towers=towers, timeout=60)
+    return {key: found[0][key] for key in ("losses", "seen", "steps")} | {"digests": [one["digest"] for one in found]}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What three towers come to that nothing happens to."""
+    return launched(tmp_path_factory.mktemp("three") / "run")
+
+
+@pytest.fixture(scope="module")
+def expected_of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What two towers come to."""
+    return launched(tmp_path_factory.mktemp("two") / "run", towers=2)
+
+
+def test_a_program_with_a_fault_goes_on_to_the_same_bits(expected: dict[str, Any]) -> None:
+    """One of the faults that ``scripts/faults`` plays; most of those below start no program, which takes seconds."""
+    ended, problems = play(Fault.parse("SIGTERM:writing:1:7"), expected)
+    assert not problems, ended.errors
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raise:data:1:7", "tower 1 of 3 failed, after step 7, loading data"),
+        *((f"SIGKILL:{phase}:0:7", "the process of tower 0 ended by SIGKILL") for phase in PHASES),
+        ("SIGSTOP:before optimizer.step:1:7", "tower 1 gives no sign of life"),
+        ("disk full:writing:0:7", r"could not be written \(No space left on device\); earlier ones are as they were"),
+    ],
+)
+def test_towers_with_a_fault_go_on_to_the_same_bits(
+    tmp_path: pathlib.Path, fault: str, said: str, expected: dict[str, Any]
+) -> None:
+    with at_most(DEADLINE + 20), pytest.raises(mirrored.TowerFailedError, match=said):
+        launched(tmp_path / "run", Fault.parse(fault))
+    assert differences(launched(tmp_path / "run"), expected) == []
+
+
+def start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    with at_most(60):
+        return process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_row_43_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towers: int) -> None:
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers)]
+    process = start(*words, "--fault", f"slow:forward:{towers - 1}:5", "--every", "100")
+    wait_until((tmp_path / "run.fault").exists, 60)
+    process.send_signal(signal.SIGTERM if towers == 2 else signal.SIGINT)
+    output, errors = end(process)
+    assert process.returncode == 75, errors
+    assert not output
+    (saved,) = (tmp_path / "run").glob("step-*")
+    step = int(saved.name[5:])
+    assert step in (6, 7)
+    assert f"after step {step}, which is saved; the same command goes on from there" in errors
+    output, errors = end(start(*words))
+    assert f"goes on from {saved}, after step {step}" in errors
+    assert json.loads(output)["steps"] == 15
+
+
+@pytest.mark.parametrize(("towers", "why"), [(2, "second signal"), (1, "grace is over")])
+def test_row_43_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers), "--deadline", "100"]
+    grace = "100" if why == "second signal" else "0.5"
+    process = start(*words, "--fault", f"hang:forward:{towers - 1}:1", "--grace", grace)
+    wait_until((tmp_path / "run.fault").exists, 60)
+    with at_most(15):
+        process.send_signal(signal.SIGTERM)
+        if why == "second signal":
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.send_signal(signal.SIGTERM)
+        output, errors = end(process)
+    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), errors
+    assert ("no step was done 0.5 s after SIGTERM; ending" in errors) == (why == "grace is over")
+    assert not output
+
+
+def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    program = [*PROGRAM, str(tmp_path / "run"), "--towers", "0"]
+    output, errors = end(start(*torchrun, *program, "--fault", "SIGKILL:forward:1:7"))
+    assert "goes on from" in errors
+    assert (tmp_path / "run.fault").exists()
+    assert differences(json.loads(output.splitlines()[-1]), expected_of_two) == []
+
+
+def test_workers_that_are_started_again_go_on(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
+    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
+    for fault in (["--fault", "SIGKILL:all-reduce:1:7"], []):
+        workers = [
+            start(*words, *fault, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}))
+            for i in range(2)
+        ]
+        outputs = [end(worker) for worker in workers]
+        codes = [worker.returncode for worker in workers]
+        assert codes == [0, 0] if not fault else all(codes), outputs
+    assert differences(json.loads(outputs[0][0]), expected_of_two) == []

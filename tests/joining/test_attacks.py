@@ -1,0 +1,296 @@
+"""Strangers at the place where towers meet: with old cards, with the wrong words, or with none at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, Store, TCPStore
+
+import mirrored
+from tests.support.waiting import at_most, wait_until
+from towers import HandshakeError, StartupError
+from towers.joining import handshake, messages
+
+TOKEN = "a secret of the tests"
+SECONDS = timedelta(seconds=10)
+PLACES = ("tower/0", "tower/1", "tower/found0", "tower/found1")
+
+
+@pytest.fixture(autouse=True)
+def quickly() -> Iterator[None]:
+    with at_most(30):
+        yield
+
+
+def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) -> list[messages.Card]:
+    return handshake.meet(
+        store,
+        {"index": index},
+        kind="tower",
+        index=index,
+        names=["rank 0", "rank 1"],
+        deadline=time.monotonic() + seconds,
+        origin="a test",
+        token=token,
+        compare=lambda *_: None,
+        serves=False,
+    )
+
+
+def both_meet(first: Store, second: Store) -> None:
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(meet, [first, second], range(2)))
+    assert [[card["index"] for card in messages] for messages in found] == [[0, 1], [0, 1]]
+
+
+def serve(host: str = "127.0.0.1") -> TCPStore:
+    return handshake.serve_store(host, 0, SECONDS, "a test", TOKEN)
+
+
+def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
+    deadline = time.monotonic() + 10
+    return handshake.join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
+
+
+# -- old cards -----------------------------------------------------------------------------------------------
+
+
+def recorded() -> dict[str, bytes]:
+    """All that lay on the table of an earlier meeting of a job with the same token."""
+    store = HashStore()
+    both_meet(store, store)
+    return {place: store.get(place) for place in PLACES if store.check([place])}
+
+
+@pytest.mark.parametrize("live", [0, 1])
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_an_old_card_does_not_stand_for_a_tower_that_is_not_there(live: int, all_of_it: bool) -> None:
+    store, gone = HashStore(), 1 - live
+    old = recorded()
+    store.set(f"tower/{gone}", old[f"tower/{gone}"])
+    if all_of_it:
+        store.set(f"tower/found{gone}", old[f"tower/found{gone}"])
+    with pytest.raises(
+        StartupError, match=rf"1 of 2 towers did not come within 0 s: tower {gone} \(rank {gone}\)"
+    ) as e:
+        meet(store, live, seconds=0.3)
+    assert "in whose place lies a card of an earlier meeting, or of a process that has ended" in str(e.value)
+
+
+def test_who_has_seen_other_cards_has_not_met() -> None:
+    """A stranger shows one tower an old card, and another one a new card."""
+    old, first, second = recorded(), HashStore(), HashStore()
+    first.set("tower/1", old["tower/1"])
+    second.set("tower/0", old["tower/0"])
+    for store in (first, second):
+        with pytest.raises(StartupError, match="1 of 2 towers did not come"):
+            meet(store, 0 if store is first else 1, seconds=0.2)
+
+
+def test_a_tower_that_is_missing_is_named_by_those_who_wait_for_the_first() -> None:
+    store, old = HashStore(), recorded()
+    store.set(
+        "tower/2", messages.seal(TOKEN, "tower/2", {**messages.unseal(TOKEN, "tower/1", old["tower/1"]), "index": 2})
+    )
+
+    def come(index: int) -> str:
+        with pytest.raises(StartupError) as caught:
+            handshake.meet(
+                store,
+                {"index": index},
+                kind="tower",
+                index=index,
+                names=["a", "b", "c"],
+                deadline=time.monotonic() + (60 if index == 0 else 1),
+                origin="a test",
+                token=TOKEN,
+                compare=lambda *_: None,
+                serves=False,
+            )
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(come, range(2))
+    assert first == second
+    assert "1 of 3 towers did not come within 1 s: tower 2 (c), in whose place" in first
+
+
+# -- other words ---------------------------------------------------------------------------------------------
+
+
+def test_a_card_that_a_stranger_writes_over_comes_back() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        second = threads.submit(meet, store, 1)
+        for _ in range(5):
+            wait_until(lambda: is_card(store, "tower/1"), 10)
+            store.set("tower/1", "all is mine")
+        wait_until(lambda: is_card(store, "tower/1"), 10)
+        assert [card["index"] for card in meet(store, 0)] == [0, 1]
+        assert [card["index"] for card in second.result()] == [0, 1]
+
+
+def is_card(store: Store, place: str) -> bool:
+    with contextlib.suppress(messages.NotACardError):
+        return store.check([place]) and bool(messages.unseal(TOKEN, place, store.get(place)))
+    return False
+
+
+FORGED = {
+    "of another token": lambda place: messages.seal("another", place, {"found": "x"}),
+    "of no token": lambda place: messages.seal("", place, {"found": "x"}),
+    "of another place": lambda place: messages.seal(TOKEN, place + "0", {"found": "x"}),
+    "with a seal of another card": lambda place: messages.seal(TOKEN, place, {}).replace('card": "{', 'card": "{ '),
+    "not a word": lambda place: "",
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_words_are_not_heard(kind: str) -> None:
+    store = HashStore()
+    for place in (*PLACES, "tower/verdict", "tower/read0"):
+        store.set(place, FORGED[kind](place))
+    both_meet(store, store)
+
+
+def test_two_jobs_with_tokens_of_their_own_meet_at_one_table() -> None:
+    """As under a launcher whose store everybody reaches: each sees its own."""
+    store = HashStore()
+    meet_of_other = {place: messages.seal("another", place, {"host": "elsewhere"}) for place in PLACES}
+    for place, text in meet_of_other.items():
+        store.set(place, text)
+    both_meet(store, store)
+
+
+def test_a_second_job_at_the_address_of_the_first_is_refused_before_and_after() -> None:
+    store = serve()
+    for _ in range(2):
+        with pytest.raises(HandshakeError, match="tower 1 .* is not of the job that meets at"):
+            join(store, token="another")
+        both_meet(store, join(store))
+        for place in PLACES:
+            store.delete_key(place)
+
+
+# -- no words ------------------------------------------------------------------------------------------------
+
+LINES = {
+    "silence": b"",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "garbage": bytes(range(256)) * 8,
+    "half a greeting": b"\x00\x3c",
+    "a value of 2**60 bytes": b"\x00" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 2**60),
+    "zeros": bytes(4096),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_strangers_on_the_line_hold_nobody_up(kind: str) -> None:
+    """They come before the towers, and while these meet; they say something, and stay."""
+    store = serve()
+    with contextlib.ExitStack() as lines:
+
+        def come(count: int) -> None:
+            for _ in range(count):
+                line = lines.enter_context(socket.create_connection(("127.0.0.1", store.port), timeout=5))
+                with contextlib.suppress(OSError):  # it may have been hung up on
+                    line.sendall(LINES[kind])
+
+        come(30)
+        with ThreadPoolExecutor() as threads:
+            second = threads.submit(lambda: meet(join(store), 1))
+            come(30)
+            assert len(meet(store, 0)) == len(second.result()) == 2
+        come(5)
+        assert store.check(["tower/0"])
+
+
+# -- other addresses, other times ----------------------------------------------------------------------------
+
+
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as line:
+        line.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "0:0:0:0:0:0:0:1", "ip6-localhost"])
+def test_towers_meet_by_ipv6(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, 1, socket.AF_INET6)
+    except OSError:
+        pytest.skip(f"{host} is no name here")
+    store = serve(host)
+    both_meet(store, join(store, host))
+
+
+class Jumps:
+    """A clock that is set by years, forth and back, whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return 2e9 if self.looks % 2 else 1.0
+
+
+def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", Jumps())
+    store = serve()
+    both_meet(store, join(store))
+    with pytest.raises(StartupError, match="did not come within 0 s"):
+        meet(HashStore(), 0, seconds=0.1)
+
+
+# -- processes that are suspended ----------------------------------------------------------------------------
+
+
+def _suspended(seconds: float, timeout: float) -> float:
+    """Tower 0 waits for tower 1 while somebody suspends both for ``seconds``."""
+    options = mirrored.CommunicationOptions(timeout_seconds=timeout, implementation="shared_memory")
+    strategy = mirrored.MirroredStrategy(communication=options)
+    processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
+    if strategy.topology.index == 1:
+        numbers = " ".join(map(str, processes))
+        subprocess.run(["sh", "-c", f"kill -STOP {numbers}; sleep {seconds}; kill -CONT {numbers}"], check=True)
+    return float(strategy.reduce("sum", 1.0))
+
+
+def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None:
+    assert mirrored.launch(_suspended, (4.0, 2.0), towers=2, devices=["cpu:0", "cpu:1"], timeout=60) == [2.0, 2.0]
+
+
+def _stopped() -> str:
+    """Tower 1 is stopped; what both come to."""
+    options = mirrored.CommunicationOptions(timeout_seconds=2, implementation="shared_memory")
+    strategy = mirrored.MirroredStrategy(communication=options)
+    if strategy.topology.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(2):  # to the first one tower 0 had come
+            strategy.reduce("sum", 1.0)
+    except (mirrored.CollectiveTimeoutError, mirrored.PeerLostError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_stopped_tower_is_woken_to_hear_that_the_others_end() -> None:
+    """torchrun would wait half a minute for it to end."""
+    first, second = mirrored.launch(_stopped, towers=2, devices=["cpu:0", "cpu:1"], timeout=60)
+    assert "tower 0 waited 2 s for tower 1" in first
+    assert "tower 0" in second
+    assert "broke off" in second or "ended" in second

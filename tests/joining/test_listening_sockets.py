@@ -1,0 +1,137 @@
+"""Sockets listen where they are needed, and nowhere else. Seen from outside, in the kernel's tables."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import pathlib
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tests.joining.test_two_hosts import ip
+from tests.support.jobs import ROOT
+from tests.support.sockets import family, listening, unix_sockets
+from towers.system import machine, network
+
+pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
+
+WAITS = str(ROOT / "tests" / "programs" / "waits.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[list[str]]:
+    """Words in front of a command, for a host whose own name leads to an address that others reach.
+
+    There, what binds to the host's name is seen to. Without the right to make such a host, this one does.
+    """
+    name = f"sockets{os.getpid()}"
+    if shutil.which("ip") is None or ip("netns", "add", name).returncode:
+        yield []
+        return
+    try:
+        folder = pathlib.Path("/etc/netns", name)
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n10.78.0.1 {socket.gethostname()}\n")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+        ip("-n", name, "addr", "add", "10.78.0.1/24", "dev", "eth0")
+        for device in ("eth0", "eth1"):
+            assert ip("-n", name, "link", "set", device, "up").returncode == 0
+        yield ["ip", "netns", "exec", name]
+    finally:
+        ip("netns", "del", name)
+        shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+def start(words: Sequence[str], before: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [*before, sys.executable, *words]
+    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    """Return when it says so; Gloo of torch 2.9 may say something before."""
+    assert process.stdout is not None
+    guard = threading.Timer(40.0, process.kill)
+    guard.start()
+    ready = "ready\n" in iter(process.stdout.readline, "")
+    guard.cancel()
+    assert ready, process.communicate(timeout=20)[1]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.communicate(timeout=20)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [WAITS, "two", "gloo"],
+        ["-m", "mirrored", "run", "--towers", "2", WAITS, "group"],
+        [WAITS, "launch"],
+        [*TORCHRUN, WAITS, "gloo"],
+    ],
+    ids=["python", "beside a group of the user's", "launch", "torchrun"],
+)
+def test_on_one_host_nothing_listens_beyond_loopback(words: list[str], outside: list[str]) -> None:
+    process = start(words, outside)
+    try:
+        wait_until_ready(process)
+        # torchrun's own process is torchrun's: it listens everywhere.
+        processes = family(process.pid)[1 if "torch.distributed.run" in words else 0 :]
+        assert len(processes) >= 2
+        found = [address for one in processes for address, _ in listening(one)]
+        assert len(found) >= 2, "towers that communicate through c10d listen somewhere"
+        assert {address for address in found if not ipaddress.ip_address(address).is_loopback} == set()
+        # Who reaches the fork server can let it run anything: it has no name that other users could connect to.
+        assert {stat.S_IMODE(path.parent.stat().st_mode) for path in unix_sockets(processes)} <= {0o700}
+        assert len(unix_sockets(processes)) == ("launch" in words)
+    finally:
+        end(process)
+
+
+def test_what_the_user_says_about_interfaces_wins(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "nccl.conf"
+    file.write_text("NCCL_DEBUG=WARN\n")
+    environ = {"NCCL_CONF_FILE": str(file)}
+    assert network.variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert network.variables("eth1", {**environ, "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}) == {}
+    file.write_text("NCCL_SOCKET_IFNAME=ib0\n")
+    assert network.variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_interface_of_an_address(address: str) -> None:
+    if ":" in address and not pathlib.Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    assert machine.address_towards(address, 1) == address
+    assert machine.interface_of(address) == "lo"
+    assert machine.interface_of("192.0.2.255") is machine.interface_of("2001:db8::ff") is None
+
+
+def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    config = {"cluster": {"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}}
+    workers = []
+    try:
+        for index in range(2):
+            text = json.dumps({**config, "task": {"type": "worker", "index": index}})
+            workers.append(start([WAITS], outside, TF_CONFIG=text))
+        wait_until_ready(workers[0])
+        found = [address for worker in workers for one in family(worker.pid) for address, _ in listening(one)]
+        assert len(found) >= 3, "the store, and each tower's Gloo"
+        assert set(found) == {"127.0.0.1"}
+    finally:
+        for worker in workers:
+            end(worker)

@@ -1,0 +1,137 @@
+"""Two hosts, played by network namespaces: separate interfaces and loopbacks, one cable between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.play import DEADLINE, PROGRAM, differences
+from tests.faults.test_faults import launched
+from tests.support.jobs import ROOT
+from tests.support.sockets import family, listening
+from tests.support.waiting import wait_until
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["ip", *words], capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str]]]:
+    """(namespace, address) of two hosts."""
+    names = [f"towers{os.getpid()}{letter}" for letter in "ab"]
+    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
+        pytest.skip("network namespaces need iproute2 and the right to make them")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        found = []
+        for number, name in enumerate(names, start=1):
+            address = f"10.77.0.{number}"
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            found.append((name, address))
+        yield found
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+
+def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
+    """Each host's own name leads it to 127.0.1.1, and the other host's to where that is."""
+    for own, (namespace, _) in enumerate(hosts):
+        folder = pathlib.Path("/etc/netns", namespace)
+        folder.mkdir(parents=True)
+        lines = [f"{'127.0.1.1' if i == own else address} host{i}\n" for i, (_, address) in enumerate(hosts)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp_path: pathlib.Path) -> None:
+    if named:
+        name_as_debian_does(hosts)
+    addresses = [f"host{i}:4001" if named else f"{address}:4001" for i, (_, address) in enumerate(hosts)]
+    processes = []
+    until = f"until={tmp_path / 'seen'}"
+    for index, (name, _) in enumerate(hosts):
+        config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}
+        config["task"] = {"type": "worker" if index else "chief", "index": 0}
+        program = str(ROOT / "tests" / "programs" / "report.py")
+        processes.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one", until],
+                # One kernel runs both: what it says of itself must not give that away.
+                env={**os.environ, "TF_CONFIG": json.dumps(config), "NCCL_HOSTID": name},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    reports = [process.stdout.readline() for process in processes if process.stdout]
+    found = [[listening(one) for one in family(process.pid)] for process in processes]
+    (tmp_path / "seen").touch()
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # One tower on the first host, two on the second; each host's first tower shows.
+    assert [json.loads(line)["towers"] for line in reports] == [3, 3]
+    # The first host's agent has the store, each tower its Gloo: on the address that the other host reaches.
+    (store, *towers), (agent, *others) = found
+    assert (store, agent) == ([(hosts[0][1], 4001)], [])
+    for tower, own in zip([*towers, *others], [0, 1, 1], strict=True):
+        assert {address for address, _ in tower} == {hosts[own][1]}
+    assert (
+        "mirrored: 3 towers of 2 workers on cpu, shared memory in and gloo across 2 hosts, 1 thread each"
+        in outputs[0][1]
+    )
+    assert "mirrored:" not in outputs[1][1]
+
+
+def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start tests/faults/program.py with one tower on each host."""
+    cluster = {"worker": [f"{address}:4001" for _, address in hosts]}
+    program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *program],
+            env={
+                **os.environ,
+                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+                "NCCL_HOSTID": name,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, (name, _) in enumerate(hosts)
+    ]
+
+
+def test_a_cut_cable_ends_both_hosts_and_the_run_goes_on(hosts: list[tuple[str, str]], tmp_path: pathlib.Path) -> None:
+    workers = train(hosts, tmp_path / "run", "--fault", "slow:forward:1:7")
+    wait_until((tmp_path / "run.fault").exists, 60)
+    ip("-n", hosts[0][0], "link", "set", "eth0", "down")
+    started = time.monotonic()
+    outputs = [worker.communicate(timeout=60) for worker in workers]
+    assert time.monotonic() - started < DEADLINE + 15, "a guard: six more on a machine that does nothing else"
+    assert all(worker.returncode for worker in workers), outputs
+    for own, (_, errors) in enumerate(outputs):
+        last = errors.splitlines()[-1]
+        assert last.startswith(f"towers: tower {own} on "), last
+        assert "failed in step 8" in last
+        assert f"tower {1 - own}" in last
+    ip("-n", hosts[0][0], "link", "set", "eth0", "up")
+    workers = train(hosts, tmp_path / "run")
+    outputs = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    assert "goes on from" in outputs[0][1]
+    assert differences(json.loads(outputs[0][0]), launched(tmp_path / "whole", towers=2)) == []

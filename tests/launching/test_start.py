@@ -1,0 +1,396 @@
+"""One script, every way to start it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import mirrored
+from mirrored import cli
+from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import at_most, wait_until
+from towers import CannotStartError
+from towers.collectives import process_group
+from towers.launching import become
+from towers.system import devices
+
+WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
+
+REPORT = str(ROOT / "tests" / "programs" / "report.py")
+
+
+def report(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    """What tests/programs/report.py printed: once, by the chief."""
+    assert result.returncode == 0, result.stderr
+    [line] = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_one_device_stays_in_place() -> None:
+    result = run_program([REPORT, "a b"])
+    found = report(result)
+    assert found["towers"] == 1
+    assert result.stderr == "mirrored: 1 tower on cpu, no communication, 1 thread each, started by python\n"
+
+
+def test_a_script_becomes_its_towers(tmp_path: pathlib.Path) -> None:
+    """With all its flags and words, from where it was started, and whatever is called towers there."""
+    (tmp_path / "towers.py").write_text("raise RuntimeError('not this one')")
+    (tmp_path / "sub").mkdir()
+    script = tmp_path / "sub" / "my script.py"
+    script.write_text("import os\nos.chdir('/')\n" + pathlib.Path(REPORT).read_text())
+    flags = ["-O", "-u", "-X", "utf8", "-Wignore::UserWarning", "-X", "faulthandler"]
+    found = report(run_program([*flags, "sub/my script.py", *WORDS], cwd=str(tmp_path)))
+    assert found["towers"] == 2
+    assert found["arguments"] == WORDS
+    assert found["optimize"] == 1
+    assert found["unbuffered"] is True
+    assert found["xoptions"] == {"utf8": True, "faulthandler": True}
+    assert found["warnings"][-1] == "ignore::UserWarning"
+    assert found["file"] == "my script.py"
+
+
+def test_a_module_becomes_its_towers() -> None:
+    result = run_program(["-Om", "programs.report", "two", "-m", "x"], cwd=str(ROOT / "tests"))
+    found = report(result)
+    assert found["towers"] == 2
+    assert found["name"] == "programs.report"
+    assert found["arguments"] == ["two", "-m", "x"]
+    assert found["optimize"] == 1
+    assert result.stderr == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by python\n"
+
+
+def test_the_process_itself_becomes_the_launcher() -> None:
+    """No parent is left waiting: job control and signals reach the process that was started."""
+    process = subprocess.Popen(
+        [sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    assert os.path.exists(f"/proc/{tower}")
+    assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
+    process.send_signal(signal.SIGINT)
+    with at_most(15):
+        process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert not os.path.exists(f"/proc/{tower}")
+
+
+def state_of(process: int) -> str:
+    """T when stopped, S or R when not."""
+    return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def test_suspending_and_continuing_reaches_the_towers() -> None:
+    # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
+    command = [sys.executable, REPORT, "two", "wait"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    for number, wanted in ((signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"}), (signal.SIGTSTP, {"T"})):
+        process.send_signal(number)
+        wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted, 10)  # type: ignore[misc]
+    process.send_signal(signal.SIGCONT)
+    process.terminate()
+    process.communicate(timeout=15)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
+    result = run_program(["-m", "mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"])
+    assert result.returncode == 0, result.stderr
+    report_line, talk = result.stdout.splitlines()
+    assert json.loads(report_line)["towers"] == 3
+    assert talk == "tower 0 talks"
+    lines = result.stderr.splitlines()
+    assert "mirrored: 3 towers on cpu, shared memory, 1 thread each, started by mirrored run" in lines
+    assert "tower 0 warns" in lines
+    for tower in (1, 2):
+        assert f"[tower {tower}] tower {tower} warns\n" in result.stderr
+        assert f"[tower {tower}] mirrored: tower {tower} logs\n" in result.stderr
+        assert f"tower {tower} draws" not in result.stderr
+        assert f"tower {tower} talks" in (tmp_path / f"tower{tower}.out").read_text()
+        assert "draws" in (tmp_path / f"tower{tower}.err").read_text()
+
+
+def test_the_first_exception_comes_last_and_whole() -> None:
+    with at_most(20):
+        result = run_program([REPORT, "two", "fail"])
+    assert result.returncode == 1
+    text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
+    assert text.splitlines()[1] == "Traceback (most recent call last):"
+    assert 'raise ValueError("planned failure")' in text
+    assert text.splitlines()[-2] == "ValueError: planned failure"
+    assert text.endswith("\ntowers: tower 1 failed before its first step: ValueError: planned failure\n")
+    assert "elastic" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("exit", 7, "towers: tower 1 ended with exit code 7 before its first step"),
+        ("die", 137, "towers: tower 1 was ended by SIGKILL before its first step"),
+    ],
+)
+def test_exit_codes(how: str, code: int, last: str) -> None:
+    with at_most(20):
+        result = run_program([REPORT, "two", how])
+    assert result.returncode == code
+    assert result.stderr.splitlines()[-1] == last
+
+
+def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", REPORT, "fail"]
+    result = run_program(words)
+    assert result.returncode == 1
+    assert "ValueError: planned failure" in result.stderr[result.stderr.index("Root Cause") :]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["-c", "import mirrored; mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])"], "python was started with -c"),
+        (["-m", "pytest", "-q", "{inner}"], "is an installed program"),
+        (["-m", "cProfile", "{inner}"], "cProfile.py is an installed program"),
+        (["-i", "{inner}"], "this is an interactive session"),
+    ],
+)
+def test_only_a_users_own_script_is_started_again(words: list[str], why: str, tmp_path: pathlib.Path) -> None:
+    inner = tmp_path / "test_inner.py"
+    inner.write_text(
+        "import mirrored\n\ndef test_it():\n    mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n\n"
+        "if __name__ == '__main__':\n    test_it()\n"
+    )
+    result = run_program([word.format(inner=inner) for word in words], cwd=str(tmp_path))
+    text = result.stdout + result.stderr
+    assert "CannotStartError: several towers are wanted" in text
+    assert why in text
+    for way in ("mirrored.launch(fn, towers=N)", "mirrored run --towers N script.py", "devices=['cpu:0']"):
+        assert way in text
+
+
+def test_this_very_test_is_refused() -> None:
+    with pytest.raises(CannotStartError):
+        become.own_command()
+    with pytest.raises(mirrored.CannotStartError):
+        mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["python", "a.py", "-m"], ("script", 1)),
+        (["python", "-u", "-Wx", "-X", "dev", "-OO", "a.py"], ("script", 6)),
+        (["python", "-um", "a"], ("module", 1)),
+        (["python", "-uma"], ("module", 1)),
+        (["python", "-W", "-m", "a.py"], ("script", 3)),
+        (["python", "--check-hash-based-pycs", "always", "a.py"], ("script", 3)),
+        (["python", "-Bc", "pass"], ("-c", -1)),
+        (["python", "-"], ("a program on standard input", -1)),
+        (["python"], ("no program", -1)),
+    ],
+)
+def test_pythons_command_line(argv: list[str], expected: tuple[str, int]) -> None:
+    assert become._find_program(argv) == expected
+
+
+TRAIN = str(ROOT / "tests" / "programs" / "train.py")
+
+
+def final_loss(text: str) -> float:
+    match = re.fullmatch(r"towers 2, final loss ([0-9.e-]+)\n", text)
+    assert match, text
+    return float(match[1])
+
+
+def train() -> str:
+    """What ``launch`` runs: the program, in a tower."""
+    sys.argv = [TRAIN]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(TRAIN, run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_same_towers_however_started_reach_the_same_loss() -> None:
+    ways = {
+        "python": [TRAIN, "two"],
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
+        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", TRAIN],
+        "TF_CONFIG": ["-m", "mirrored", "cluster", TRAIN],
+    }
+    losses = {}
+    for way, words in ways.items():
+        result = run_program(words, timeout=120)
+        assert result.returncode == 0, f"{way}: {result.stderr}"
+        losses[way] = final_loss(result.stdout)
+    losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
+    for way, loss in losses.items():
+        assert loss == pytest.approx(losses["python"], rel=1e-6), way
+
+
+def test_srun(tmp_path: pathlib.Path) -> None:
+    """Two tasks with the variables that srun gives them."""
+    processes = []
+    for task in range(2):
+        variables = {
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task),
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, REPORT],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
+    assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
+    assert outputs[1][1] == ""
+
+
+def test_row_15_a_second_process_with_the_same_rank_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        words = [sys.executable, REPORT, "wait"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(words, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+
+    first, second = start(0), start(1)
+    try:
+        for process in (first, second):
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline())["towers"] == 2
+        refused = start(1)
+        with at_most(20):
+            _, text = refused.communicate(timeout=20)
+        assert refused.returncode == 1
+        assert "HandshakeError: tower 1 is already taken by a process on" in text
+        assert first.poll() is second.poll() is None, "the others go on"
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate(timeout=20)
+
+
+def test_mirrored_strategy_does_not_read_tf_config() -> None:
+    config = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}}
+    program = "import mirrored; print(mirrored.MirroredStrategy().num_replicas_in_sync)"
+    result = run_program(["-c", program], env={"TF_CONFIG": json.dumps(config)})
+    assert result.stdout == "1\n"
+    assert "TF_CONFIG is set, but MirroredStrategy does not read it" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--towers", "0"], "--towers is 0, but must be at least 1"),
+        (["--towers", "3", "--devices", "cpu:0"], "--towers is 3, but --devices names 1"),
+        (["--devices", "cuda:97"], "cuda:97 asked for"),
+        (["--devices", "cpu,cpu"], "cpu:0 more than once"),
+        (["no_such_script.py"], "there is no file no_such_script.py"),
+    ],
+)
+def test_mirrored_run_refuses(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *words, REPORT])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_what_nccl_is_asked_to_say_is_not_thrown_away(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for level, said in (("", ""), ("WARN", "NCCL INFO\n")):
+        monkeypatch.setenv("NCCL_DEBUG", level)
+        with process_group.without_greeting():
+            os.write(1, b"NCCL INFO\n")
+        assert capfd.readouterr().out == said
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_mirrored_run_has_a_gpu_for_each_tower_or_says_so(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
+    assert cli._devices(None, None) == cli._devices(gpus, None) == [f"cuda:{i}" for i in range(gpus)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--towers", "3", REPORT])
+    assert ended.value.code == 2
+    said = f"--towers is 3, but this machine has only {gpus} GPU"
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.endswith("for CPU towers say --devices cpu:0,cpu:1,cpu:2\n")
+
+
+@pytest.mark.parametrize("kind", ["TFConfigClusterResolver", "LocalClusterResolver"])
+def test_a_resolver_of_the_scripts_own_becomes_its_towers_once(kind: str, tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+import mirrored
+from mirrored.cluster import {kind}
+strategy = mirrored.MultiWorkerMirroredStrategy({kind}(), devices=["cpu:0", "cpu:1"])
+strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__name__)
+"""
+    )
+    config = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+    with at_most(20):
+        result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    assert result.stdout == f"2 {kind}\n", result.stderr
+
+
+def test_nohup_is_kept_and_nothing_is_left_when_the_launcher_is_killed() -> None:
+    """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
+    command = ["nohup", sys.executable, REPORT, "two", "wait"]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=pipe, stderr=null, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        tower = json.loads(process.stdout.readline())["pid"]
+        os.kill(process.pid, signal.SIGHUP)
+        time.sleep(2.0)
+        assert process.poll() is None
+        assert os.path.exists(f"/proc/{tower}")
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+    wait_until(lambda: not os.path.exists(f"/proc/{tower}"), 10)
+
+
+def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
+    result = run_program(["-m", "mirrored", "run", "--towers", "2", "--log-dir", "/proc/nope", REPORT])
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "/proc/nope" in result.stderr
+
+
+def test_a_module_that_cannot_be_found_again_is_refused() -> None:
+    result = run_program(["-m", "programs.moved", "two"], cwd=str(ROOT / "tests"))
+    assert result.returncode == 1
+    assert "make the strategy before os.chdir" in result.stderr

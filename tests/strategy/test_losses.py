@@ -1,0 +1,287 @@
+"""Losses as shares of the global mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests.support.jobs import towers
+
+
+def share_of(strategy: mirrored.Strategy, values: list[float], **options: object) -> tuple[float, float]:
+    """The reduced loss over ``values`` cut among the towers, and the averaged gradient of a common factor."""
+    with strategy.scope():
+        factor = torch.nn.Linear(1, 1, bias=False).double()
+        torch.nn.init.ones_(factor.weight)
+    data = strategy.distribute_dataset(TensorDataset(torch.tensor(values, dtype=torch.float64)), len(values))
+
+    def step(share: Tensor) -> Tensor:
+        loss = mirrored.compute_average_loss(factor(share[:, None])[:, 0], **options)
+        loss.backward()
+        return loss.detach()
+
+    [batch] = list(data)
+    loss = strategy.run(step, args=batch)
+    return float(strategy.reduce("sum", loss)), float(factor.weight.grad)
+
+
+LOSSES = [2.5, 6.2, 5.0]
+
+
+def test_shares_add_up_to_the_global_mean() -> None:
+    for loss, gradient in [share_of(mirrored.OneDeviceStrategy(), LOSSES), *towers(share_of, LOSSES)]:
+        assert loss == pytest.approx(13.7 / 3, rel=1e-15)
+        assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
+
+
+def test_empty_shares_are_an_exact_zero() -> None:
+    for loss, gradient in towers(share_of, LOSSES, count=5):
+        assert loss == pytest.approx(13.7 / 3, rel=1e-15)
+        assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
+
+
+def share_with_global_batch_size(strategy: mirrored.Strategy) -> float:
+    values = torch.tensor([1.0, 2, 3, 4, 5]) if strategy.num_replicas_in_sync == 1 else torch.tensor([[1.0, 2], [3, 9]])
+    own = values if strategy.num_replicas_in_sync == 1 else values[strategy.topology.index]
+    return float(strategy.reduce("sum", strategy.run(lambda: mirrored.compute_average_loss(own, global_batch_size=10))))
+
+
+def test_explicit_global_batch_size() -> None:
+    assert share_with_global_batch_size(mirrored.OneDeviceStrategy()) == 1.5
+    assert towers(share_with_global_batch_size) == [1.5, 1.5]
+
+
+def other_denominators(strategy: mirrored.Strategy) -> list[float]:
+    r = strategy.topology.index
+    losses, weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[: 2 - r], torch.tensor([1.0, 3.0])[: 2 - r]
+    tokens = torch.ones(2 - r, 2)
+    tokens[0, 1] = 0
+
+    def step() -> list[Tensor]:
+        average = mirrored.compute_average_loss
+        return [
+            average(losses, global_batch_size=3),  # further dimensions are summed: (10 + 3) / 3
+            average(losses.sum(1), weights, global_batch_size=3),  # (3 + 3·7 + 3) / 3
+            average(losses, tokens, denominator="weights"),  # (1 + 3 + 4 + 1) / (3 + 1)
+            average(losses, 0.0, denominator="weights"),  # weights that are all zero
+            average(losses[:, 0]),  # nobody distributed this: (1 + 3 + 1) / 3
+            average(losses[r:r, 0]),  # and here nobody has any
+            average(losses[2 * r :, 0]),  # and here one has none
+        ]
+
+    return [float(strategy.reduce("sum", value)) for value in strategy.run(step)]
+
+
+def test_weights_and_denominators() -> None:
+    for result in towers(other_denominators):
+        assert result == pytest.approx([13 / 3, 27 / 3, 9 / 4, 0.0, (1 + 3 + 1) / 3, 0.0, (1 + 3) / 2])
+
+
+@dataclasses.dataclass(eq=False)
+class Batch:
+    """A batch that is no tensor, as graph and text libraries have them."""
+
+    values: Tensor
+
+
+def reach_run_in_many_ways(strategy: mirrored.Strategy) -> list[float]:
+    """Three examples, so shares are uneven; the loss must know it however the batch comes to it."""
+
+    def mean(values: Tensor) -> Tensor:
+        return mirrored.compute_average_loss(values)
+
+    means = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.tensor([1.0, 2.0, 6.0])), 3):
+        means.append(strategy.run(mean, args=(x,)))
+        means.append(strategy.run(mean, args=(x * 1,)))
+        means.append(strategy.run(functools.partial(mean, x)))
+        means.append(strategy.run(lambda batch: strategy.run(mean, args=(batch + 0,)), args=(x,)))
+    collate: Any = lambda examples: Batch(torch.tensor(examples))  # noqa: E731
+    for batch in strategy.distribute_dataset([1.0, 2.0, 6.0], 3, collate_fn=collate):
+        means.append(strategy.run(lambda b: mean(b.values), args=(batch,)))
+    for texts in strategy.distribute_dataset(["1", "2", "6"], 3):
+        means.append(strategy.run(lambda t: mean(torch.tensor([float(text) for text in t])), args=(texts,)))
+    return [float(strategy.reduce("sum", value)) for value in means]
+
+
+def test_the_size_of_the_global_batch_is_known_however_the_batch_came() -> None:
+    for result in [reach_run_in_many_ways(mirrored.OneDeviceStrategy()), *towers(reach_run_in_many_ways)]:
+        assert result == [3.0] * 6
+
+
+def two_batches_in_a_step(strategy: mirrored.Strategy) -> list[float]:
+    """Labelled and unlabelled examples, each with a loss; of the former there is one, of the latter there are four."""
+    labelled = strategy.distribute_dataset(TensorDataset(torch.tensor([3.0])), 1)
+    unlabelled = strategy.distribute_dataset(TensorDataset(torch.arange(4.0)), 4)
+    [[x], [u]] = list(labelled) + list(unlabelled)
+    step = lambda x, u: [mirrored.compute_average_loss(x), mirrored.compute_average_loss(u)]  # noqa: E731
+    return [float(strategy.reduce("sum", loss)) for loss in strategy.run(step, args=(x, u))]
+
+
+def test_two_distributed_batches_in_one_step() -> None:
+    assert towers(two_batches_in_a_step) == [[3.0, 1.5]] * 2
+
+
+def add_losses(strategy: mirrored.Strategy) -> list[float]:
+    """In place, as tutorials do; half-precision losses whose sum is too large for their dtype; a plain number."""
+
+    def step() -> list[float]:
+        weight = torch.tensor(2.0, requires_grad=True)
+        loss = mirrored.compute_average_loss(weight * torch.ones(3))
+        loss += mirrored.scale_regularization_loss(weight**2)
+        loss.backward()
+        half = mirrored.compute_average_loss(torch.full((20000,), 8.0, dtype=torch.float16))
+        assert weight.grad is not None
+        return [float(loss.detach()), float(weight.grad), float(half), float(mirrored.scale_regularization_loss(4.0))]
+
+    return [float(value) for value in strategy.run(step)]
+
+
+def test_losses_are_added_in_place_and_do_not_overflow() -> None:
+    assert add_losses(mirrored.OneDeviceStrategy()) == [6.0, 5.0, 8.0, 4.0]
+    # Each tower has half of the values, and before averaging twice its half of the gradients.
+    assert towers(add_losses) == [[3.0, 6.0 - 1.0, 4.0, 2.0]] * 2
+
+
+def flattened_tokens(strategy: mirrored.Strategy) -> str:
+    """Sequences flattened to tokens: how many the other towers have is not known here."""
+    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(12.0).view(3, 4)), 3))
+    with pytest.raises(ValueError) as error:
+        strategy.run(lambda x: mirrored.compute_average_loss(x.flatten()), args=batch)
+    return str(error.value)
+
+
+def test_several_entries_per_example_are_refused_on_any_number_of_towers() -> None:
+    for text in [flattened_tokens(mirrored.OneDeviceStrategy()), *towers(flattened_tokens)]:
+        assert "one loss per example" in text
+
+
+def impossible_counts(strategy: mirrored.Strategy) -> str:
+    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(7.0)), 7))
+    with pytest.raises(ValueError) as error:
+        strategy.run(lambda x: mirrored.compute_average_loss(torch.ones(5)), args=batch)
+    return str(error.value)
+
+
+def test_a_number_of_entries_that_cannot_be_right_is_refused() -> None:
+    first, second = towers(impossible_counts)
+    assert first.startswith("the loss has 5 entries, but this tower's part of the distributed batch has 4 of 7")
+    assert "3 of 7" in second
+
+
+def other_entries_than_examples(strategy: mirrored.Strategy) -> list[str]:
+    """In a loop over a distributed batch of four: two crops of each example, of all towers or of some, and none."""
+    found = []
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.arange(4.0)), 4):
+        for losses in (torch.cat([x, x]), x[:1], x[:0]):
+            for args in ((), (x,)):
+                try:
+                    strategy.run(lambda *_, losses=losses: mirrored.compute_average_loss(losses), args=args)
+                except ValueError as error:
+                    found.append(str(error))
+    return found
+
+
+def test_a_loss_that_does_not_fit_its_batch_is_refused_always() -> None:
+    for texts in [other_entries_than_examples(mirrored.OneDeviceStrategy()), *towers(other_entries_than_examples)]:
+        assert len(texts) == 6
+        assert all("Give one loss per example" in text for text in texts)
+
+
+def sequences(strategy: mirrored.Strategy, how: str) -> tuple[float, list[Tensor]]:
+    """One batch of three sequences of tokens, of which 0 is padding; the global loss and gradients."""
+    with strategy.scope(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 5).double()
+    words = torch.tensor([[1, 2, 3, 4], [2, 1, 0, 0], [3, 0, 0, 0]])
+
+    def pad(rows: list[tuple[Tensor]]) -> Tensor:  # to the longest of the share
+        return torch.stack([row[0] for row in rows])[:, : max(int((row[0] > 0).sum()) for row in rows)]
+
+    def step(labels: Tensor) -> Tensor:
+        output = model(labels[..., None].double())
+        losses = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=0)
+        if how == "examples":
+            loss = mirrored.compute_average_loss(losses.view(labels.shape).mean(1))
+        else:
+            weight = (labels > 0).double()
+            loss = mirrored.compute_average_loss(losses.view(labels.shape), weight, denominator="weights")
+        loss.backward()
+        return loss.detach()
+
+    collate = pad if how == "tokens" else None
+    [batch] = list(strategy.distribute_dataset(TensorDataset(words), 3, collate_fn=collate))
+    loss = strategy.run(step, args=(batch if how == "tokens" else batch[0],))
+    return float(strategy.reduce("sum", loss)), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["examples", "tokens"])
+def test_sequences_as_the_readme_has_them(how: str) -> None:
+    """Also where a share is empty, and where each tower pads its own share."""
+    loss, gradients = sequences(mirrored.OneDeviceStrategy(), how)
+    for count in (2, 4):
+        for found, own in towers(sequences, how, count=count):
+            assert found == pytest.approx(loss, rel=1e-12)
+            for a, b in zip(own, gradients, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def regularization(strategy: mirrored.Strategy) -> tuple[float, float]:
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(model.weight, 3.0)
+
+    def step() -> Tensor:
+        loss = mirrored.scale_regularization_loss((model.weight**2).sum())
+        loss.backward()
+        return loss.detach()
+
+    return float(strategy.reduce("sum", strategy.run(step))), float(model.weight.grad)
+
+
+def test_regularization_adds_up_and_keeps_its_gradient() -> None:
+    assert regularization(mirrored.OneDeviceStrategy()) == (9, 6)
+    assert towers(regularization) == [(9, 6)] * 2
+
+
+def outside_run(strategy: mirrored.Strategy) -> list[str]:
+    texts = []
+    for loss in (mirrored.compute_average_loss, mirrored.scale_regularization_loss):
+        for place in ("nowhere", "scope"):
+            with pytest.raises(RuntimeError) as error:
+                if place == "scope":
+                    with strategy.scope():
+                        loss(torch.ones(2))
+                else:
+                    loss(torch.ones(2))
+            texts.append(str(error.value))
+    return texts
+
+
+def test_outside_run_is_refused_when_there_are_towers() -> None:
+    for texts in towers(outside_run):
+        assert all("was called outside strategy.run(...)" in text for text in texts)
+    assert mirrored.compute_average_loss(torch.tensor([1.0, 3.0])) == 2, "without a strategy there is one replica"
+
+
+def test_wrong_arguments() -> None:
+    losses = torch.ones(3)
+    for arguments, words in (
+        ((losses.sum(),), "needs one loss per example, but got a scalar: .* reduction='none'"),
+        ((losses, torch.ones(2)), r"sample_weight of shape \(2,\) does not fit losses of shape \(3,\)"),
+        ((losses, None, 0), "global_batch_size is 0, but must be positive"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            mirrored.compute_average_loss(*arguments)
+    with pytest.raises(ValueError, match="denominator='weights' needs sample_weight"):
+        mirrored.compute_average_loss(losses, denominator="weights")
+    with pytest.raises(ValueError, match="denominator is 'tokens'"):
+        mirrored.compute_average_loss(losses, denominator="tokens")

@@ -1,0 +1,208 @@
+"""Gradients that nobody averages and parameters that nobody compares are errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirrored
+from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
+
+
+def _loss(model: nn.Module, strategy: mirrored.Strategy) -> Tensor:
+    """Of this tower's own examples."""
+    x, y = make_data(8)
+    own = slice(4 * strategy.topology.index, 4 * strategy.topology.index + 4)
+    return nn.functional.cross_entropy(model(x[own]), y[own])
+
+
+def _new(parameter: Tensor, gradient: Tensor) -> None:
+    parameter.grad = gradient
+
+
+def _in_place(parameter: Tensor, gradient: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.copy_(gradient)
+
+
+PUT: dict[str, Callable[[Tensor, Tensor], None]] = {"new": _new, "in place": _in_place}
+
+
+def _gradients_from_elsewhere(how: str, shared_out: bool) -> None:
+    strategy = mirrored.MirroredStrategy(seed=0, shard_optimizer=shared_out)
+    with strategy.scope():
+        model = make_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def averaged() -> None:
+        _loss(model, strategy).backward()
+        optimizer.step()
+
+    def own() -> None:
+        gradients = torch.autograd.grad(_loss(model, strategy), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            PUT[how](parameter, gradient)
+        optimizer.step()
+
+    strategy.run(averaged)
+    strategy.run(own)
+
+
+@pytest.mark.parametrize("how", PUT)
+@pytest.mark.parametrize("shared_out", [False, True])
+def test_a_step_on_gradients_that_were_not_averaged_is_refused(how: str, shared_out: bool) -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(_gradients_from_elsewhere, (how, shared_out), towers=2, timeout=30)
+    found = [str(failed.exception) for failed in caught.value.failures if not failed.consequence]
+    assert found
+    for text in found:
+        words = (
+            r"SGD.step\(\) on tower \d on gradients that no backward\(\) has averaged .*Sequential.0.weight and 3 more"
+        )
+        assert re.search(words, text)
+        assert "strategy.grad(loss, parameters)" in text
+
+
+def _steps_that_are_right(strategy: mirrored.Strategy) -> list[Tensor]:
+    """Gradients that are kept, zeroed, scaled, replaced or accumulated; closures; a model of which nothing is used."""
+    with strategy.scope():
+        model, other = make_mlp(), make_mlp(seed=1)
+        one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        two = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+        newton = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def step(kind: int) -> None:
+        for optimizer in (one, two):
+            optimizer.zero_grad(set_to_none=kind % 2 == 0)
+        with strategy.no_sync():
+            _loss(model, strategy).backward()
+        _loss(model, strategy).backward()
+        if kind == 2:
+            _loss(other, strategy).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+        one.step()
+        two.step()  # momentum goes on where nothing was used
+
+    def closure() -> Tensor:
+        newton.zero_grad()
+        loss: Tensor = strategy.reduce("mean", _loss(model, strategy).detach())
+        _loss(model, strategy).backward()
+        return loss
+
+    for kind in range(4):
+        strategy.run(step, args=(kind,))
+    strategy.run(lambda: newton.step(closure))
+    strategy.check_mirrored()
+    return parameters_of(model) + parameters_of(other)
+
+
+def test_steps_on_averaged_gradients_are_left_alone() -> None:
+    first, second = towers(_steps_that_are_right)
+    assert all(map(torch.equal, first, second))
+
+
+def _by_hand(strategy: mirrored.Strategy, own_optimizer: bool) -> None:
+    """Updates that are no ``torch.optim``, by gradients of this tower's own."""
+    model = strategy.mirror(make_mlp())
+
+    class Descent:
+        def step(self, gradients: tuple[Tensor, ...]) -> None:
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter -= 0.1 * gradient
+
+    def step() -> None:
+        gradients = torch.autograd.grad(_loss(model, strategy), list(model.parameters()))
+        Descent().step(gradients)
+
+    for _ in range(3):
+        strategy.run(step)
+
+
+def test_updates_by_hand_are_found_when_towers_differ() -> None:
+    first, second = map(str, failures(_by_hand, True))
+    assert first == second
+    assert "parameter Sequential.0.weight is no longer the same on all towers" in first
+    assert "when run 2 began" in first
+    assert "gradients that no backward() has averaged" in first
+
+
+def _replaced_later(strategy: mirrored.Strategy, equal: bool) -> None:
+    model = strategy.mirror(make_mlp())
+    strategy.run(lambda: _loss(model, strategy).backward())
+    torch.manual_seed(0 if equal else strategy.topology.index)
+    model[2] = nn.Linear(16, 3, dtype=torch.float64).requires_grad_(False)
+    for _ in range(3):
+        strategy.run(lambda: _loss(model, strategy).backward())
+    strategy.check_mirrored()
+
+
+def test_a_layer_that_was_replaced_after_the_first_run_is_compared() -> None:
+    first, second = map(str, failures(_replaced_later, False))
+    assert first == second
+    assert first.startswith("parameter that is not mirrored Sequential.2.weight is no longer the same on all towers")
+    assert "Also different: 1 parameter that is not mirrored." in first
+    assert "strategy.mirror(module)" in first
+    towers(_replaced_later, True)
+
+
+def _backward_before_run(strategy: mirrored.Strategy, mirror: bool) -> None:
+    if mirror:
+        model: nn.Module = strategy.mirror(make_mlp())
+    else:
+        with strategy.scope():
+            model = make_mlp()
+    _loss(model, strategy).backward()
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_backward_before_the_first_run_is_refused(mirror: bool) -> None:
+    for tower, error in enumerate(failures(_backward_before_run, mirror)):
+        assert isinstance(error, mirrored.MirrorError)
+        assert re.search(rf"backward\(\) on tower {tower} reached .*Linear.* before the first strategy.run", str(error))
+
+
+def _keras(built: bool, inside: bool) -> list[float]:
+    """A Keras model that is made in the scope, built there or when it is trained, and trained in ``run`` or not."""
+    os.environ["KERAS_BACKEND"] = "torch"
+    keras = importlib.import_module("keras")
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(3)])
+        if built:
+            model.build((None, 5))
+        model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = make_data(8, torch.float32)
+    own = slice(4 * strategy.topology.index, 4 * strategy.topology.index + 4)
+
+    def fit() -> None:
+        model.fit(x[own], y[own], batch_size=4, verbose=0)
+
+    if inside:
+        strategy.run(fit)
+    else:
+        fit()
+    return [float(variable.value.sum()) for variable in model.trainable_variables]
+
+
+@pytest.mark.parametrize(
+    ("built", "inside", "words"),
+    [(True, False, "before the first strategy.run"), (False, True, r"of a Keras \w+, which no scope mirrored")],
+)
+def test_keras_layers_that_nobody_averages_are_refused(built: bool, inside: bool, words: str) -> None:
+    with pytest.raises(mirrored.TowerFailedError, match=rf"MirrorError: backward\(\) on tower \d reached .*{words}"):
+        mirrored.launch(_keras, (built, inside), devices=["cpu:0", "cpu:1"], timeout=100)
+
+
+def test_a_keras_layer_that_was_built_in_the_scope_stays_equal() -> None:
+    first, second = mirrored.launch(_keras, (True, True), devices=["cpu:0", "cpu:1"], timeout=100)
+    assert first == second

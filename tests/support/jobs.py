@@ -1,0 +1,99 @@
+"""Helpers that run in the towers of a test or start them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import mirrored
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def towers(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 60.0) -> list[Any]:
+    """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order."""
+    names = [f"cpu:{i}" for i in range(count)]
+    return mirrored.launch(_with_strategy, (fn, args), devices=names, timeout=timeout)
+
+
+def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(mirrored.MirroredStrategy(seed=0), *args)
+
+
+def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 20.0) -> list[BaseException]:
+    """The exceptions of a job that must fail on all of its towers, in tower order."""
+    try:
+        towers(fn, *args, count=count, timeout=timeout)
+    except mirrored.TowerFailedError as error:
+        found = {failure.tower: failure.exception for failure in error.failures}
+        assert sorted(found) == list(range(count)), f"only towers {sorted(found)} failed: {error}"
+        return [found[tower] for tower in range(count)]
+    raise AssertionError("the job did not fail")
+
+
+def run_program(
+    words: Sequence[str],
+    *,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    stdin: str | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user would, with this Python first; returns its output and exit code."""
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=_variables(env),
+        cwd=cwd,
+        input=stdin,
+    )
+
+
+def start_program(
+    words: Sequence[str], *, before: Sequence[str] = (), env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command as :func:`run_program` does; ``before`` are words in front of Python, such as ``nohup``."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*before, sys.executable, *words], stdout=pipe, stderr=pipe, text=True, env=_variables(env))
+
+
+def _variables(changes: dict[str, str] | None) -> dict[str, str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
+    variables.pop("PYTEST_CURRENT_TEST", None)
+    return variables
+
+
+def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    """A small network on the CPU, with the same values wherever it is made: a GPU's generator draws others."""
+    with torch.random.fork_rng(), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+
+
+def make_data(examples: int = 66, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (examples, 5) and classes (examples,), the same wherever they are made."""
+    g = torch.Generator().manual_seed(1)
+    with torch.device("cpu"):
+        inputs = torch.randn(examples, 5, generator=g, dtype=torch.float64).to(dtype)
+        return inputs, torch.randint(0, 3, (examples,), generator=g)
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_close(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> None:
+    """Equal shapes, and values within an absolute and relative tolerance."""
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,168 @@
+"""torch.compile around a model, forward and backward, or a whole step: the same numbers, and no graph of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirrored
+from tests.support.jobs import assert_close, parameters_of
+
+Step = Callable[[Tensor, Tensor], Tensor]
+RUNS, EXAMPLES = 4, 7
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "shared memory": {},
+    "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo")},
+    "sharded": {"shard_optimizer": True},
+    "virtual": {"virtual_towers": 2},
+    "virtual gloo": {"virtual_towers": 2, "communication": mirrored.CommunicationOptions(implementation="gloo")},
+}
+
+
+class Graphs:
+    """A backend that runs what it is given, and keeps from which files it comes."""
+
+    def __init__(self, inner: str) -> None:
+        self._inner = inner
+        self.count = 0
+        self.traces = ""
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        self.traces += "".join(str(node.meta.get("stack_trace", "")) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend(self._inner)(graph, inputs)
+
+
+def train(
+    what: str, width: int, settings: dict[str, Any], inner: str, fullgraph: bool
+) -> tuple[list[float], list[Tensor], int, str]:
+    """Losses and parameters of a short training in which ``what`` is compiled; how many graphs, and from where."""
+    strategy = mirrored.MirroredStrategy(seed=0, **settings)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    graphs = Graphs(inner)
+
+    def compiled(name: str, fn: Any) -> Any:
+        return torch.compile(fn, backend=graphs, fullgraph=fullgraph) if what == name else fn
+
+    net = compiled("model", model)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(net(x), y, reduction="none")
+
+    def by_backward(x: Tensor, y: Tensor) -> Tensor:
+        loss = mirrored.compute_average_loss(losses(x, y))
+        loss.backward()
+        return loss.detach()
+
+    def by_strategy(x: Tensor, y: Tensor) -> Tensor:
+        return strategy.backward(losses, x, y)
+
+    gradients: Step = compiled("forward and backward", by_backward)
+    if what == "strategy.backward" or strategy.virtual_towers is not None:
+        gradients = by_strategy
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = gradients(x, y)
+        optimizer.step()
+        return loss
+
+    step = compiled("strategy.backward", compiled("step", step))
+    x, y = (
+        torch.randn(RUNS * EXAMPLES, 20, generator=torch.Generator().manual_seed(1)),
+        torch.arange(RUNS * EXAMPLES) % 3,
+    )
+    data = strategy.distribute_dataset(torch.utils.data.TensorDataset(x, y), EXAMPLES)
+    found = []
+    for batch in data:
+        loss = strategy.run(step, args=batch)
+        found.append(float(loss if gradients is by_strategy else strategy.reduce("sum", loss)))
+    strategy.check_mirrored()
+    return found, parameters_of(model), graphs.count, graphs.traces
+
+
+def several(cases: list[tuple[str, int, bool]], settings: dict[str, Any], inner: str) -> list[Any]:
+    """Several trainings in one job: starting towers takes longer."""
+    results = []
+    for what, width, fullgraph in cases:
+        torch._dynamo.reset()
+        results.append(train(what, width, settings, inner, fullgraph))
+    return results
+
+
+def check(cases: list[tuple[str, int, bool]], setting: str, inner: str, towers: int) -> None:
+    settings = SETTINGS[setting]
+    devices = [f"cpu:{i}" for i in range(towers)]
+    plain = [("nothing", width, False) for _, width, _ in cases]
+    alone = {"virtual_towers": settings["virtual_towers"]} if "virtual_towers" in settings else {}
+    expected = mirrored.launch(several, (plain, alone, inner), devices=["cpu:0"], timeout=300)[0]
+    for found in mirrored.launch(several, (cases, settings, inner), devices=devices, timeout=300):
+        for case, result, reference in zip(cases, found, expected, strict=True):
+            assert result[0] == pytest.approx(reference[0], abs=1e-6), case
+            assert_close(result[1], reference[1], 1e-6)
+            assert result[2] > 0, case
+            assert "/towers/" not in result[3], case
+            assert "/mirrored/" not in result[3].replace("/mirrored/losses.py", ""), case
+
+
+SMALL, LARGE = 16, 1500  # the large one has several buckets
+
+WHOLE = [("model", LARGE, True), ("forward and backward", LARGE, False), ("step", LARGE, False)]
+CASES = {
+    "shared memory": [*WHOLE, ("model", SMALL, False), ("step", SMALL, False), ("strategy.backward", SMALL, False)],
+    "gloo": WHOLE,
+    "sharded": WHOLE,
+    "virtual": [("model", SMALL, True), ("step", LARGE, False)],
+    "virtual gloo": [("strategy.backward", SMALL, False)],
+}
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_whatever_is_compiled_has_the_numbers_of_the_plain_step(setting: str) -> None:
+    check(CASES[setting], setting, "eager", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "towers"), [("shared memory", 2), ("virtual gloo", 2)])
+def test_a_step_of_eight_million_parameters_through_inductor(setting: str, towers: int) -> None:
+    check([("step", 2800, False)], setting, "inductor", towers)
+
+
+def backward_without_hooks(option: str) -> None:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def gradients(x: Tensor) -> None:
+        model(x).square().sum().backward()
+
+    def step() -> None:
+        torch.compile(gradients, backend="eager")(torch.ones(1, 4))
+        optimizer.step()
+
+    with torch._dynamo.config.patch({option: True}):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("compiled_autograd", r"compiled autograd runs this backward\(\) on tower \d"),
+        ("trace_autograd_ops", r"on gradients that no backward\(\) has averaged .*trace_autograd_ops"),
+    ],
+)
+def test_ways_of_compiling_that_leave_hooks_out_are_refused(option: str, words: str) -> None:
+    if not hasattr(torch._dynamo.config, option):
+        pytest.skip("not in this version of torch")
+    with pytest.raises(mirrored.TowerFailedError, match=words):
+        mirrored.launch(backward_without_hooks, (option,), devices=["cpu:0", "cpu:1"], timeout=100)

@@ -1,0 +1,491 @@
+"""Does ``mirrored.verify`` name what makes N towers differ from one? Each script holds one planted mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mirrored
+from mirrored.observer import observer
+from mirrored.verification import Cause, Explanation, VerificationReport
+from mirrored.verification.compare import RunComparison, compare, differing_result
+from mirrored.verification.explain import explain
+from mirrored.verification.interventions import GlobalDraw, draw_as_one_tower, form_of, pad
+from mirrored.verification.loss_graph import terms_of
+from mirrored.verification.proven_causes import told_apart
+from mirrored.verification.report import make_report
+from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
+from mirrored.verification.verify import ScriptJob
+from tests.support.jobs import ROOT, make_data, make_mlp, run_program
+
+SCRIPTS = ROOT / "tests" / "programs" / "verification"
+
+
+def line_of(script: str, text: str) -> int:
+    """The number of the one line of a script that contains ``text``."""
+    lines = (SCRIPTS / f"{script}.py").read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, start=1) if text in line]
+    return number
+
+
+def plain(report: VerificationReport) -> str:
+    """The report's text in one line."""
+    return re.sub(r"\s+", " ", str(report))
+
+
+@pytest.mark.parametrize(
+    ("script", "cause", "words", "place"),
+    [
+        # Row 35 of the list of bad inputs: uneven shares with a plain mean.
+        ("local_mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1", "F.cross_entropy"),
+        ("sum_loss", Cause.SUM_LOSS, "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
+        ("sum_and_penalty", Cause.SUM_LOSS, "by the number of towers: all 5 steps are equal", "loss.backward()"),
+        ("sum_over_global", Cause.SUM_OVER_GLOBAL_BATCH, "the sum of 4 values, divided by 8, and", "loss.backward()"),
+        ("divided_twice", Cause.DIVIDED_TWICE, "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
+        ("shared_stream", Cause.SHARED_RANDOM_STREAM, "at step 1 dropout", "model(x)"),
+        ("outside_scope", Cause.OUTSIDE_SCOPE, "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
+        ("changed_on_one_tower", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.2.weight", "clamp_"),
+        ("sharded_twice", Cause.SHARDED_TWICE, "has 24 examples on each of 2 towers, but 48 on one", None),
+        ("sharded_in_step", Cause.SHARDED_TWICE, "the model sees 4 examples on 2 towers, but 8 on one", None),
+        ("evaluation_padding", Cause.EVALUATION_PADDING, "after step 3 takes 12 examples on 2", "strategy.reduce"),
+        ("learning_rate", Cause.LEARNING_RATE, "of step 1 is 0.2 on 2 towers, but 0.1 on one", "lr=0.1"),
+        ("step_before_averaging", Cause.STEP_BEFORE_AVERAGING, "before the gradients are averaged", "optimizer.step()"),
+        ("schedule", Cause.SCHEDULE, "ExponentialLR has made 2 steps by then, on one tower 1", "num_replicas_in_sync"),
+    ],
+)
+def test_a_planted_mistake_is_named(script: str, cause: Cause, words: str, place: str | None) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py")
+    text = plain(report)
+    assert report.causes == (cause,), text
+    assert report.exit_code == 1
+    assert words in text
+    assert f"Cause [{cause.value}]" in text
+    if place is not None:
+        assert re.search(rf"line {line_of(script, place)}\b", text), text
+
+
+def test_batch_norm_on_local_statistics_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["28"])
+    assert report.causes == (Cause.BATCH_NORM,), report
+    assert "batch norm (Sequential.1) takes the statistics of each tower's own examples" in plain(report)
+    assert "sync_batch_norm=True" in plain(report)
+    assert "statistics of all towers' examples: all 5 steps are equal" in plain(report)
+
+
+def test_batch_norm_over_a_single_example_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["26"])
+    assert report.causes == (Cause.BATCH_NORM,), report
+    assert "a share is a single example" in plain(report)
+
+
+def test_evaluation_that_drops_examples_is_named() -> None:
+    report = mirrored.verify(SCRIPTS / "evaluation_padding.py", ["drop"], steps=1)
+    assert report.causes == (Cause.EVALUATION_DROPS,), report
+    assert "the evaluation after step 1 takes 10 examples on 2 towers, 11 on one: 1 left out" in plain(report)
+
+
+def test_shares_that_are_always_uneven_are_blamed_from_the_first_step() -> None:
+    report = mirrored.verify(SCRIPTS / "local_mean.py", towers=3, steps=1)
+    assert report.causes == (Cause.LOCAL_MEAN,), report
+    assert "In step 1 the batch of 8 is cut into shares of 3, 3 and 2" in plain(report)
+
+
+def test_two_mistakes_are_both_named() -> None:
+    report = mirrored.verify(SCRIPTS / "two_mistakes.py")
+    assert report.causes == (Cause.SUM_LOSS, Cause.LEARNING_RATE), report
+    assert "multiplied by the number of towers: step 1 is equal" in plain(report)
+    assert "one tower's learning rates: all 3 steps are equal" in plain(report)
+
+
+@pytest.mark.parametrize(
+    ("script", "steps", "compared", "words"),
+    [
+        ("right_ragged", 5, 5, "and so are the 5 results of reduce and gather"),
+        ("right_everything", 5, 5, "Dropout is left out of both runs"),
+        ("right_two_models", 5, 10, "Adam 1"),
+        ("right_padded", 5, 5, "The same"),
+        ("right_noise", 5, 5, "Random numbers that run draws come from one stream"),
+    ],
+)
+def test_a_right_script_is_called_so(script: str, steps: int, compared: int, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py", steps=steps)
+    assert report.causes == (), report
+    assert report.exit_code == 0
+    assert len(report.rows) == compared
+    assert "The same: losses, gradients and parameters are equal within 0.0001" in plain(report)
+    assert words in plain(report)
+    losses = [row.loss for row in report.rows if row.loss != (None, None)]
+    assert len({loss for loss, _ in losses}) == len(losses) == steps  # something was trained
+    assert observer() is None  # nothing is left in the process that compares
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "words"),
+    [
+        (
+            "error everywhere",
+            Cause.FAILS_EVERYWHERE,
+            "on one tower, too (line {everywhere}): ValueError: planned failure",
+        ),
+        ("error on one", Cause.FAILS_ON_ONE, "fails on one tower (line {on one}), but not on 2"),
+        ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 towers tower 1 fails (line {on towers}): ValueError: planned"),
+        (
+            "death",
+            Cause.FAILS_ON_TOWERS,
+            "the run on 2 towers ended before its time: the process of tower 1 ended with",
+        ),
+        ("no towers", Cause.NO_TOWERS, "calls strategy.run of no strategy with 2 towers"),
+        ("no training", Cause.NOTHING_TRAINED, "makes no step of an optimizer"),
+        ("from the clock", Cause.NOT_REPRODUCIBLE, "two runs on one tower differ, too"),
+        ("full batches", Cause.OTHER_DATA, "16 examples on 2 towers, 8 on one: each tower takes a batch of the full"),
+        ("gradient on one tower", Cause.CHANGED_ON_ONE_TOWER, "where its gradient is not the same on all towers"),
+        ("change and fail", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.0.bias after step 1"),
+        ("epochs", Cause.STEPS, "12 steps on one tower, 6 on 2"),
+        ("mean of shares", Cause.REPORTED_VALUE, "add up: strategy.reduce('sum', loss)"),
+        ("random order", Cause.RANDOM_IN_RUN, "randperm (line {randperm}) draws random numbers inside run"),
+        (
+            "spread of the share",
+            Cause.UNKNOWN,
+            "Ruled out: the examples are the same; the towers' parameters are equal",
+        ),
+    ],
+)
+def test_other_causes(kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "other.py", [kind], steps=20 if kind == "epochs" else 2)
+    assert report.causes == (cause,), report
+    assert report.exit_code == 1
+    lines = {
+        "everywhere": line_of("other", '"error everywhere"') + 1,
+        "on one": line_of("other", '"error on one"') + 1,
+        "on towers": line_of("other", '"error on towers"') + 1,
+        "randperm": line_of("other", "randperm"),
+    }
+    assert words.format(**lines) in plain(report)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("half", "The same, as far as rounding lets one see: from step 1 on rounding alone makes more than 0.001"),
+        ("stack and time first", "Random numbers that run draws come from one stream"),
+        ("mean and next", "The script ends in StopIteration (line {next})"),
+        ("mean and count", "The script ends in AssertionError (line {count})"),
+        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2: verify ends the loop"),
+        ("times", "and so are the 10 results"),
+    ],
+)
+def test_what_only_looks_like_a_mistake(kind: str, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    assert report.causes == (), report
+    assert report.exit_code == 0
+    assert len(report.rows) == 5
+    lines = {
+        "next": line_of("right_but", "next(batches)"),
+        "count": line_of("right_but", "assert seen"),
+        "catch": line_of("right_but", "sys.exit"),
+    }
+    assert words.format(**lines) in plain(report)
+
+
+def test_rounding_beyond_the_tolerance_is_no_mistake() -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", ["mean"], tolerance=1e-8)
+    assert report.equal, report
+    assert report.rounding == 0
+    assert max(row.gradients[0] for row in report.rows) > 1e-8
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "words"),
+    [
+        ("half, local mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
+        ("step outside", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1"),
+        ("gumbel", Cause.RANDOM_IN_RUN, "cannot be compared"),
+        ("integers", Cause.REPORTED_VALUE, "gives 1000002 on 2 towers, but 1000000 on one"),
+        ("more entries", Cause.REPORTED_VALUE, "gives 3 values on 2 towers, but 2 on one"),
+    ],
+)
+def test_what_does_not_look_like_a_mistake(kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    assert report.causes == (cause,), report
+    assert words in plain(report)
+
+
+def test_a_batch_that_every_tower_takes_whole_is_right_but_told() -> None:
+    report = mirrored.verify(SCRIPTS / "other.py", ["whole batches everywhere"], steps=2)
+    assert report.equal
+    assert "Every tower was given the whole batch" in plain(report)
+
+
+def test_exact_wants_every_bit() -> None:
+    report = mirrored.verify(SCRIPTS / "right_ragged.py", exact=True)
+    assert report.causes == (Cause.ROUNDING,), report
+    assert "differs in its last bits only" in plain(report)
+
+
+def test_virtual_towers_are_equal_to_the_bit() -> None:
+    report = mirrored.verify(SCRIPTS / "right_virtual.py", exact=True)
+    assert report.causes == (), report
+    assert "The same: gradients and parameters are equal to the bit, and so are the 5 results" in plain(report)
+    assert not report.dropouts  # nothing is left out
+
+
+def test_the_command() -> None:
+    script = str(SCRIPTS / "other.py")
+    words = ["-m", "mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]
+    result = run_program(words)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.startswith(f"{script} on 1 tower and on 2: 2 steps compared within 0.0001\n")
+    assert "Cause [reported-value]" in result.stdout
+    assert result.stderr == ""  # what the script and its towers say is not shown
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["--towers", "1", __file__], "towers is 1, but one tower is compared with at least 2"),
+        (["--steps", "0", __file__], "steps is 0, but must be at least 1"),
+        (["--tolerance", "-1", __file__], "tolerance is -1.0, but must not be negative"),
+        (["--devices", "cpu:0", __file__], "towers is 2, but devices names 1"),
+        (["--timeout", "0", __file__], "timeout is 0.0, but must be more than 0"),
+        (["tests"], "there is no file tests"),
+        (["-m", "mirrored.nowhere"], "there is no module mirrored.nowhere"),
+    ],
+)
+def test_wrong_usage_is_code_2(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from mirrored.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    from mirrored.cli import _split
+
+    words = "verify --towers 3 -m train -momentum 0.9 --lr 1 --steps 2 -x model --exact -- --steps 7"
+    own, others = _split(words.split())
+    assert own == ["verify", "--towers", "3", "-m", "train", "--steps", "2", "--exact"]
+    assert others == ["-momentum", "0.9", "--lr", "1", "-x", "model", "--steps", "7"]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "cause", "words"),
+    [
+        ("sequences", "token means", Cause.LOCAL_MEAN, "In step 1 the towers divide theirs by"),
+        ("sequences", "padded means", Cause.PADDING, "in step 1 one tower pads the batch to"),
+        ("accumulation", "clip inside", Cause.CHANGED_BEFORE_AVERAGING, "changes gradients of no_sync"),
+        ("averaged", "chief updates", Cause.CHANGED_ON_ONE_TOWER, "the towers evaluate AveragedModel after step 1"),
+        ("buffers", "own", Cause.BUFFER, "Sequential.0.mean after step 1 is not what one tower has"),
+    ],
+)
+def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str, cause: Cause, words: str) -> None:
+    report = mirrored.verify(SCRIPTS / f"{script}.py", [kind], steps=1)
+    assert report.causes == (cause,), report
+    assert words in plain(report)
+
+
+def trace_of(script: str, *arguments: str, steps: int = 1) -> Trace:
+    """The trace of a script on one tower."""
+    job = ScriptJob(str(SCRIPTS / f"{script}.py"), arguments, False, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
+    [trace] = job.run(1)
+    return trace
+
+
+def test_a_script_may_trace_export_save_and_load() -> None:
+    trace = trace_of("right_exported")
+    assert trace.raised is None, trace.raised
+    assert len(trace.steps) == 1
+
+
+def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be() -> None:
+    assert not trace_of("averaged", "all").stopped
+    trace = trace_of("averaged", "all", "many epochs")
+    assert trace.stopped
+    assert not trace.evaluated
+    comparison, _ = explained(trace, dataclasses.replace(trace, towers=2))
+    assert "Not reached: verify ends the script" in plain(make_report("a", comparison, []))
+
+
+def explained(one: Trace, *many: Trace, fails_unrecorded: bool = True) -> tuple[RunComparison, list[Explanation]]:
+    """The explanation of runs where every further one fails, or all but those that are not recorded."""
+    return explain(compare(one, many), lambda _, changes: None if changes.recorded or fails_unrecorded else many)
+
+
+def test_no_step_to_compare_is_no_success() -> None:
+    one, tower = (Trace(towers=n, results=[Result("reduce('sum')", 9, 0, (1.0,), ("int64",), 1)]) for n in (1, 2))
+    _, [explanation] = explained(one, tower, tower)
+    assert explanation.cause is Cause.NOTHING_TRAINED
+    assert "no step was compared" in explanation.what
+    assert "Of 1 results of reduce and gather none differs" in explanation.what
+
+
+def test_what_only_watching_breaks_is_not_blamed_on_the_script() -> None:
+    raised = Raised("TypeError", "no proxies", "", None, False)
+    runs = Trace(raised=raised), Trace(towers=2, raised=raised), Trace(towers=2, raised=raised)
+    _, [explanation] = explained(*runs)
+    assert explanation.cause is Cause.FAILS_EVERYWHERE
+    _, [explanation] = explained(*runs, fails_unrecorded=False)
+    assert explanation.cause is Cause.FAILS_WHEN_WATCHED
+    assert "nothing can be said of this script. It runs on 1 tower" in explanation.what
+
+
+def a_step(dtype: torch.dtype, buffer: Tensor | None = None) -> Step:
+    """A step of an optimizer, after which a parameter is 1."""
+    held = sketch(torch.ones(1, dtype=dtype))
+    buffers = {"b": sketch(buffer)} if buffer is not None else {}
+    return Step((0, "SGD"), 1, [], {"p": held}, {}, [0.1], {}, [], [], [], {"p": held}, buffers)
+
+
+@pytest.mark.parametrize(("dtype", "same"), [("float32", True), ("float64", False), ("int64", False)])
+def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) -> None:
+    one, many = (
+        Trace(towers=towers, steps=[a_step(torch.float64)], results=[Result("reduce('sum')", 9, 1, (v,), (dtype,), 1)])
+        for towers, v in ((1, 4.08498000), (2, 4.08498020))
+    )
+    found = differing_result(compare(one, [many, many]))
+    assert (found is None) == same
+    assert told_apart(4.08498000, 4.08498020) == ("4.08498", "4.0849802")
+    assert told_apart(1.0, 2.0) == ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "same"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0000001]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), False),
+        (torch.tensor(10**7), torch.tensor(10**7 + 1), False),
+        (torch.zeros(2), torch.zeros(3), False),
+    ],
+)
+def test_buffers_are_compared_as_parameters_are(one: Tensor, many: Tensor, same: bool) -> None:
+    runs = (Trace(towers=n, steps=[a_step(torch.float32, b)]) for n, b in ((1, one), (2, many)))
+    alone, tower = runs
+    comparison, explanations = explained(alone, tower, tower)
+    assert (comparison.first is None) == same
+    assert [explanation.cause for explanation in explanations] == [] if same else [Cause.BUFFER]
+
+
+def test_shares_are_padded_as_the_batch_is() -> None:
+    whole = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0], [6, 7, 0, 0], [8, 0, 0, 0]])
+    lengths = torch.tensor([4, 1, 2, 1])
+    forms = {(3, j): form_of(tensor) for j, tensor in enumerate((whole, lengths))}
+    arguments = ((whole[2:, :2], lengths[2:]), {})
+    padded = pad(arguments, 3, forms, [(2, 4)])
+    assert torch.equal(padded[0][0], whole[2:])
+    assert torch.equal(padded[0][1], lengths[2:])
+    assert torch.equal(pad(arguments, 2, forms, [(2, 4)])[0][0], whole[2:, :2])  # another batch
+    assert torch.equal(pad(arguments, 3, forms, [(2, 5)])[0][0], whole[2:, :2])  # which dimension is the examples'?
+    left = whole.flip(1)
+    for batch in (left, left != 0):
+        assert torch.equal(pad((batch[2:, 2:],), 0, {(0, 0): form_of(batch)}, [(2, 4)])[0], batch[2:])
+
+
+class Named(torch.autograd.Function):
+    """Keeps something in the node that hides the node's own method of that name."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "a layer"
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_what_a_loss_is_divided_by() -> None:
+    logits = torch.randn(6, 3, requires_grad=True)
+    labels = torch.tensor([0, 1, -100, 2, -100, 0])
+    present = labels >= 0
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    for loss, divisors in (
+        (F.cross_entropy(logits, labels), [4]),
+        (Named.apply(logits).mean(), [18]),
+        (Named.apply(logits.mean()), [1]),  # what it is made of is not known
+        ((losses * present).sum() / present.sum(), [4]),
+        (losses[present].mean() / 2 + 0.5 * logits.square().sum(), [8, 2]),
+        (F.cross_entropy(logits[:0], labels[:0]), [0]),
+    ):
+        assert [term.divisor for term in terms_of(loss)] == divisors
+
+
+def test_what_a_loss_is_made_of() -> None:
+    model = make_mlp()
+    x, y = make_data(6)
+    logits = model(x)
+    per_example = F.cross_entropy(logits, y, reduction="none")
+    penalty = model[0].weight.square().sum()
+    for loss, expected in (
+        (per_example.mean(), ["the mean of 6 values"]),
+        (F.cross_entropy(logits, y) / 2, ["the mean of 6 values, divided by 2"]),
+        (per_example.sum() / 6 * 0.5, ["the sum of 6 values, divided by 6, multiplied by 0.5"]),
+        (F.mse_loss(logits, torch.zeros(6, 3).double(), reduction="sum"), ["the sum of 18 values"]),
+        (per_example.mean() + 0.1 * penalty, ["the mean of 6 values", "the sum of 80 values, multiplied by 0.1"]),
+    ):
+        assert [str(term) for term in terms_of(loss)] == expected
+        assert not any(term.share for term in terms_of(loss))
+
+
+@pytest.mark.parametrize("numel", [10, 256, 100_000])
+def test_a_sketch_estimates_the_distance(numel: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(numel, generator=generator)
+    for size in (1e-5, 1e-2, 1.0):
+        b = a + size * torch.randn(numel, generator=generator)
+        true = float((a - b).norm())
+        assert true / 3 < sketch(a).distance(sketch(b)) < true * 3
+    assert sketch(a).distance(sketch(a.clone())) == 0
+    b = a.clone()
+    b[numel // 2 + 1] += 1  # no sampled place, for the largest
+    assert 0.3 < sketch(a).distance(sketch(b)) < 3
+    assert sketch(a).distance(sketch(torch.full_like(a, torch.nan))) == float("inf")
+
+
+def test_digests_tell_examples_apart() -> None:
+    x, y = make_data(6)
+    whole = example_digests([x, y, torch.tensor(3.0), torch.ones(2)])
+    assert len(set(whole)) == 6
+    assert example_digests([x[:4], y[:4]]) + example_digests([x[4:], y[4:]]) == whole
+    assert example_digests([x, y.flip(0)]) != whole
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "args"),
+    [
+        ("rand", (2,), ()),
+        ("randn_like", (), ()),
+        ("randint", (), (3, 9, (1,))),
+        ("uniform_", (3,), (None, 2.0, 5.0)),
+        ("normal", (2,), (1.0, 3.0)),
+    ],
+)
+def test_random_numbers_of_shares_are_those_of_the_batch(
+    name: str, shape: tuple[int, ...], args: tuple[object, ...]
+) -> None:
+    def draw(local: int, tower: int, towers: int) -> Tensor:
+        result = torch.full((local, *shape), -1.0)
+        place = GlobalDraw((1, 2), (7, *shape), [(local, 7)], tower, towers)
+        assert draw_as_one_tower(name, result, args, {}, place)
+        return result
+
+    whole = draw(7, 0, 1)
+    parts = [draw(local, tower, 3) for tower, local in enumerate((3, 2, 2))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert len(set(whole.flatten().tolist())) > 1
+    assert (whole != -1).all()
+
+
+def test_numbers_that_do_not_belong_to_examples_are_the_same_on_all_towers() -> None:
+    drawn = [torch.zeros(5), torch.zeros(5)]
+    for tower, result in enumerate(drawn):
+        assert draw_as_one_tower("randn", result, (5,), {}, GlobalDraw((0,), (5,), [(3 - tower, 5)], tower, 2))
+    assert torch.equal(*drawn)
+    assert not draw_as_one_tower("randperm", torch.arange(3), (3,), {}, GlobalDraw((0,), (6,), [(3, 6)], 0, 2))

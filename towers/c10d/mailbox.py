@@ -1,0 +1,232 @@
+"""Point-to-point messages between towers of one host, whose sends never block.
+
+A sender always finds room (:mod:`towers.c10d.streams`), so towers that send to each other at once cannot deadlock, in
+whatever order they then receive. Messages are read from the streams by any thread that waits for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from towers.c10d.streams import FIRST, Message, Receiver, Sender
+from towers.collectives.communicator import Communicator
+from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.peers import Peers
+from towers.collectives.shared_memory.segment import Segment, aligned
+from towers.collectives.shared_memory.sharing import share
+from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
+
+_POLL = 0.1  # seconds between two checks whether the others are alive
+_EXIT_SECONDS = 10.0  # how long a program that ends waits for its receivers
+
+
+class _SegmentLayout:
+    """Offsets in a tower's segment, in bytes."""
+
+    def __init__(self, towers: int) -> None:
+        self.sent = 0  # a semaphore for each sender
+        self.received = semaphores.BYTES * towers  # a semaphore for each receiver
+        self.doorbell = 2 * semaphores.BYTES * towers
+        self.streams = aligned(self.doorbell + semaphores.BYTES)  # one to each receiver
+        self.total = self.streams + FIRST * towers
+
+
+class PendingReceive:
+    """A message that a tower waits for.
+
+    Attributes:
+        into: takes its content, flat, uint8.
+        source: the sender, None for any; set to the actual one on arrival.
+        done: whether it has arrived.
+    """
+
+    def __init__(self, mailbox: Mailbox, into: Tensor, source: int | None, tag: int) -> None:
+        self._mailbox, self.into, self.source, self.tag = mailbox, into, source, tag
+        self.done = False
+        self.error: Exception | None = None
+
+    def accepts(self, message: Message) -> bool:
+        """Whether sender and tag are those that are waited for."""
+        return self.tag == message.tag and self.source in (None, message.source)
+
+    def poll(self) -> bool:
+        """Whether it has arrived; never blocks."""
+        self._mailbox.poll()
+        return self.done
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Return when it has arrived.
+
+        Raises:
+            PeerLostError: its sender has ended.
+            CollectiveTimeoutError: it did not arrive in time.
+            DisagreementError: it has another length than ``into``.
+        """
+        self._mailbox.wait_for(self, seconds)
+
+    def __str__(self) -> str:
+        source = "any tower" if self.source is None else f"tower {self.source}"
+        return f"a message from {source} with tag {self.tag}"
+
+
+class Mailbox:
+    """One tower's messages to and from the others of its host; making it is a collective.
+
+    Args:
+        comm: of the same towers.
+        seconds: how long to wait for a message.
+
+    Raises:
+        OSError: on all towers, when one could not make or map its memory.
+    """
+
+    def __init__(self, comm: Communicator, seconds: float) -> None:
+        self._index, self._seconds = comm.index, seconds
+        layout = _SegmentLayout(comm.size)
+        segments, self._processes = share(comm, layout.total, 2 * comm.size + 1)
+        mine, step = segments[comm.index], semaphores.BYTES
+        others = [tower for tower in range(comm.size) if tower != comm.index]
+        self._peers = Peers({tower: self._processes[tower] for tower in others})
+        self._senders = {
+            to: Sender(
+                mine,
+                layout.streams + FIRST * to,
+                segments[to].address + layout.sent + step * comm.index,
+                mine.address + layout.received + step * to,
+                segments[to].address + layout.doorbell,
+            )
+            for to in others
+        }
+        self._receivers = {
+            source: Receiver(
+                source,
+                self._processes[source],
+                segments[source],
+                layout.streams + FIRST * comm.index,
+                mine.address + layout.sent + step * source,
+                segments[source].address + layout.received + step * comm.index,
+            )
+            for source in others
+        }
+        self._doorbell = mine.address + layout.doorbell
+        self._segments = segments  # keeps the memory at these addresses mapped
+        self._unexpected: list[Message] = []
+        self._pending: list[PendingReceive] = []
+        self._waiting = 0
+        self._lock = threading.Lock()
+        self._exit = weakref.finalize(self, _drain_at_exit, os.getpid(), self._senders, self._peers, segments)
+
+    def send(self, content: Tensor, to: int, tag: int = 0) -> None:
+        """Send a copy of ``content`` (flat, uint8) to tower ``to``; never blocks.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        with self._lock:
+            self._senders[to].send(content, tag)
+
+    def receive(self, into: Tensor, source: int | None, tag: int = 0) -> PendingReceive:
+        """Copy the next message from ``source`` (None: any) with this tag to ``into`` (flat, uint8) when it arrives."""
+        receive = PendingReceive(self, into, source, tag)
+        with self._lock:
+            self._read()
+            message = next(filter(receive.accepts, self._unexpected), None)
+            if message is None:
+                self._pending.append(receive)
+            else:
+                self._unexpected = [other for other in self._unexpected if other is not message]
+                self._deliver(message, receive)
+        return receive
+
+    def poll(self) -> None:
+        """Deliver what has arrived; never blocks."""
+        with self._lock:
+            self._read()
+
+    def wait_for(self, receive: PendingReceive, seconds: float | None = None) -> None:
+        """As :meth:`PendingReceive.wait`."""
+        seconds = self._seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        self._waiting += 1
+        try:
+            while not receive.poll():
+                if semaphores.sleep_until_taken(self._doorbell, _POLL):
+                    continue
+                gone = self._peers.gone()
+                if receive.poll():  # it was sent before its sender ended
+                    break
+                if gone and (receive.source in gone or (receive.source is None and len(gone) == len(self._senders))):
+                    raise self._lost(receive, gone)
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeoutError(f"waited {seconds:.0f} s for {receive}")
+        except BaseException:
+            with self._lock, contextlib.suppress(ValueError):
+                self._pending.remove(receive)
+            raise
+        finally:
+            self._waiting -= 1
+            if self._waiting:
+                semaphores.post(self._doorbell)  # this thread may have taken the ring that was for another
+        if receive.error is not None:
+            raise receive.error
+
+    def _lost(self, receive: PendingReceive, gone: list[int]) -> PeerLostError:
+        names = ", ".join(f"tower {tower} (process {self._processes[tower]})" for tower in gone)
+        return PeerLostError(f"{names} ended while tower {self._index} waited for {receive}")
+
+    def _read(self) -> None:
+        for receiver in self._receivers.values():
+            for message in receiver.messages():
+                receive = next((pending for pending in self._pending if pending.accepts(message)), None)
+                if receive is None:
+                    self._unexpected.append(message)
+                else:
+                    self._pending.remove(receive)
+                    self._deliver(message, receive)
+
+    def _deliver(self, message: Message, receive: PendingReceive) -> None:
+        receive.source = message.source
+        sent, room = message.content.numel(), receive.into.numel()
+        if sent == room:
+            with torch.inference_mode():  # in which any tensor may be written
+                receive.into.copy_(message.content)
+        else:
+            receive.error = DisagreementError(
+                f"{receive} has {sent} bytes, but the tensor it is to be received into has {room}"
+            )
+        receive.done = True
+        self._receivers[message.source].acknowledge()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Stop sending and receiving, after the receivers have mapped all large messages.
+
+        Args:
+            seconds: how long to wait for them; default: as for a message.
+        """
+        if self._exit.detach():
+            _drain(self._senders, self._peers, self._segments, self._seconds if seconds is None else seconds)
+
+
+def _drain_at_exit(process: int, senders: dict[int, Sender], peers: Peers, segments: list[Segment]) -> None:
+    if os.getpid() == process:  # not a fork of it
+        _drain(senders, peers, segments, _EXIT_SECONDS)
+
+
+def _drain(senders: dict[int, Sender], peers: Peers, segments: list[Segment], seconds: float) -> None:
+    """Close the senders; ``segments`` is an argument so that their memory stays mapped until then."""
+    deadline = time.monotonic() + seconds
+    for to, sender in senders.items():
+        sender.close(deadline - time.monotonic(), partial(_is_alive, peers, to))
+    peers.close()
+
+
+def _is_alive(peers: Peers, tower: int) -> bool:
+    return tower not in peers.gone()
