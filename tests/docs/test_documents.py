@@ -273,5 +273,9 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "start.html", "reference/strategies.html", "changes.html", "security.html"} <= pages
+    reference = {page.stem: page.read_text() for page in (tmp_path / "site/reference").glob("*.html")}
+    for method in [name for name in dir(mirrored.Strategy) if not name.startswith(("_", "experimental_"))]:
+        assert f'id="mirrored.Strategy.{method}"' in reference["strategies"], method
+    assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     shutil.rmtree(tmp_path / "site")
