@@ -249,6 +249,15 @@ def test_the_changelog_names_modules_that_are_there() -> None:
             assert path.is_dir() or path.with_suffix(".py").is_file(), full
 
 
+def test_every_row_of_bad_inputs_has_a_test_that_cites_it() -> None:
+    """By its name (``row_42``) or in words (``row 42 of docs/bad_inputs.md``)."""
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
+    assert sorted(map(int, rows)) == list(range(1, 51))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    cited = {int(number) for number in re.findall(r"(?<![a-z])row[ _](\d+)", tests, re.IGNORECASE)}
+    assert cited >= set(range(1, 51)), set(range(1, 51)) - cited
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
