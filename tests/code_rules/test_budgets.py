@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tests.support.jobs import ROOT
 
-PRODUCT, CORE = 18_500, 9_000
+PRODUCT, CORE = 18_600, 9_250
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and what every run needs of it."""
 
 FILE_LINES = 400
@@ -23,7 +23,7 @@ CORE_OF = {
     },
     "towers": {
         *("__init__", "__main__", "collectives", "errors", "gradients", "health", "joining", "launching", "mirroring"),
-        *("options", "system", "tensorflow_names", "topology"),
+        *("options", "system", "topology"),
     },
 }
 ANNEXES_WITHIN = {
