@@ -25,7 +25,7 @@ class ActiveEngine(Protocol):
 
     def attached(self, kind: type[_T]) -> _T | None: ...
 
-    def is_twin(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def is_inner(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
     def unsynced_gradients(self) -> dict[int, str]: ...
 
@@ -38,13 +38,15 @@ class ActiveStrategy(Protocol):
     device: torch.device
     num_replicas_in_sync: int
     is_chief: bool
-    virtual_towers: int | None
     accumulates: bool
     known_shares: KnownShares
     streams: TowerStreams
 
     @property
     def engine(self) -> ActiveEngine: ...
+
+    @property
+    def virtual_towers(self) -> int | None: ...
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool: ...
 

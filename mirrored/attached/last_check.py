@@ -1,7 +1,8 @@
-"""The last look whether towers are mirror images: when they end (rule R1, docs/rules.md).
+"""The last mirror check, when the towers end (rule R1, docs/rules.md).
 
-Nobody waits for another there: a tower that ends leaves fingerprints of what it holds in the towers' store, and the
-tower that ends last compares them.
+[Note: no tower waits at the end] A collective at exit would hang whenever one tower ends by another way. So a tower
+leaves fingerprints of its parameters in the towers' store when its interpreter ends, and the tower that ends last
+compares them. ``mirrored.launch`` ends functions, not programs: there is nothing left to compare then.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class LastCheck:
         if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
         held = self._check.held()
-        cards = heartbeat.leave(_WHAT, _card(held))
-        if cards is not None and (differences := _differences(cards, held)):
+        messages = heartbeat.leave(_WHAT, _card(held))
+        if messages is not None and (differences := _differences(messages, held)):
             text = in_words(differences, f"This is how it was when the towers ended, {self._health.place}")
             failure.leave_report(MirrorError(text), "")
             failure.leave(1)
@@ -66,10 +67,10 @@ def _card(held: Sequence[Held]) -> Card:
     return {"digest": digest, "held": description if fits else {}}
 
 
-def _differences(cards: Sequence[Card], held: Sequence[Held]) -> list[Difference]:
-    digests = [card["digest"] for card in cards]
+def _differences(messages: Sequence[Card], held: Sequence[Held]) -> list[Difference]:
+    digests = [message["digest"] for message in messages]
     if len(set(digests)) == 1:
         return []
-    if all(card["held"] for card in cards):
-        return compare([card["held"] for card in cards], held)
+    if all(message["held"] for message in messages):
+        return compare([message["held"] for message in messages], held)
     return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]

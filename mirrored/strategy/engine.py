@@ -87,7 +87,7 @@ class Engine:
         averager: averages gradients; at one tower it has none.
         virtual: the virtual towers, if there are any.
         recorder: what was created in the scope.
-        is_twin: whether an optimizer does another's work (:mod:`towers.sharding.optimizer`).
+        is_inner: whether an optimizer does the work of another one (:mod:`towers.sharding.optimizer`).
         state_is_shared_out: whether each tower holds its part of the optimizers' state only.
     """
 
@@ -105,7 +105,7 @@ class Engine:
         self.recorder = Recorder()
         self._statistics = KeptStatistics(self.recorder.roots)
         self.state_is_shared_out = self._several and training.shard_optimizer
-        self.is_twin: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.is_inner: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
         channel = comm.channel() if self._several else comm
@@ -136,7 +136,7 @@ class Engine:
         self._before_step = [part.before_step for part in parts if part.before_step]
         self._checks = [part.check for part in parts if part.check]
         if self._several or self.virtual is not None:
-            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_twin, self._before_step)
+            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner, self._before_step)
 
     def _parts_of_several_towers(self, channel: Communicator, training: TrainingOptions) -> list[Part]:
         comm, averager, recorder = self._comm, self.averager, self.recorder
@@ -158,7 +158,7 @@ class Engine:
             Part(KerasGuard(comm.index, recorder.knows)),
         ]
         if sharder is not None:
-            self.is_twin = sharder.is_twin
+            self.is_inner = sharder.is_twin
             parts.append(Part(sharder, before_step=sharder.prepare))
         if self._checks_unasked:
             parts.append(Part(LastCheck(check, comm.health)))
