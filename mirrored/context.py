@@ -14,7 +14,7 @@ from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
-from towers.tensorflow_names import instead_of
+from towers.options import instead_of
 from towers.topology import Topology
 
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ class ActiveEngine(Protocol):
 
     def attached(self, kind: type[_T]) -> _T | None: ...
 
-    def is_inner(self, optimizer: torch.optim.Optimizer) -> bool: ...
+    def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool: ...
 
     def unsynced_gradients(self) -> dict[int, str]: ...
 

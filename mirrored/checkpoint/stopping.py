@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from towers import failure
 from towers.collectives.communicator import Communicator, Pending
+from towers.health import failure
 from towers.launching.console import leave_terminal
 
 
@@ -49,7 +49,7 @@ class StopSignals:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self.received is not None and error is not None:
-            failure.note_told(error)
+            failure.mark_seen_by_launcher(error)
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}

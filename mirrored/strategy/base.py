@@ -26,10 +26,9 @@ from mirrored.strategy.own_gradients import OwnGradients
 from mirrored.strategy.run_kinds import RunKinds
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
-from towers.options import CommunicationOptions
+from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
 from towers.system.profiling import begin_range, end_range, range_
-from towers.tensorflow_names import instead_of
 from towers.topology import Topology
 
 log = get_logger("mirrored")
@@ -190,7 +189,7 @@ class Strategy(OwnGradients, DistributedData):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.averager.paused():
+            with self.engine.averager.accumulating():
                 yield
         finally:
             self.accumulates = before

@@ -13,7 +13,7 @@ from mirrored.data.input_context import InputContext
 from mirrored.data.shares import Distribution
 from mirrored.data.streams import PipelineDataset
 from mirrored.strategy.calls import CheckedCalls
-from towers.tensorflow_names import instead_of
+from towers.options import instead_of
 
 
 class DistributedData(CheckedCalls):

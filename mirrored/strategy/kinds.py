@@ -15,16 +15,13 @@ from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
-from towers.collectives.connecting import default_group
-from towers.collectives.connecting.connect import connect
+from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
-from towers.launching import become, parent_watchdog
-from towers.launching.job import Job
-from towers.options import CommunicationOptions
+from towers.launching.job import Job, become
+from towers.options import CommunicationOptions, instead_of
 from towers.system import devices, machine
 from towers.system.devices import Device
 from towers.system.log import get_logger
-from towers.tensorflow_names import instead_of
 from towers.topology import DEVICES, STARTED_BY, Topology
 
 log = get_logger("mirrored")
@@ -77,13 +74,12 @@ class _TowersStrategy(Strategy):
                 f"communication is {communication!r}, but has to be "
                 "mirrored.CommunicationOptions(implementation='nccl', …)"
             )
-        gpus = devices.count_gpus()
-        chosen = _named_devices(requested)
+        named = _named_devices(requested)
         if resolver.topology is not None:
-            topology, communicator = resolver.topology, _join_towers(resolver.topology, chosen, gpus, communication)
+            topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
         else:
-            device = _start_towers(resolver, chosen, gpus, communication)
-            topology, communicator = Topology(started_by=_how(resolver)), Alone(_use(device))
+            device = _start_towers(resolver, named, communication)
+            topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
         super().__init__(topology, communicator, resolver, communication, seed, training)
         _announce(self)
 
@@ -203,69 +199,59 @@ def get_strategy() -> Strategy:
     return strategy
 
 
-def _named_devices(requested: Sequence[Device] | None) -> list[torch.device] | None:
+def _named_devices(requested: Sequence[Device] | None) -> Sequence[Device] | None:
     """The devices of this worker's towers that a script, the command line or an observer names; None if nobody does."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     if (watching := observer()) is not None:
         requested = watching.devices(requested)
-    return devices.parse_all(requested) if requested is not None else None
+    return requested
 
 
-def _join_towers(
-    topology: Topology, named: Sequence[torch.device] | None, gpus: int, options: CommunicationOptions
-) -> Communicator:
-    """This process is a tower already, which a launcher or our agent has started: meet the others.
+def _join_towers(topology: Topology, named: Sequence[Device] | None, options: CommunicationOptions) -> Communicator:
+    """This process is a tower already, which a launcher or our agent has started: join the others.
 
     Args:
-        named: the devices of this worker's towers, if anybody names them.
-        gpus: how many GPUs this process sees.
+        named: the devices of this worker's towers, if any were named.
     """
-    by_torchrun, by_us = "TORCHELASTIC_RUN_ID" in os.environ, STARTED_BY in os.environ
-    failure.leave_report_on_failure(quiet=by_torchrun and by_us)
-    if by_torchrun:
-        parent_watchdog.end_with_parent()
-    # Towers that we start see all GPUs.
-    device = devices.for_tower(topology.local_index, topology.local_size, named, gpus, topology.origin, sees_all=by_us)
-    if device.type == "cpu" and topology.size > 1:
-        machine.keep_freed_memory()
+    failure.install_hooks()
+    ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
+    device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
     log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
 
 
 def _start_towers(
-    resolver: ClusterResolver, named: Sequence[torch.device] | None, gpus: int, options: CommunicationOptions
+    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions
 ) -> torch.device:
-    """Nobody has started towers yet: replace this process by an agent that runs this program once per tower.
+    """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 
     Args:
-        named, gpus: as of :func:`_join_towers`.
+        named: as of :func:`_join_towers`.
 
     Returns:
         The device of the only tower, where there is but one; else it does not return.
     """
-    default_group.refuse_unknown_peers()
-    if named is not None:
-        devices.check_exist(named, gpus)
-    chosen = named or devices.visible(gpus)
+    refuse_unknown_peers()
+    chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
         log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
-        become.become(
+        become(
             Job(
                 towers=len(chosen),
                 worker=resolver.worker,
                 workers=resolver.workers,
                 addresses=resolver.addresses,
                 origin=resolver.origin,
-                started_by=_how(resolver),
+                started_by=_started_by(resolver),
                 startup_seconds=options.startup_timeout_seconds,
             )
         )
     return chosen[0]
 
 
-def _how(resolver: ClusterResolver) -> str:
-    """How a person would say the program was started."""
+def _started_by(resolver: ClusterResolver) -> str:
+    """The command that a person typed, for the log."""
     return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
 
 
@@ -278,8 +264,10 @@ def _use(device: torch.device) -> torch.device:
 
 
 def _announce(strategy: Strategy) -> None:
-    """The one line at the start that says how many towers, on what, by which backend, started how."""
+    """Share out the machine, and log the line that says how many towers, on what, by which backend, started how."""
     topology = strategy.topology
+    if strategy.device.type == "cpu" and topology.size > 1:
+        machine.keep_freed_memory()
     threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return

@@ -46,7 +46,7 @@ from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
-from towers.gradients.tree_sum import Subtree
+from towers.gradients.tree_sum import Subtree, TreeSum
 from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
@@ -145,14 +145,14 @@ class VirtualTowers:
         buffers.begin()
         kept = [parameter.grad for parameter in parameters]
         self.step += 1
-        hooks_disabled = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
+        unhooked = self._averager.hooks_disabled() if self._averager is not None else contextlib.nullcontext()
         try:
-            with hooks_disabled, seeds.undisturbed(self._comm.device):
+            with unhooked, seeds.undisturbed(self._comm.device):
                 sums, report = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
             reports = self._tell(report, buffers)
             if self._averager is not None:
-                self._averager.sum_by_tree()  # see [Note: gradients are added when all parts are computed]
+                self._averager.reduce_now(TreeSum)  # see [Note: gradients are added when all parts are computed]
             mean = self._combine(buffers, sums[len(parameters) :], reports)
         except BaseException:
             _give(parameters, kept)

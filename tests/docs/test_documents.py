@@ -139,6 +139,16 @@ def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: py
     assert losses.findall(said) == losses.findall(shown)
 
 
+def test_the_plan_prints_what_its_page_shows() -> None:
+    """Some tables of each command: those that the page shows, as they are printed."""
+    page = (ROOT / "docs/scaling.md").read_text()
+    commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(commands) == 5
+    for arguments, shown in commands:
+        printed = run_program(["scripts/planning", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
+        assert set(shown.split("\n\n")) <= set(printed.split("\n\n")), arguments
+
+
 def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -239,6 +249,15 @@ def test_the_changelog_names_modules_that_are_there() -> None:
             assert path.is_dir() or path.with_suffix(".py").is_file(), full
 
 
+def test_every_row_of_bad_inputs_has_a_test_that_cites_it() -> None:
+    """By its name (``row_42``) or in words (``row 42 of docs/bad_inputs.md``)."""
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
+    assert sorted(map(int, rows)) == list(range(1, 51))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    cited = {int(number) for number in re.findall(r"(?<![a-z])row[ _](\d+)", tests, re.IGNORECASE)}
+    assert cited >= set(range(1, 51)), set(range(1, 51)) - cited
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
@@ -263,5 +282,9 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "start.html", "reference/strategies.html", "changes.html", "security.html"} <= pages
+    reference = {page.stem: page.read_text() for page in (tmp_path / "site/reference").glob("*.html")}
+    for method in [name for name in dir(mirrored.Strategy) if not name.startswith(("_", "experimental_"))]:
+        assert f'id="mirrored.Strategy.{method}"' in reference["strategies"], method
+    assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     shutil.rmtree(tmp_path / "site")
