@@ -55,7 +55,7 @@ def right_scripts(folder: str) -> list[Case]:
         Case(EXAMPLES / "dcgan.py", ("--epochs", "2", "--output", folder)),
         Case(PROGRAMS / "train.py"),
         Case(PROGRAMS / "drifts.py", ("same",)),
-        Case(PROGRAMS / "unwell.py", ("2", "none", "0", "0", "none")),
+        Case(PROGRAMS / "unwell.py", ("none", "0", "0", "optimizer")),
         right("right_cifar"),
         right("right_finetune"),
         right("right_language_model"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from towers import failure
 from towers.collectives.communicator import Communicator, Pending
+from towers.health import failure
 from towers.launching.console import leave_terminal
 
 

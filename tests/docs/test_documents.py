@@ -139,6 +139,16 @@ def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: py
     assert losses.findall(said) == losses.findall(shown)
 
 
+def test_the_plan_prints_what_its_page_shows() -> None:
+    """Some tables of each command: those that the page shows, as they are printed."""
+    page = (ROOT / "docs/scaling.md").read_text()
+    commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(commands) == 5
+    for arguments, shown in commands:
+        printed = run_program(["scripts/planning", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
+        assert set(shown.split("\n\n")) <= set(printed.split("\n\n")), arguments
+
+
 def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 

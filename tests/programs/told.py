@@ -1,4 +1,4 @@
-"""Started by the tests: three towers that handle SIGTERM and SIGINT; the first word says how.
+"""Started by the tests: towers that handle SIGTERM and SIGINT; the first word says how.
 
 agree: end the step, agree that one was told, and end with exit code 75 at different moments.
 stubborn: ignore them. stubborn-fail: and tower 1 fails after three steps.
@@ -14,7 +14,7 @@ import torch
 import mirrored
 from towers.health.failure import EXIT_PREEMPTED
 
-strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+strategy = mirrored.MirroredStrategy()
 model = strategy.mirror(torch.nn.Linear(1, 1))
 told = False
 

@@ -1,10 +1,11 @@
 """Started by the tests: trains, and in a chosen step and phase of one tower does what is asked for.
 
-    python unwell.py TOWERS HOW TOWER STEP PHASE [key=value …]
+    mirrored run --towers N unwell.py HOW TOWER STEP PHASE [key=value …]
 
 The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep; exit0, exit75 (at once); thread, pool,
 atexit (raise, where something else never ends); text (raise what has no text); disk (raise where no file can be
-written); child (die, with a child of its own).
+written); child (die, with a child of its own). PHASE: data, forward, backward, end, between; or optimizer, for which
+alone there is one, since a first torch.optim loads torch's compiler, which takes as long as all else here.
 """
 
 import atexit
@@ -21,10 +22,9 @@ import torch
 
 import mirrored
 
-towers, how, chosen, step, phase, *rest = sys.argv[1:]
+how, chosen, step, phase, *rest = sys.argv[1:]
 options = {key: float(value) if key.endswith("seconds") else value for key, value in (w.split("=") for w in rest)}
 strategy = mirrored.MultiWorkerMirroredStrategy(
-    devices=[f"cpu:{i}" for i in range(int(towers))] if towers != "0" else None,
     communication=mirrored.CommunicationOptions(**options),
     mirror_check_interval=None,
 )
@@ -88,16 +88,18 @@ class Data(torch.utils.data.Dataset):
 
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer.register_step_pre_hook(lambda *_: something_happens("optimizer"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if phase == "optimizer" else None
+if optimizer is not None:
+    optimizer.register_step_pre_hook(lambda *_: something_happens("optimizer"))
 
 
 def train_step(x):
     something_happens("forward")
-    optimizer.zero_grad()
+    model.zero_grad()
     hidden = model[0](x)
     model[1](Slow.apply(hidden)).mean().backward()
-    optimizer.step()
+    if optimizer is not None:
+        optimizer.step()
     something_happens("end")
 
 

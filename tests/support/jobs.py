@@ -47,11 +47,29 @@ def run_program(
     stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command as a user would, with this Python first; returns its output and exit code."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    variables.pop("PYTEST_CURRENT_TEST", None)
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=variables, cwd=cwd, input=stdin
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=_variables(env),
+        cwd=cwd,
+        input=stdin,
     )
+
+
+def start_program(
+    words: Sequence[str], *, before: Sequence[str] = (), env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command as :func:`run_program` does; ``before`` are words in front of Python, such as ``nohup``."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*before, sys.executable, *words], stdout=pipe, stderr=pipe, text=True, env=_variables(env))
+
+
+def _variables(changes: dict[str, str] | None) -> dict[str, str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
+    variables.pop("PYTEST_CURRENT_TEST", None)
+    return variables
 
 
 def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:

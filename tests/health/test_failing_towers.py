@@ -1,0 +1,139 @@
+"""A tower that fails, dies or ends early: which one is named, where it was, and how soon all is over."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import socket
+
+import pytest
+import torch
+
+import mirrored
+from tests.support.clusters import start_workers
+from tests.support.jobs import run_program, towers
+from tests.support.unwell import TORCHRUN, UNWELL, unwell, within
+
+HERE = "in step 3, in the step's function"
+
+
+@pytest.mark.parametrize(
+    ("towers", "words", "code", "last"),
+    [
+        (3, "raise 1 3 forward", 1, f"towers: tower 1 failed {HERE}: ValueError: boom"),
+        (2, "raise 0 2 data", 1, "towers: tower 0 failed after step 2, loading data: ValueError: boom"),
+        (2, "die 1 3 optimizer", 137, "towers: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
+    ],
+)
+def test_the_last_line_names_the_tower_and_its_place(towers: int, words: str, code: int, last: str) -> None:
+    """The exception of one tower ends all: row 42 of docs/bad_inputs.md."""
+    result = within(5, towers, *words.split())
+    assert result.returncode == code
+    assert result.stderr.splitlines()[-1] == last
+
+
+def die(strategy: mirrored.Strategy) -> None:
+    model = strategy.mirror(torch.nn.Linear(2, 1))
+
+    def step() -> None:
+        if strategy.health.step == 3 and strategy.topology.index == 1:
+            with strategy.health.during("writing the checkpoint"):
+                os.kill(os.getpid(), signal.SIGKILL)
+        strategy.reduce("sum", 1)
+        model(torch.ones(1, 2)).sum().backward()
+
+    for _ in range(3):
+        strategy.run(step)
+
+
+def test_launch_says_where_a_killed_tower_was() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="in step 3, writing the checkpoint") as caught:
+        towers(die)
+    assert "ended by SIGKILL" in str(caught.value)
+    [other] = [failure for failure in caught.value.failures if failure.tower == 0]
+    assert "tower 1 was last seen in step 3, writing the checkpoint" in other.traceback
+
+
+@pytest.mark.parametrize(
+    ("tower", "how", "end"),
+    [
+        (0, "raise", "failed in step 3, in the step's function: ValueError: boom"),
+        (1, "die", "was ended by SIGKILL in step 3, in the step's function"),
+    ],
+)
+def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, end: str) -> None:
+    processes = start_workers(UNWELL, how, str(tower), "3", "forward")
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    for error in errors:
+        assert f"tower {tower} on {socket.gethostname()} (worker {tower}) {end}" in error.splitlines()[-1]
+    assert 0 not in [process.returncode for process in processes]
+
+
+@pytest.mark.parametrize("how", ["thread", "pool", "atexit", "disk", "text"])
+def test_an_exception_ends_all_whatever_the_tower_still_does(how: str) -> None:
+    result = within(5, 2, how, "1", "3", "forward")
+    assert result.returncode == 1
+    what = "NoText: (its text cannot be had: RuntimeError)" if how == "text" else "ValueError: boom"
+    if how == "disk":  # the report could not be written: the tower has printed it itself
+        assert re.search(rf"^\[tower 1\] .*{what}$", result.stderr, re.MULTILINE)
+        assert result.stderr.splitlines()[-1] == f"towers: tower 1 ended with exit code 1 {HERE}"
+    else:
+        assert result.stderr.splitlines()[-1] == f"towers: tower 1 failed {HERE}: {what}"
+
+
+def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
+    result, seconds = unwell(2, "thread", "1", "3", "forward", starter=TORCHRUN)
+    assert seconds < 30
+    assert result.returncode == 1
+    assert "ValueError: boom" in result.stderr
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_tower_that_ends_early_is_named(code: int) -> None:
+    result = within(8, 2, f"exit{code}", "1", "3", "forward")
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    if code == 0:
+        assert last == f"towers: first of all, tower 1 ended with exit code 0 {HERE}, while others went on"
+    else:
+        nothing = "and others did not, so nothing was saved together"
+        assert last == f"towers: tower 1 ended with exit code 75 {HERE}, {nothing}"
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
+    workers = start_workers(UNWELL, f"exit{code}", "1", "3", "forward")
+    errors = [worker.communicate(timeout=60)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [1, 1], errors
+    name = f"tower 1 on {socket.gethostname()} (worker 1) ended with exit code {code} {HERE}"
+    for error in errors:
+        assert name in error.splitlines()[-1]
+
+
+def test_what_a_tower_has_started_ends_with_the_job() -> None:
+    result = within(5, 2, "child", "1", "3", "forward")
+    child = re.search(r"child (\d+)", result.stderr)
+    assert child
+    status = pathlib.Path(f"/proc/{child[1]}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mirrored, torch\n"
+        "strategy = mirrored.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "model = strategy.mirror(torch.nn.Linear(1, 1))\n"
+        "strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())\n"
+        "if strategy.is_chief:\n"
+        "    strategy.reduce('sum', 1)\n"
+    )
+    result = run_program([str(script)])
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"
+    )
+    assert last.endswith("look for one under `if strategy.is_chief:`")

@@ -1,0 +1,131 @@
+"""Jobs that are told to end by a signal, a closed terminal or the death of their launcher."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.jobs import ROOT, start_program
+from tests.support.waiting import at_most, wait_until
+from towers.health.failure import EXIT_PREEMPTED
+
+TOLD = str(ROOT / "tests" / "programs" / "told.py")
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """tests/programs/told.py in the mode that the test names, and the processes of its two towers."""
+    process = start_program(["-m", "mirrored", "run", "--towers", "2", TOLD, request.param])
+    try:
+        assert process.stdout is not None
+        yield process, [int(word) for word in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+Told = tuple[subprocess.Popen[str], list[int]]
+
+
+@pytest.mark.parametrize("told", ["agree"], indirect=True)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals) -> None:
+    process, _ = told
+    process.send_signal(number)
+    out, error = process.communicate(timeout=30)
+    assert out.splitlines() == ["saved"]
+    assert process.returncode == EXIT_PREEMPTED
+    said = rf"towers: preempted by {number.name}: the towers ended after step \d+, with exit code 75"
+    assert re.fullmatch(said, error.splitlines()[-1])
+
+
+@pytest.mark.parametrize("told", ["agree"], indirect=True)
+def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
+    process, ids = told
+    os.kill(ids[1], signal.SIGTERM)
+    out, error = process.communicate(timeout=30)
+    assert out.splitlines() == ["saved"]
+    assert process.returncode == EXIT_PREEMPTED
+    assert re.fullmatch(r"towers: preempted: .*", error.splitlines()[-1])
+
+
+@pytest.mark.parametrize("told", ["stubborn"], indirect=True)
+def test_a_second_signal_ends_all_at_once(told: Told) -> None:
+    process, ids = told
+    process.terminate()
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.terminate()
+    with at_most(5):
+        process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
+
+
+@pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
+def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
+    process, _ = told
+    with at_most(5):
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
+
+
+def test_towers_of_a_killed_torchrun_end() -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    towers = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers), 5)
+
+
+@pytest.fixture
+def short_path() -> Iterator[pathlib.Path]:
+    """A directory with a short name: those of sockets have at most 108 characters."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield pathlib.Path(directory)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_program_that_launches_passes_signals_on(
+    saves: bool, tmp_path: pathlib.Path, short_path: pathlib.Path
+) -> None:
+    folder, temporary = tmp_path / "run", short_path
+    words = [str(ROOT / "tests" / "programs" / "told_launch.py"), str(folder) if saves else "none"]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    towers = [int(word) for word in process.stdout.readline().split()]
+    process.terminate()
+    with at_most(10):
+        assert process.wait(30) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
+    assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
+    assert not list(temporary.glob("towers-*"))
+    assert saves == any(folder.glob("step-*"))
+
+
+def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
+    """The program has a terminal of its own, which is closed while it trains."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = ["run", "--towers", "2", str(ROOT / "tests" / "programs" / "until_told.py"), str(tmp_path)]
+        os.execv(sys.executable, [sys.executable, "-m", "mirrored", *words])
+    said = b""
+    while b"step 3" not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == EXIT_PREEMPTED
+    assert list(tmp_path.glob("step-*"))

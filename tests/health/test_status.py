@@ -1,0 +1,180 @@
+"""Where a tower is: its steps and evaluations, its status record and its report of a failure."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import pytest
+import torch
+
+import mirrored
+from towers.gradients.pairing import BackwardCounter
+from towers.health.failure import FailureReport
+from towers.health.status import Health, StatusRecord, record_path
+
+
+def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
+    health = Health(StatusRecord(record_path(tmp_path, 1), create=True))
+    seen = StatusRecord.find(tmp_path, 1)
+    assert seen is not None
+    places = [str(seen.read())]
+    health.enter("loading data")
+    places.append(str(seen.read()))
+    health.begin_run(None)
+    with health.at("reduce('sum')"):
+        places.append(str(seen.read()))
+    with pytest.raises(OSError), health.during("writing the checkpoint — " + "x" * 100):
+        raise OSError
+    places.append(str(seen.read()))
+    health.end_run()
+    places.append(str(seen.read()))
+    assert places == [
+        "before its first step",
+        "before its first step, loading data",
+        "in step 1, in the step's function, at reduce('sum')",
+        "in step 1, writing the checkpoint — " + "x" * 37,
+        "after step 1",
+    ]
+    assert StatusRecord.find(tmp_path, 2) is None
+
+
+def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "error0.json"
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"message": 3}',
+        '{"message": {"extraInfo": {"time": "soon"}}}',
+        "[" * 100_000,
+        "\ud800",
+    ):
+        path.write_text(text, errors="surrogatepass")
+        assert FailureReport.read(path) is None
+    assert FailureReport.of(ValueError("boom")).write(str(path))
+    report = FailureReport.read(path)
+    assert report is not None
+    assert (report.short, report.consequence) == ("ValueError: boom", False)
+
+
+def test_a_run_counts_as_a_step_when_it_trains() -> None:
+    health = Health(StatusRecord())
+    places = []
+
+    def run(evaluates: bool, trains: bool) -> None:
+        health.begin_run(evaluates)
+        places.append(str(health.status))
+        if trains:
+            health.train()
+            places.append(str(health.status))
+        health.end_run()
+        places.append(str(health.status))
+
+    run(evaluates=True, trains=False)
+    run(evaluates=False, trains=True)
+    run(evaluates=False, trains=False)  # it had seemed to train
+    run(evaluates=True, trains=True)  # it had not
+    run(evaluates=True, trains=False)
+    assert places == [
+        "in an evaluation before its first step, in the evaluation's function",
+        "before its first step",
+        *["in step 1, in the step's function"] * 2,
+        "after step 1",
+        "in step 2, in the step's function",
+        "after step 1",
+        "in an evaluation after step 1, in the evaluation's function",
+        "in step 2, in the step's function",
+        "after step 2",
+        "in an evaluation after step 2, in the evaluation's function",
+        "after step 2",
+    ]
+    assert health.run == 5
+
+
+def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
+    health = Health(StatusRecord())
+    health.go_on_after(20)
+    assert str(health.status) == "after step 20"
+    steps = []
+    for run in range(1, 5):
+        health.begin_run(None)
+        steps.append(health.step)
+        health.end_run()
+        if run % 2 == 0:
+            health.count(20 + run // 2)
+    assert steps == [21, 22, 22, 22]  # each run is a step until the script has counted
+
+
+def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
+    """Three steps and two evaluations, one without eval(); fails in the second evaluation's run number ``at``."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    places, evaluations = [], 0
+
+    def note() -> None:
+        places.append(strategy.health.status.when)
+
+    def train_step() -> None:
+        note()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    @torch.no_grad()
+    def look() -> None:
+        note()
+
+    def evaluate() -> None:
+        nonlocal evaluations
+        note()
+        evaluations += 1
+        if evaluations == at and strategy.topology.index == 1:
+            raise ValueError("boom")
+
+    checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": model, "optimizer": optimizer})
+    with checkpoints.resume():
+        for _ in range(2):
+            model.eval()
+            strategy.run(evaluate)
+            model.train()
+            strategy.run(look)
+            for _ in range(2):
+                strategy.run(train_step)
+                checkpoints.step()
+    return places, strategy.health.status.when
+
+
+def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
+    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=60)
+    for places, after in launch((str(tmp_path), 0)):
+        assert places == [
+            "in an evaluation before its first step",
+            "in step 1",  # the function is not known yet
+            "in step 1",
+            "in step 2",
+            "in an evaluation after step 2",
+            "in an evaluation after step 2",
+            "in step 3",
+            "in step 4",
+        ]
+        assert after == "after step 4"
+    assert (tmp_path / "step-00000004").exists()
+    with pytest.raises(mirrored.TowerFailedError, match="tower 1 of 2 failed, in an evaluation after step 6, in the"):
+        launch((str(tmp_path), 2))
+
+
+def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
+    health = Health(StatusRecord())
+    backward = BackwardCounter(health)
+    said = []
+    for evaluates in (False, True, False):
+        health.begin_run(evaluates)
+        if not evaluates:
+            health.train()
+            backward.begin()
+            said.append(str(backward))
+        health.end_run()
+    assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]

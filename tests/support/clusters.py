@@ -1,0 +1,34 @@
+"""Clusters that tests play on this machine: free ports, and the variables that launchers set."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+
+from tests.support.jobs import start_program
+from towers.launching.play_cluster import free_ports
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    return free_ports(1)[0]
+
+
+def tf_configs(addresses: Sequence[str]) -> list[str]:
+    """``TF_CONFIG`` of each worker."""
+    return [
+        json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}})
+        for index in range(len(addresses))
+    ]
+
+
+def start_workers(*words: str, count: int = 2) -> list[subprocess.Popen[str]]:
+    """Start one program as the workers of a TF_CONFIG cluster."""
+    configs = tf_configs([f"127.0.0.1:{port}" for port in free_ports(count)])
+    return [start_program(words, env={"TF_CONFIG": config}) for config in configs]
+
+
+def torchrun_variables(**changes: str) -> dict[str, str]:
+    """The variables that torchrun gives to the first of two towers, and changes of them."""
+    return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **changes}
