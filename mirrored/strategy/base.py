@@ -186,7 +186,7 @@ class Strategy(OwnGradients, DistributedData):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.averager.paused():
+            with self.engine.averager.accumulating():
                 yield
         finally:
             self.accumulates = before

@@ -30,6 +30,7 @@ from towers.gradients.nonfinite import LoneWatch, watch_for
 from towers.mirroring import mirror
 from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
+from towers.sharding.exchange import Exchange, exchange_for
 from towers.sharding.optimizer import OptimizerSharder
 from towers.system.log import get_logger
 from towers.system.profiling import range_
@@ -87,8 +88,8 @@ class Engine:
         averager: averages gradients; at one tower it has none.
         virtual: the virtual towers, if there are any.
         recorder: what was created in the scope.
-        is_twin: whether an optimizer does another's work (:mod:`towers.sharding.optimizer`).
-        state_is_shared_out: whether each tower holds its part of the optimizers' state only.
+        is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
+        one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
     """
 
     def __init__(
@@ -104,17 +105,18 @@ class Engine:
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
         self._statistics = KeptStatistics(self.recorder.roots)
-        self.state_is_shared_out = self._several and training.shard_optimizer
-        self.is_twin: Callable[[Optimizer], bool] = lambda optimizer: False
+        self.one_tower_reads_state = False
+        self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
         channel = comm.channel() if self._several else comm
+        exchange = exchange_for(channel) if self._several and training.shard_optimizer else None
         watch = watch_for(channel, training.nonfinite_gradients)
         self.averager = GradientAverager(
             channel,
             communication.bucket_bytes,
+            reduction=exchange.reduction if exchange is not None else None,
             announce=functools.partial(announce, comm),
-            scatter=self.state_is_shared_out,
             watch=watch,
         )
         self.virtual: VirtualTowers | None = None
@@ -124,7 +126,7 @@ class Engine:
             self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
             parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
         if self._several:
-            parts += self._parts_of_several_towers(channel, training)
+            parts += self._parts_of_several_towers(channel, training, exchange)
         elif watch is not None:
             parts.append(Part(watch, add=LoneWatch(watch).add))
         self._records = bool(parts)
@@ -136,12 +138,14 @@ class Engine:
         self._before_step = [part.before_step for part in parts if part.before_step]
         self._checks = [part.check for part in parts if part.check]
         if self._several or self.virtual is not None:
-            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_twin, self._before_step)
+            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, self._before_step)
 
-    def _parts_of_several_towers(self, channel: Communicator, training: TrainingOptions) -> list[Part]:
+    def _parts_of_several_towers(
+        self, channel: Communicator, training: TrainingOptions, exchange: Exchange | None
+    ) -> list[Part]:
         comm, averager, recorder = self._comm, self.averager, self.recorder
         early = EarlyBackwardGuard(comm.index, recorder)
-        sharder = OptimizerSharder(averager, channel) if training.shard_optimizer else None
+        sharder = OptimizerSharder(averager, channel, exchange) if exchange is not None else None
         check = MirrorCheck(
             comm,
             training.mirror_check_interval,
@@ -158,7 +162,8 @@ class Engine:
             Part(KerasGuard(comm.index, recorder.knows)),
         ]
         if sharder is not None:
-            self.is_twin = sharder.is_twin
+            self.is_inner_optimizer = sharder.is_inner
+            self.one_tower_reads_state = sharder.state_is_readable
             parts.append(Part(sharder, before_step=sharder.prepare))
         if self._checks_unasked:
             parts.append(Part(LastCheck(check, comm.health)))

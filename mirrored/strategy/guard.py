@@ -86,7 +86,7 @@ class OptimizerGuard:
         comm: the strategy's towers.
         recorder: knows which parameters are mirrored.
         averager: averages the gradients.
-        is_twin: whether an optimizer does a part of a step that has been checked.
+        is_inner_optimizer: whether an optimizer does a part of a step that has been checked.
         prepare: are called before a step of mirrored parameters that was not refused.
     """
 
@@ -95,14 +95,14 @@ class OptimizerGuard:
         comm: Communicator,
         recorder: Recorder,
         averager: GradientAverager,
-        is_twin: Callable[[Optimizer], bool],
+        is_inner_optimizer: Callable[[Optimizer], bool],
         prepare: Sequence[Callable[[Optimizer], None]],
     ) -> None:
         self._comm = comm
         self._health = comm.health
         self._recorder = recorder
         self._averager = averager
-        self._is_twin = is_twin
+        self._is_inner_optimizer = is_inner_optimizer
         self._prepare = prepare
         self._said_nothing_to_train: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ class OptimizerGuard:
             MirrorError: the step would let the towers drift apart.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not parameters or self._is_twin(optimizer):
+        if not parameters or self._is_inner_optimizer(optimizer):
             return
         foreign = [p for p in parameters if not self._recorder.is_mirrored(p)]
         recorded = any(p in self._recorder for p in foreign)
@@ -167,7 +167,7 @@ class OptimizerGuard:
         Raises:
             MirrorError: on gradients that its closure has not averaged.
         """
-        if self._health.phase != OPTIMIZER or self._is_twin(optimizer):
+        if self._health.phase != OPTIMIZER or self._is_inner_optimizer(optimizer):
             return
         end_range(self._in_trace)
         self._in_trace = None

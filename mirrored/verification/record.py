@@ -166,7 +166,7 @@ def _does_nothing(optimizer: Optimizer) -> bool:
     """Whether an optimizer has no parameters, or does another's work."""
     strategy = strategy_with_towers()
     parameters = any(group["params"] for group in optimizer.param_groups)
-    return not parameters or (strategy is not None and strategy.engine.is_twin(optimizer))
+    return not parameters or (strategy is not None and strategy.engine.is_inner_optimizer(optimizer))
 
 
 class TraceRecorder(StepLimit):

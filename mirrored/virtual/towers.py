@@ -32,7 +32,7 @@ from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
-from towers.gradients.tree_sum import Subtree
+from towers.gradients.tree_sum import Subtree, TreeSum
 from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
@@ -131,14 +131,14 @@ class VirtualTowers:
         buffers.begin()
         kept = [parameter.grad for parameter in parameters]
         self.step += 1
-        aside = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
+        unhooked = self._averager.hooks_disabled() if self._averager is not None else contextlib.nullcontext()
         try:
-            with aside, seeds.undisturbed(self._comm.device):
+            with unhooked, seeds.undisturbed(self._comm.device):
                 sums, card = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
             said = self._tell(card, buffers)
             if self._averager is not None:
-                self._averager.sum_by_tree()
+                self._averager.reduce_now(TreeSum)
             mean = self._combine(buffers, sums[len(parameters) :], said)
         except BaseException:
             _give(parameters, kept)

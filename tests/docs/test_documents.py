@@ -249,6 +249,15 @@ def test_the_changelog_names_modules_that_are_there() -> None:
             assert path.is_dir() or path.with_suffix(".py").is_file(), full
 
 
+def test_every_row_of_bad_inputs_has_a_test_that_cites_it() -> None:
+    """By its name (``row_42``) or in words (``row 42 of docs/bad_inputs.md``)."""
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
+    assert sorted(map(int, rows)) == list(range(1, 51))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    cited = {int(number) for number in re.findall(r"(?<![a-z])row[ _](\d+)", tests, re.IGNORECASE)}
+    assert cited >= set(range(1, 51)), set(range(1, 51)) - cited
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
     shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
@@ -273,5 +282,9 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", "start.html", "reference/strategies.html", "changes.html", "security.html"} <= pages
+    reference = {page.stem: page.read_text() for page in (tmp_path / "site/reference").glob("*.html")}
+    for method in [name for name in dir(mirrored.Strategy) if not name.startswith(("_", "experimental_"))]:
+        assert f'id="mirrored.Strategy.{method}"' in reference["strategies"], method
+    assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     shutil.rmtree(tmp_path / "site")
