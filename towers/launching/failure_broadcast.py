@@ -23,7 +23,7 @@ _SECONDS = 1.5  # for the store to answer, and for the others to read what is pu
 
 
 class FailureBroadcast:
-    """One worker's part of it. With one worker there are no others.
+    """One worker's part of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
         token: the job's.
