@@ -55,7 +55,7 @@ class FailureBroadcast:
             while (message := signed.read(_FAILURE)) is None:
                 time.sleep(_INTERVAL)
             self.received = printable(message.get("sentence"))
-            signed.store.add(_RECEIVED, 1)
+            signed.add(_RECEIVED, 1)
 
         _in_thread(listen)
 
@@ -116,10 +116,10 @@ class FailureBroadcast:
 
     def _await_count(self, store: SignedStore, key: str, mine: int) -> None:
         """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
-        count = store.store.add(key, mine)
+        count = store.add(key, mine)
         while self._worker == 0 and count < self._workers:
             time.sleep(0.05)
-            count = store.store.add(key, 0)
+            count = store.add(key, 0)
 
 
 def _in_thread(work: Callable[[], object]) -> threading.Thread:
