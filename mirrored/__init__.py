@@ -14,7 +14,6 @@ from mirrored.cluster import (
 from mirrored.context import (
     ReplicaContext,
     get_replica_context,
-    get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
@@ -24,7 +23,12 @@ from mirrored.losses import compute_average_loss, scale_regularization_loss
 from mirrored.operations import ReduceOp
 from mirrored.stand_in import drop_stand_in
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.kinds import MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy
+from mirrored.strategy.kinds import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    get_strategy,
+)
 from towers.errors import (
     CannotStartError,
     CollectiveTimeoutError,

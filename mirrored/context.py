@@ -5,17 +5,56 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mirrored.data.shares import KnownShares, Share
 from mirrored.operations import ReduceOp, operation_name
+from mirrored.seeds import TowerStreams
 from towers.collectives import differentiable
-from towers.tensorflow_names import instead_of
+from towers.collectives.communicator import Communicator
+from towers.options import instead_of
+from towers.topology import Topology
 
-if TYPE_CHECKING:
-    from mirrored.data.shares import Share
-    from mirrored.strategy.base import Strategy
+_T = TypeVar("_T")
+
+
+class ActiveEngine(Protocol):
+    """What the layers below strategies know of a strategy's engine (:class:`mirrored.strategy.engine.Engine`)."""
+
+    def attached(self, kind: type[_T]) -> _T | None: ...
+
+    def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool: ...
+
+    def unsynced_gradients(self) -> dict[int, str]: ...
+
+
+class ActiveStrategy(Protocol):
+    """What the layers below strategies know of a strategy, which is always a :class:`mirrored.Strategy`."""
+
+    topology: Topology
+    communicator: Communicator
+    device: torch.device
+    num_replicas_in_sync: int
+    is_chief: bool
+    virtual_towers: int | None
+    accumulates: bool
+    known_shares: KnownShares
+    streams: TowerStreams
+
+    @property
+    def engine(self) -> ActiveEngine: ...
+
+    def is_mirrored(self, parameter: torch.Tensor) -> bool: ...
+
+    def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any: ...
+
+    def gather(self, value: Any, axis: int = 0) -> Any: ...
+
+    def print(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def say_once(self, text: str) -> None: ...
 
 
 class ReplicaContext:
@@ -33,7 +72,7 @@ class ReplicaContext:
 
     __slots__ = ("_inputs", "strategy")
 
-    def __init__(self, strategy: Strategy, inputs: object = None) -> None:
+    def __init__(self, strategy: ActiveStrategy, inputs: object = None) -> None:
         self.strategy = strategy
         self._inputs = inputs
 
@@ -97,14 +136,17 @@ class ReplicaContext:
 class Frame:
     """One level of the current context: a strategy, and its replica context when inside ``run``."""
 
-    strategy: Strategy
+    strategy: ActiveStrategy
     replica: ReplicaContext | None
 
 
 _current: Frame | None = None
 """One for the process, not one per thread: autograd recomputes checkpoints in threads of its own."""
 
-_newest_with_towers: weakref.ref[Strategy] | None = None
+_newest_with_towers: weakref.ref[ActiveStrategy] | None = None
+
+_make_default: Callable[[], ActiveStrategy]
+"""Returns the strategy outside of all scopes; :mod:`mirrored.strategy.kinds` sets it."""
 
 
 class frame:
@@ -112,7 +154,7 @@ class frame:
 
     __slots__ = ("_frame", "_outer")
 
-    def __init__(self, strategy: Strategy, replica: ReplicaContext | None) -> None:
+    def __init__(self, strategy: ActiveStrategy, replica: ReplicaContext | None) -> None:
         self._frame = Frame(strategy, replica)
 
     def __enter__(self) -> None:
@@ -129,25 +171,21 @@ def current_frame() -> Frame | None:
     return _current
 
 
-def announce(strategy: Strategy) -> None:
+def announce(strategy: ActiveStrategy) -> None:
     """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
     global _newest_with_towers
     _newest_with_towers = weakref.ref(strategy)
 
 
-def strategy_with_towers() -> Strategy | None:
+def strategy_with_towers() -> ActiveStrategy | None:
     """A living strategy of several towers, whether or not this code is in its scope."""
     return _newest_with_towers() if _newest_with_towers is not None else None
 
 
-def get_strategy() -> Strategy:
-    """The current strategy; outside every scope and run the default one, which has one replica."""
-    current = current_frame()
-    if current is not None:
-        return current.strategy
-    from mirrored.strategy.kinds import default_strategy
-
-    return default_strategy()
+def set_default_strategy(make: Callable[[], ActiveStrategy]) -> None:
+    """Outside of all scopes and runs, the strategy is what ``make()`` returns: always the same one."""
+    global _make_default
+    _make_default = make
 
 
 def has_strategy() -> bool:
@@ -158,7 +196,7 @@ def has_strategy() -> bool:
 def get_replica_context() -> ReplicaContext | None:
     """The current replica context: inside ``run`` its own, in a scope None, else the default strategy's."""
     current = current_frame()
-    return current.replica if current is not None else ReplicaContext(get_strategy())
+    return current.replica if current is not None else ReplicaContext(_make_default())
 
 
 def in_cross_replica_context() -> bool:

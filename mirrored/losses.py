@@ -254,7 +254,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
     Raises:
         ValueError: the distributed batch has another number of examples, or there are several that may be meant.
     """
-    # A batch may have come by another way than run's arguments, or have been made anew: it is the one in hand.
+    # see [Note: batch sizes travel beside the batch]
     shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
     if not shares:
         return _count_together(local, replica)

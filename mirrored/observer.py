@@ -1,16 +1,14 @@
-"""Who watches a run of a script: told what strategies and distributed datasets do, while it is set."""
+"""The observer of a run of a script: told what strategies and distributed datasets do, while it is set."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mirrored.data.dataset import DistributedDataset
-    from mirrored.data.transfer import Batch
-    from mirrored.strategy.base import Strategy
-    from towers.system.devices import Device
+from mirrored.context import ReplicaContext
+from mirrored.data.shares import Batch
+from towers.system.devices import Device
 
 
 class Observer:
@@ -20,14 +18,12 @@ class Observer:
         """The devices that a strategy takes where the script asks for ``requested``."""
         return requested
 
-    def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``strategy.run`` calls, inside its context, in place of ``fn``."""
+    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What ``strategy.run`` calls in place of ``fn``, in the context ``replica``."""
         return fn
 
-    def batches(
-        self, dataset: DistributedDataset, load: Callable[[int], Iterator[Batch]], first: int
-    ) -> Iterator[Batch]:
-        """The epoch's batches from number ``first`` on, where ``load(first)`` would be taken."""
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
+        """What a distributed dataset yields in place of ``load(first)``, the batches from number ``first`` on."""
         return load(first)
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
@@ -43,7 +39,7 @@ _observer: Observer | None = None
 
 
 def observer() -> Observer | None:
-    """Who watches this process, if anybody does."""
+    """What observes this process; None where nothing does."""
     return _observer
 
 
@@ -53,6 +49,6 @@ def folder_of(requested: pathlib.Path) -> pathlib.Path:
 
 
 def observe(by: Observer) -> None:
-    """From now on, ``by`` is told."""
+    """From now on, ``by`` observes this process."""
     global _observer
     _observer = by

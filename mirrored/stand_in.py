@@ -11,18 +11,14 @@ this is called a dummy batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from mirrored.context import current_frame, strategy_with_towers
+from mirrored.context import ActiveStrategy, ReplicaContext, current_frame, strategy_with_towers
+from mirrored.data.shares import Share
 from towers.system import tree as trees
-
-if TYPE_CHECKING:
-    from mirrored.context import ReplicaContext
-    from mirrored.data.shares import Share
-    from mirrored.strategy.base import Strategy
 
 
 def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
@@ -53,7 +49,7 @@ def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-def current_strategy() -> Strategy | None:
+def current_strategy() -> ActiveStrategy | None:
     """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
     frame = current_frame()
     return frame.strategy if frame is not None else strategy_with_towers()
@@ -94,7 +90,7 @@ def _entries(values: Any, dim: int) -> int | None:
     return None
 
 
-def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str, batch: Any = None) -> bool:
+def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what: str, batch: Any = None) -> bool:
     """Whether values that were computed in a step come from a stand-in.
 
     Args:
@@ -129,7 +125,7 @@ def is_stand_in(strategy: Strategy, values: Any, entries: int | None, what: str,
     return kinds.pop()
 
 
-def named_shares(strategy: Strategy, batch: Any) -> list[Share]:
+def named_shares(strategy: ActiveStrategy, batch: Any) -> list[Share]:
     """The share of the batch that a script names by ``batch=``; none for ``()``.
 
     Raises:
@@ -144,13 +140,16 @@ def named_shares(strategy: Strategy, batch: Any) -> list[Share]:
     return shares
 
 
-def holds_stand_in(strategy: Strategy, replica: ReplicaContext | None) -> bool:
+def holds_stand_in(strategy: ActiveStrategy, replica: ReplicaContext | None) -> bool:
     """Whether any of the batches at hand is a stand-in."""
     return strategy.known_shares.has_stand_in and any(share.stand_in for share in shares_at_hand(strategy, replica))
 
 
-def shares_at_hand(strategy: Strategy, replica: ReplicaContext | None) -> list[Share]:
-    """The shares of the batches that a run was given, else that of the newest batch."""
+def shares_at_hand(strategy: ActiveStrategy, replica: ReplicaContext | None) -> list[Share]:
+    """The shares of the batches that a run was given, else that of the newest batch.
+
+    See [Note: batch sizes travel beside the batch] in :mod:`mirrored.data.shares`.
+    """
     known = strategy.known_shares
     shares = replica.shares() if replica is not None else []
     return shares or ([known.in_hand] if known.in_hand is not None else [])

@@ -1,4 +1,4 @@
-"""How towers live: who is there, how they start, communicate, average gradients and stay mirror images.
+"""How towers live: how they start, communicate, average gradients, stay mirror images and end.
 
 The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses and can be used without them.
 """

@@ -9,7 +9,7 @@ import sys
 
 _here = pathlib.Path(__file__).resolve().parent
 if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:
-    sys.path.pop(0)  # this folder's modules are nobody's but the package's
+    sys.path.pop(0)  # this folder's modules are the package's only
 if str(_here.parent) not in sys.path:
     sys.path.append(str(_here.parent))
 

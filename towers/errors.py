@@ -15,7 +15,7 @@ class CannotStartError(TowersError):
 
 
 class StartupError(TowersError):
-    """The towers, or the workers that hold them, did not all meet before the start-up deadline."""
+    """The towers, or the workers that hold them, did not all come before the start-up deadline."""
 
 
 class PortInUseError(StartupError, OSError):
@@ -23,7 +23,7 @@ class PortInUseError(StartupError, OSError):
 
 
 class HandshakeError(TowersError):
-    """The towers met and found that they do not belong together: raised on all of them, with one text."""
+    """The handshake has shown that the towers do not belong together: raised on all of them, with one text."""
 
 
 class DisagreementError(TowersError, ValueError):
@@ -57,19 +57,20 @@ DECIDE_TOGETHER = (
 """Advice for scripts whose towers do not make the same calls."""
 
 
-def waited_in_vain(
-    tower: int, seconds: float, whom: str = "the other towers", where: str = "", seen: str = "", stacks: str = ""
+def collective_timeout(
+    tower: int, seconds: float, awaited: str = "the other towers", status: str = "", peers: str = "", stacks: str = ""
 ) -> CollectiveTimeoutError:
-    """The error of ``tower``, which has waited ``seconds`` for ``whom``.
+    """The error of ``tower``, which has waited ``seconds`` in a collective.
 
     Args:
-        where: where it waits.
-        seen: where the others are.
-        stacks: what the others do.
+        awaited: the name of what it waits for.
+        status: what it does, as a :class:`towers.health.status.Status` says it.
+        peers: what the others do, as part of a sentence.
+        stacks: of the others.
     """
     return CollectiveTimeoutError(
-        f"tower {tower} waited {seconds:.0f} s for {whom} in a collective{where and f' ({where})'}"
-        f"{seen and f'; {seen}'}. Every tower must make the same calls in the same order (run, reduce, gather, the "
+        f"tower {tower} waited {seconds:.0f} s for {awaited} in a collective{status and f' ({status})'}"
+        f"{peers and f'; {peers}'}. Every tower must make the same calls in the same order (run, reduce, gather, the "
         "next batch, backward): look for one under `if strategy.is_chief:`, for a loop that one tower leaves early, "
         "and for a tower that is much slower (CommunicationOptions.timeout_seconds)"
         f"{stacks and chr(10)}{stacks}"

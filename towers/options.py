@@ -1,19 +1,22 @@
-"""How the towers communicate, as the user chooses it."""
+"""Options of communication, and errors for the arguments that TensorFlow gives other names."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
-
-import torch
-
-from towers.tensorflow_names import instead_of
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 _IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
 _ALGORITHMS = ("ring", "auto")
 _WIRE_DTYPES = ("same", "bfloat16")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,19 +71,43 @@ class CommunicationOptions:
                     f"{'' if finite else ' (math.inf: no limit)'}"
                 )
 
-    def backend(self, device: torch.device) -> str:
-        """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
 
-        Raises:
-            ValueError: the implementation does not work on this device.
-        """
-        if self.implementation == "auto":
-            return "nccl" if device.type == "cuda" else "gloo"
-        if self.implementation == "nccl" and device.type != "cuda":
-            raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
-        if self.implementation == "shared_memory" and device.type != "cpu":
-            raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
-        return "gloo" if self.implementation == "shared_memory" else self.implementation
+def instead_of(**ours: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """For a public function: arguments of TensorFlow's that it does not have, and what to write in their place.
+
+    Such an argument by name, or one positional argument too many, is a TypeError that says so; the function's signature
+    stays what it is.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        places = [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
+        most, foreign = len(places), frozenset(ours)
+
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if len(args) > most or not foreign.isdisjoint(kwargs):
+                raise TypeError(_advice(function, places, ours, len(args), kwargs))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _advice(
+    function: Callable[..., Any], places: list[str], ours: dict[str, str], given: int, kwargs: dict[str, Any]
+) -> str:
+    name = function.__qualname__.removesuffix(".__init__")
+    named = [foreign for foreign in ours if foreign in kwargs]
+    if named:
+        return "; ".join(f"{name}() has no argument {foreign}: {ours[foreign]}" for foreign in named)
+    without_self = [place for place in places if place != "self"]
+    instead = "; ".join(f"for TensorFlow's {foreign}: {advice}" for foreign, advice in ours.items())
+    return (
+        f"{name}() takes {len(without_self)} positional argument{'s' if len(without_self) != 1 else ''} "
+        f"({', '.join(without_self)}), but was given {given - len(places) + len(without_self)}; {instead}"
+    )
 
 
 _initialise = CommunicationOptions.__init__

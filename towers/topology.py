@@ -1,11 +1,11 @@
-"""Who am I among the towers, who are the others, and where do we meet."""
+"""A tower's place among the towers of its job, and the environment variables that launchers give it."""
 
 from __future__ import annotations
 
 import dataclasses
 
 STARTED_BY = "TOWERS_STARTED_BY"
-"""Environment variable that whoever starts towers sets, for the log: ``python``, ``launch``, ``TF_CONFIG`` …"""
+"""Environment variable that our launchers set, for the log: ``python``, ``launch``, ``TF_CONFIG`` …"""
 
 DEVICES = "TOWERS_DEVICES"
 """Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
@@ -13,8 +13,17 @@ DEVICES = "TOWERS_DEVICES"
 AGENT = "TOWERS_AGENT_PID"
 """Environment variable with the process id of the agent that started a tower."""
 
-WHEREABOUTS = "TOWERS_WHEREABOUTS"
-"""Environment variable with the file in which a tower tells who started it where it is."""
+STATUS_RECORD = "TOWERS_STATUS_RECORD"
+"""Environment variable with the file of a tower's status record, which the process that started the tower reads."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which a tower that fails leaves its report, in the form that torchrun reads."""
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Environment variable with the agent's id of the job: torchrun's agent, or ours, has started this tower."""
+
+JOB_TOKEN = "MIRRORED_JOB_TOKEN"
+"""Environment variable with a secret that all processes of one job have, and no others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +34,12 @@ class Topology:
         index, size: this tower's index over all towers, and how many there are.
         local_index, local_size: the same among the towers of this worker (this machine).
         worker, workers: this worker's index, and how many there are.
-        started_by: what a person typed, for the log.
-        address: (host, port) of the store where the towers meet; None when there is nobody to meet.
+        started_by: the command that a person typed, for the log.
+        address: (host, port) of the store where the towers meet; None for a single tower.
         serves_store: whether this tower's own process must serve that store (else a launcher does).
         attempt: how often the launcher restarted the job; keeps the attempts' keys apart in the store.
         origin: where this was read from, for messages (``"RANK, WORLD_SIZE, …"``).
-        token: what the processes of this job have in common and no others; empty where nobody gave one.
+        token: a secret that all processes of this job have, and no others; empty where nobody gave one.
     """
 
     index: int = 0

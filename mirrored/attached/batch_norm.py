@@ -30,6 +30,7 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.collectives.labelled import LabelledGather
 from towers.errors import ForkedError
+from towers.system.profiling import range_
 from towers.system.torch_private import BatchNormBase, check_batch_norm_input, disable_dynamo
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
@@ -127,7 +128,8 @@ class BatchNorms:
             if tensor is not None and tensor.numel() != x.shape[1]:
                 raise RuntimeError(f"a BatchNorm of {tensor.numel()} features was given {x.shape[1]} channels")
         gather, name = self._connect(), self._name(layer)
-        return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
+        with range_("mirrored::batch-norm"):
+            return batch_norm.normalise(gather, name, x, weight, bias, running, momentum, eps, counts)
 
     def _connect(self) -> LabelledGather:
         """The layers' own channel, so that their collectives never meet those of buckets or of the script."""
@@ -197,12 +199,13 @@ def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
     """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
-    if strategy is None or strategy.engine.batch_norms is None:
+    layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
+    if strategy is None or layers is None:
         return forward(*args, **kwargs)
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     if x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
     if layer.plain.forward is BatchNormBase.forward:
-        return strategy.engine.batch_norms.train(layer, x, counts)
-    return strategy.engine.batch_norms.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)
+        return layers.train(layer, x, counts)
+    return layers.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)

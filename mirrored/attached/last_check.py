@@ -18,7 +18,7 @@ from mirrored.attached.mirror_check import MirrorCheck, in_words
 from towers.errors import MirrorError
 from towers.health import failure
 from towers.health.status import Health
-from towers.joining.messages import LARGEST, Card
+from towers.joining.store import LARGEST, Message
 from towers.mirroring.equality import Difference, Held, compare, describe, groups_of
 
 _WHAT = "held"
@@ -51,25 +51,25 @@ class LastCheck:
         if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
         held = self._check.held()
-        cards = heartbeat.leave(_WHAT, _card(held))
-        if cards is not None and (differences := _differences(cards, held)):
-            text = in_words(differences, f"This is how it was when the towers ended, {self._health.place}")
+        messages = heartbeat.leave(_WHAT, _message(held))
+        if messages is not None and (differences := _differences(messages, held)):
+            text = in_words(differences, f"This is how it was when the towers ended, {self._health.status}")
             failure.leave_report(MirrorError(text), "")
             failure.leave(1)
 
 
-def _card(held: Sequence[Held]) -> Card:
+def _message(held: Sequence[Held]) -> Message:
     description = describe(held)
     digest = hashlib.blake2b(json.dumps(description).encode(), digest_size=16).hexdigest()
-    # Of tens of thousands of tensors a card can say only whether all are the same.
+    # Of tens of thousands of tensors a message can say only whether all are the same.
     fits = len(json.dumps(description)) < LARGEST // 2
     return {"digest": digest, "held": description if fits else {}}
 
 
-def _differences(cards: Sequence[Card], held: Sequence[Held]) -> list[Difference]:
-    digests = [card["digest"] for card in cards]
+def _differences(messages: Sequence[Message], held: Sequence[Held]) -> list[Difference]:
+    digests = [message["digest"] for message in messages]
     if len(set(digests)) == 1:
         return []
-    if all(card["held"] for card in cards):
-        return compare([card["held"] for card in cards], held)
+    if all(message["held"] for message in messages):
+        return compare([message["held"] for message in messages], held)
     return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]

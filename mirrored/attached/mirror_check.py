@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
-from towers.mirroring.equality import Comparison, Difference, Held, name_towers, start_comparison, who_differs
+from towers.mirroring.equality import Comparison, Difference, Held, start_comparison, who_differs
 from towers.mirroring.extremes import extremes, what_is_not_finite
 from towers.mirroring.mirror import Named
 from towers.system.host_copy import HostCopy
 from towers.system.log import get_logger
+from towers.system.profiling import range_
+from towers.system.text import name_towers
 
 log = get_logger("mirrored")
-
-DEFAULT_INTERVAL = 1000
 
 PARTS = 4
 """Into how many parts parameters and state are cut in an interval that is long enough for it."""
@@ -36,16 +36,6 @@ _EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start
 _READ_AFTER = 10  # runs, by when a GPU has done what it was given before
 
 _PARAMETER, _STRANGE, _STATE, _SETTING = "parameter", "parameter that is not mirrored", "optimizer state", "setting"
-
-
-def check_interval(interval: int | None) -> None:
-    """See that ``interval`` is one.
-
-    Raises:
-        ValueError: it is neither None nor a positive whole number.
-    """
-    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
-        raise ValueError(f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None")
 
 
 _SEVERAL = {
@@ -77,7 +67,7 @@ class MirrorCheck:
             this is done in parts: what differs is most often everything, which is then found sooner.
         unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
         with_state: whether optimizer state is the same on all towers.
-        meet: comes before each check and says what for, where towers that step alone wait elsewhere than in ``comm``.
+        barrier: comes before each check, with its purpose; given where towers that step alone wait outside ``comm``.
 
     Attributes:
         due: the number of the run in which there is something to do; 0 for none.
@@ -90,11 +80,11 @@ class MirrorCheck:
         unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         with_state: bool = True,
-        meet: Callable[[str], None] | None = None,
+        barrier: Callable[[str], None] | None = None,
     ) -> None:
         self._comm = comm
         self._unmirrored = unmirrored
-        self._meet = meet
+        self._barrier = barrier
         self._in_parts = interval is not None and interval >= _IN_PARTS_FROM
         self._every = interval // PARTS if interval is not None and self._in_parts else interval
         self._with_state = with_state
@@ -105,6 +95,7 @@ class MirrorCheck:
         self._last_equal: dict[int | None, tuple[int, str]] = {}  # by part: the run, and when that was
         self._warned: set[str] = set()
         self._read_later = comm.device.type == "cuda"
+        self._runs = 0
         self.due = self._next(0)
 
     def add(self, parameters: Sequence[Named]) -> None:
@@ -118,6 +109,7 @@ class MirrorCheck:
             number = self._class_names[name]
             self._class_names[name] += 1
             self._optimizers[optimizer] = f"{name}[{number}]" if number else name
+            log.debug("%s steps for the first time", self._optimizers[optimizer])
 
     # -- when --------------------------------------------------------------------------------------------
 
@@ -127,6 +119,17 @@ class MirrorCheck:
             return 0
         regular = (run // self._every + 1) * self._every
         return min([regular, *(early for early in _EARLY if early > run)])
+
+    def begin_run(self) -> None:
+        """A run begins: do what is due.
+
+        Raises:
+            MirrorError, DisagreementError: as of :meth:`come_to`.
+        """
+        self._runs += 1
+        if self._runs == self.due:
+            with range_("mirrored::mirror-check"):
+                self.come_to(self._runs)
 
     def come_to(self, run: int) -> None:
         """Do what is due at the beginning of ``run``.
@@ -150,8 +153,8 @@ class MirrorCheck:
             else:
                 self._judge(check)
 
-    def check_now(self, call: str, runs: int) -> None:
-        """Check all at once, after so many runs have begun.
+    def check(self, call: str) -> None:
+        """Check all at once.
 
         Args:
             call: what a person would say is being done.
@@ -159,8 +162,9 @@ class MirrorCheck:
         Raises:
             MirrorError, DisagreementError: on all towers with one text.
         """
-        when = f"after run {runs} had begun" if runs else "before the first run"
-        self._judge(self._start(call, runs, when, quick=False))
+        when = f"after run {self._runs} had begun" if self._runs else "before the first run"
+        with range_("mirrored::mirror-check"):
+            self._judge(self._start(call, self._runs, when, quick=False))
 
     # -- what --------------------------------------------------------------------------------------------
 
@@ -188,8 +192,9 @@ class MirrorCheck:
 
     def _start(self, call: str, run: int, when: str, *, quick: bool, part: int | None = None) -> _Check:
         held = self.held(part)
-        if self._meet is not None:
-            self._meet(f"comes to {call}")
+        if self._barrier is not None:
+            self._barrier(f"comes to {call}")
+        log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
         comparison = start_comparison(self._comm, call, held, quick=quick)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]

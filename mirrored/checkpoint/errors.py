@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.health.failure import EXIT_PREEMPTED
-from towers.joining.messages import plain
+from towers.system.text import printable
 
 _LONGEST = 4000  # characters of a problem, which may quote an untrusted checkpoint
 
@@ -19,7 +19,7 @@ class CheckpointError(RuntimeError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(plain(" ".join(text.replace("\t", " ").splitlines())))
+        super().__init__(printable(" ".join(text.replace("\t", " ").splitlines())))
 
 
 class Preempted(SystemExit):
@@ -38,9 +38,9 @@ class Preempted(SystemExit):
 
 def listed(names: Iterable[str]) -> str:
     """Up to 20 names from an untrusted checkpoint, printable, as an enumeration."""
-    printable = [plain(name, 100) for name in names]
-    more = f" and {len(printable) - 20} more" if len(printable) > 20 else ""
-    return ", ".join(printable[:20]) + more
+    shown = [printable(name, 100) for name in names]
+    more = f" and {len(shown) - 20} more" if len(shown) > 20 else ""
+    return ", ".join(shown[:20]) + more
 
 
 def first_problem(comm: Communicator, call: str, problem: str) -> str:

@@ -98,7 +98,7 @@ class Saver:
         """
         self.wait()
         engine = self._strategy.engine
-        complete = self.writes or not engine.state_is_shared_out or self._comm.regions is None
+        complete = self.writes or not engine.one_tower_reads_state
         captured = _capture(self._comm, self._tracked, step, self.writes, complete)
         # Mirrored state is written once, as tower 0 has it, so it has to be the same on all.
         engine.check_before("saves a checkpoint of what all towers hold")

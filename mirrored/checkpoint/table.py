@@ -14,7 +14,7 @@ from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, listed
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint, name_of
-from towers.joining.messages import plain
+from towers.system.text import printable
 
 _MOST_ROWS = 100_000
 _LONGEST = 200  # characters of a path
@@ -50,9 +50,9 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     file = manifest["files"][TENSORS]
     virtual = f" ({manifest['virtual_towers']} virtual)" if manifest["virtual_towers"] else ""
     versions = listed(f"{name} {version}" for name, version in manifest["versions"].items())
-    saved = f"step {manifest['step']}, saved {plain(manifest['saved'], 40)} by {manifest['towers']} towers{virtual}"
-    yield f"{plain(str(stored.path))}: {saved}"
-    yield f"{file['bytes']:,} bytes of tensors, SHA-256 {plain(file['sha256'], 64)}, whole; {versions}"
+    saved = f"step {manifest['step']}, saved {printable(manifest['saved'], 40)} by {manifest['towers']} towers{virtual}"
+    yield f"{printable(str(stored.path))}: {saved}"
+    yield f"{file['bytes']:,} bytes of tensors, SHA-256 {printable(file['sha256'], 64)}, whole; {versions}"
     yield ""
     yield f"{'name':<44} {'dtype':<10} {'shape':<18} {'bytes':>12}"
     describe = functools.cache(stored.tensors.describe)
@@ -76,7 +76,7 @@ def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str
         except StopIteration:
             stack.pop()
             continue
-        path = (above + plain(str(key), _LONGEST))[:_LONGEST]
+        path = (above + printable(str(key), _LONGEST))[:_LONGEST]
         if hasattr(value, "nbytes") and hasattr(value, "shape"):
             yield path, str(value.dtype).removeprefix("torch."), _brief(tuple(value.shape)), f"{value.nbytes:,}"
         elif isinstance(value, dict):

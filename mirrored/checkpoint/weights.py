@@ -18,7 +18,7 @@ from mirrored.checkpoint.manifest import StoredCheckpoint
 from mirrored.checkpoint.rollback import module_rollback
 from mirrored.checkpoint.tensors import TensorFile
 from mirrored.observer import folder_of
-from towers.joining.messages import plain
+from towers.system.text import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LoadReport:
             f"{len(self.loaded)} loaded, {len(self.kept)} kept as they were, {len(self.unused)} in the file unused"
         ]
         lines += [f"  kept: {name}" for name in self.kept]
-        lines += [f"  unused: {plain(name, 1000)}" for name in self.unused]
+        lines += [f"  unused: {printable(name, 1000)}" for name in self.unused]
         return "\n".join([*lines, *(f"  does not fit: {text}" for text in self.misfits)])
 
 

@@ -15,8 +15,7 @@ from mirrored.cluster.resolver import (
     read_optional,
     read_whole_numbers,
 )
-from towers.joining.messages import JOB_TOKEN
-from towers.topology import Topology
+from towers.topology import JOB_TOKEN, Topology
 
 _FIRST_PORT = 12000
 _PORTS = 16000

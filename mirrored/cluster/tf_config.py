@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mirrored.cluster.resolver import ClusterError, ClusterResolver
-from towers.system import network
 from towers.system.log import get_logger
+from towers.system.text import canonical_address
 
 _JOBS = ("chief", "worker", "evaluator")
 
@@ -128,7 +128,7 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
     for job, addresses in jobs.items():
         for i, address in enumerate(addresses):
             place = f"cluster.{job}[{i}]"
-            key = network.canonical(address)
+            key = canonical_address(address)
             if key in seen:
                 raise ClusterError(f"TF_CONFIG: {seen[key]} and {place} are the same address, {address}")
             seen[key] = place

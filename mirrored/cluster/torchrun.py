@@ -14,8 +14,7 @@ from mirrored.cluster.resolver import (
     read_optional,
     read_whole_numbers,
 )
-from towers.joining.messages import JOB_TOKEN
-from towers.topology import STARTED_BY, Topology
+from towers.topology import JOB_TOKEN, RUN_ID, STARTED_BY, Topology
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,7 +30,7 @@ class TorchrunClusterResolver(ClusterResolver):
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        by_torchrun = "TORCHELASTIC_RUN_ID" in environ
+        by_torchrun = RUN_ID in environ
         started_by = environ.get(STARTED_BY) or ("torchrun" if by_torchrun else "RANK and WORLD_SIZE")
         self.origin = "torchrun's variables" if by_torchrun else "the variables RANK, WORLD_SIZE, …"
         missing = [name for name in REQUIRED if not environ.get(name)]
@@ -77,7 +76,7 @@ def present(environ: Mapping[str, str]) -> bool:
 
 def _token(environ: Mapping[str, str]) -> str:
     # The agents of several workers each have a run id of their own; torchrun's have one.
-    torchruns = "" if environ.get(STARTED_BY) else environ.get("TORCHELASTIC_RUN_ID", "")
+    torchruns = "" if environ.get(STARTED_BY) else environ.get(RUN_ID, "")
     return environ.get(JOB_TOKEN) or torchruns
 
 

@@ -14,13 +14,16 @@ from torch.utils.data import DataLoader
 from mirrored import seeds
 from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
 from mirrored.data.order import Drawn, Order
-from mirrored.data.shares import Cut, KnownShares, Share
-from mirrored.data.transfer import Batch, to_device
+from mirrored.data.shares import Batch, Cut, Distribution, Share
+from mirrored.data.transfer import to_device
 from mirrored.observer import observer
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 from towers.health.status import LOADING
+from towers.system.log import get_logger
+from towers.system.profiling import range_
+
+log = get_logger("mirrored")
 
 
 class DistributedDataset(ABC):
@@ -31,15 +34,14 @@ class DistributedDataset(ABC):
     a share can be empty (first dimensions of size 0), or hold a stand-in, which counts nothing (``stand_in=True``).
 
     Args:
+        distribution: how batches are shared out.
         settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
     """
 
-    def __init__(
-        self, comm: Communicator, cut: Cut, known: KnownShares, seed: int, settings: dict[str, object]
-    ) -> None:
-        self._comm = comm
-        self._cut = cut
-        self._known = known
+    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
+        self._comm = distribution.comm
+        self._cut = distribution.cut
+        self._known = distribution.known
         self._seed = seed
         self._settings = settings
         self._epoch = 0
@@ -64,9 +66,10 @@ class DistributedDataset(ABC):
                 "weights, and random_split or Subset the indices, that they had then"
             )
         self._saved_order = None
+        log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
+            for batch, share in self._comm.health.each(LOADING, _traced(self._batches(drawn, epoch, step))):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -74,7 +77,7 @@ class DistributedDataset(ABC):
                 if isinstance(batch, Joined):
                     self._known.hold(this, *batch)
                     batch = batch.whole
-                self._known.add(batch, share)
+                self._known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 self._known.in_hand = share
                 yield batch
         finally:
@@ -216,6 +219,16 @@ class DistributedDataset(ABC):
             )
 
 
+def _traced(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; the wait for each is a range in a profiler's trace."""
+    while True:
+        with range_("mirrored::data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
 def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
     """The same batches, loaded with the CPU as default device, which in a scope is the tower's.
 
@@ -241,23 +254,21 @@ class MapDataset(DistributedDataset):
 
     def __init__(
         self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
+        distribution: Distribution,
         dataset: Any,
         order: Order,
         settings: dict[str, object],
         loader_settings: dict[str, Any],
         stand_in: bool,
     ) -> None:
-        super().__init__(comm, cut, known, order.seed, settings)
+        super().__init__(distribution, order.seed, settings)
         self.examples = len(dataset)
         self._dataset = dataset
         self._order = order
         self._stand_in = stand_in
-        self._sampler = _ShareSampler(order, cut)
+        self._sampler = _ShareSampler(order, self._cut)
         self._generator = torch.Generator()
-        collate = SeededCollate(loader_settings["collate_fn"], cut, stand_in)
+        collate = SeededCollate(loader_settings["collate_fn"], self._cut, stand_in)
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]

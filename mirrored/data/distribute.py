@@ -13,18 +13,15 @@ from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import as_slices
 from mirrored.data.order import Order, is_plain
-from mirrored.data.shares import Cut, KnownShares
+from mirrored.data.shares import Distribution
 from mirrored.data.streams import StreamDataset, is_ready_made, settings_of
-from towers.collectives.communicator import Communicator
 from towers.system.log import get_logger
 
 log = get_logger("mirrored")
 
 
 def distribute(
-    comm: Communicator,
-    cut: Cut,
-    known: KnownShares,
+    distribution: Distribution,
     dataset: Any,
     global_batch_size: int | None,
     *,
@@ -54,13 +51,13 @@ def distribute(
             )
         if seed is None:
             seed = _seed_of(dataset, default_seed)
-        return _from_loader(comm, cut, known, dataset, global_batch_size, seed, stand_in, batch_dims)
+        return _from_loader(distribution, dataset, global_batch_size, seed, stand_in, batch_dims)
     seed = default_seed if seed is None else seed
     _check_batch_size(global_batch_size)
     assert global_batch_size is not None
     # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers lies
     # on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
-    pinned = comm.device.type == "cuda" and num_workers > 0
+    pinned = distribution.comm.device.type == "cuda" and num_workers > 0
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ValueError("an IterableDataset has an order of its own: shuffle inside it")
@@ -72,7 +69,7 @@ def distribute(
             num_workers=num_workers,
             pin_memory=pinned,
         )
-        return _from_loader(comm, cut, known, loader, None, seed, stand_in, None)
+        return _from_loader(distribution, loader, None, seed, stand_in, None)
     dataset = as_slices(dataset)
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(
@@ -81,19 +78,17 @@ def distribute(
         )
     order = Order(len(dataset), global_batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     settings = _settings(order, len(dataset), global_batch_size, shuffle, drop_last, seed)
-    _say_if_small(comm, cut, settings, stand_in)
+    _say_if_small(distribution, settings, stand_in)
     loading = {
         "collate_fn": collate_fn or default_collate,
         "num_workers": num_workers,
         "pin_memory": pinned,
     }
-    return MapDataset(comm, cut, known, dataset, order, settings, loading, stand_in)
+    return MapDataset(distribution, dataset, order, settings, loading, stand_in)
 
 
 def _from_loader(
-    comm: Communicator,
-    cut: Cut,
-    known: KnownShares,
+    distribution: Distribution,
     loader: DataLoader[Any],
     global_batch_size: int | None,
     seed: int,
@@ -119,7 +114,7 @@ def _from_loader(
             settings["sampler"] = type(loader.sampler).__name__
             with contextlib.suppress(TypeError):  # data without a length
                 settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
-        return StreamDataset(comm, cut, known, loader, seed, settings, stand_in, batch_dims)
+        return StreamDataset(distribution, loader, seed, settings, stand_in, batch_dims)
     own_batches = size is None  # the user's own batch_sampler
     own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)
     shuffle = isinstance(loader.sampler, RandomSampler)
@@ -136,9 +131,9 @@ def _from_loader(
     settings = _settings(order, examples, size, shuffle, loader.drop_last, seed)
     if own_order or own_batches:
         settings["sampler"] = type(loader.batch_sampler if own_batches else loader.sampler).__name__
-    _say_if_small(comm, cut, settings, stand_in)
+    _say_if_small(distribution, settings, stand_in)
     loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
-    return MapDataset(comm, cut, known, loader.dataset, order, settings, loading, stand_in)
+    return MapDataset(distribution, loader.dataset, order, settings, loading, stand_in)
 
 
 def _settings(
@@ -174,8 +169,9 @@ def _check_batch_size(size: object) -> None:
         raise ValueError(f"global_batch_size is {size!r}, but must be a whole number from 1")
 
 
-def _say_if_small(comm: Communicator, cut: Cut, settings: dict[str, object], stand_in: bool) -> None:
+def _say_if_small(distribution: Distribution, settings: dict[str, object], stand_in: bool) -> None:
     """Say that towers will have nothing to do in some steps, which a model may not take."""
+    comm, cut = distribution.comm, distribution.cut
     size, examples = settings["global_batch_size"], settings["examples"]
     if comm.index > 0 or not isinstance(size, int) or not isinstance(examples, int):
         return

@@ -1,8 +1,19 @@
-"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md)."""
+"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md), and which share a tensor belongs to.
+
+[Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
+a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset
+notes in a table of its strategy (:class:`KnownShares`), for every tensor, array and other object of a batch that it
+yields, the sizes of the share and of the global batch: by the object's identity, and weakly, so that nothing lives
+longer. ``compute_average_loss``, ``strategy.backward``, metrics and all that treats stand-ins look there for the
+arguments of ``strategy.run``; for a batch that came into the step by another way, the newest batch counts
+(:attr:`KnownShares.in_hand`). An attribute or a subclass of tensors would be lost by the first ``x.to(…)`` and get in
+the way of compilers, and adding up the towers' numbers would be a collective in every step.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from towers.collectives.communicator import Communicator
 from towers.system import tree as trees
 
 
@@ -33,6 +45,10 @@ class Share:
     def entries(self) -> int:
         """How many entries the batch has that the tower was given."""
         return self.local or self.stand_in
+
+
+Batch = tuple[Any, Share]
+"""What a tower is given in a step, and which share of the global batch it is."""
 
 
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
@@ -84,8 +100,30 @@ class Cut:
         return [bounds(local, own, part) for part in range(own)]
 
 
+def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
+    """How batches are cut on tower ``index`` of so many.
+
+    Raises:
+        ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
+    """
+    if virtual_towers is None:
+        return Cut(towers, index, index + 1)
+    count = operator.index(virtual_towers)
+    if count < 1 or count & (count - 1):
+        raise ValueError(f"virtual_towers is {count}, but must be a power of two")
+    if count % towers:
+        raise ValueError(
+            f"virtual_towers is {count}, which {towers} towers cannot share evenly; the number of towers has to "
+            "be a power of two that is not larger"
+        )
+    own = count // towers
+    return Cut(count, own * index, own * (index + 1), virtual=True)
+
+
 class KnownShares:
     """Remembers which share a batch's tensors (or other objects) belong to, as long as they live.
+
+    See [Note: batch sizes travel beside the batch].
 
     Attributes:
         in_hand: the share of the newest batch, until its dataset is asked for another one.
@@ -195,6 +233,21 @@ class KnownShares:
         except TypeError:
             return None
         return found
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """How a strategy shares out batches.
+
+    Attributes:
+        comm: the towers.
+        cut: how a global batch is cut into their shares.
+        known: which shares the batches in use are.
+    """
+
+    comm: Communicator
+    cut: Cut
+    known: KnownShares
 
 
 def _pair(whole: Any, parts: Sequence[Any], pieces: dict[int, tuple[Any, Sequence[Any]]]) -> None:

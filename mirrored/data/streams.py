@@ -13,10 +13,8 @@ from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Drawn, Order, tell_epoch
-from mirrored.data.shares import Cut, KnownShares, Share
-from mirrored.data.transfer import Batch
+from mirrored.data.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 
 
@@ -33,22 +31,20 @@ class StreamDataset(DistributedDataset):
 
     def __init__(
         self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
+        distribution: Distribution,
         loader: DataLoader[Any],
         seed: int,
         settings: dict[str, object],
         stand_in: bool,
         batch_dims: Dims,
     ) -> None:
-        super().__init__(comm, cut, known, seed, settings)
+        super().__init__(distribution, seed, settings)
         self._dataset = loader.dataset
-        self._ready_made = ReadyMade(cut, batch_dims, stand_in) if is_ready_made(loader) else None
+        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in) if is_ready_made(loader) else None
         self._stand_in = stand_in
         collate: Any = loader.collate_fn if loader.collate_fn is not None else default_collate
         if self._ready_made is None:
-            collate = CollateShare(collate, cut, stand_in)
+            collate = CollateShare(collate, self._cut, stand_in)
         self._order: Order | None = None
         self._sampler: _Replay | None = None
         sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
@@ -205,17 +201,15 @@ class PipelineDataset(DistributedDataset):
 
     def __init__(
         self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
+        distribution: Distribution,
         pipeline: Iterable[Any],
         seed: int,
         stand_in: bool,
         batch_dims: Dims,
     ) -> None:
-        super().__init__(comm, cut, known, seed, {"pipelines": comm.size})
+        super().__init__(distribution, seed, {"pipelines": distribution.comm.size})
         self._pipeline = pipeline
-        self._ready_made = ReadyMade(cut, batch_dims, stand_in)
+        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in)
 
     def __len__(self) -> int:
         raise TypeError("datasets from a function have no common length; it is agreed step by step")

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from mirrored.data.shares import Share
+from mirrored.data.shares import Batch
 from towers.system import tree as trees
 from towers.system.host_copy import pinned
-
-Batch = tuple[Any, Share]
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

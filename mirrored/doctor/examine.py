@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from mirrored.doctor import gpus, jobs, launchers, network, resources, versions
 from mirrored.doctor.findings import Check, Finding, Report, problem
-from towers.system.run_with_timeout import within
+from towers.system.timeouts import run_with_timeout
 
 _CHECKS: Mapping[str, Check] = {
     "versions": versions.check,
@@ -62,7 +62,7 @@ def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, s
 def _run(subject: str, check: Check, environ: Mapping[str, str], seconds: float) -> list[Finding]:
     findings: list[Finding] = []
     try:
-        within(seconds, lambda: findings.extend(check(environ)))
+        run_with_timeout(seconds, lambda: findings.extend(check(environ)))
     except KeyboardInterrupt:
         raise
     except TimeoutError as error:

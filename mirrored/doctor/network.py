@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
 from towers.errors import PortInUseError, StartupError
-from towers.joining import handshake
+from towers.joining.store import listen
 from towers.system import devices, machine
-from towers.system.run_with_timeout import all_within
+from towers.system.timeouts import run_all_with_timeout
 
 _RESOLVE_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
@@ -170,7 +170,7 @@ def look_up(hosts: Sequence[str]) -> list[list[str] | OSError]:
     def addresses(host: str) -> list[str]:
         return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(host, None)))
 
-    results = all_within(_RESOLVE_SECONDS, [lambda host=host: addresses(host) for host in hosts])  # type: ignore[misc]
+    results = run_all_with_timeout(_RESOLVE_SECONDS, [lambda host=host: addresses(host) for host in hosts])  # type: ignore[misc]
     return [  # a malformed name raises a UnicodeError
         OSError(str(result)) if isinstance(result, BaseException) and not isinstance(result, OSError) else result
         for result in results
@@ -204,7 +204,7 @@ def check_chief(host: str, port: int, origin: str, *, is_chief: bool) -> Finding
 def _check_can_serve(host: str, port: int, origin: str) -> Finding:
     subject = "chief's port"
     try:
-        handshake.listen(host, port, origin)[0].close()
+        listen(host, port, origin)[0].close()
     except PortInUseError:
         return problem(
             subject,

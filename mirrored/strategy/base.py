@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,34 +11,30 @@ from torch import nn
 
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
-from mirrored.data.batch_dims import Dims
-from mirrored.data.dataset import DistributedDataset
-from mirrored.data.distribute import distribute
-from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.data.shares import KnownShares
-from mirrored.data.streams import PipelineDataset
+from mirrored.data.input_context import ValueContext
+from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.strategy import share_backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
-from mirrored.strategy.engine import Engine, TrainingOptions
-from mirrored.strategy.guard import OptimizerGuard
+from mirrored.strategy.distributed_data import DistributedData
+from mirrored.strategy.engine import Engine
+from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
 from mirrored.strategy.run_kinds import RunKinds
-from mirrored.virtual.towers import cut_for
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
-from towers.options import CommunicationOptions
+from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
-from towers.tensorflow_names import instead_of
+from towers.system.profiling import begin_range, end_range, range_
 from towers.topology import Topology
 
 log = get_logger("mirrored")
 
 
-class Strategy(OwnGradients):
+class Strategy(OwnGradients, DistributedData):
     """What all strategies share; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -81,15 +76,14 @@ class Strategy(OwnGradients):
         self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
-        self._cut = cut_for(topology, training.virtual_towers)
+        cut = cut_for(topology.size, topology.index, training.virtual_towers)
+        self._distribution = Distribution(communicator, cut, self.known_shares)
         self.accumulates = False
         self._said: set[str] = set()
         virtual, compared = self.virtual_towers is not None, observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
-        self.engine = Engine(communicator, self._cut, self.known_shares, options, training)
+        self.engine = Engine(self._distribution, options, training)
         self._kinds = RunKinds(self.engine.recorder.models)
-        if self._several or virtual:
-            self._guard = OptimizerGuard(self)
         if self._several:
             announce(self)
 
@@ -103,10 +97,11 @@ class Strategy(OwnGradients):
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
         (``copy.deepcopy``) and one that was loaded count as made elsewhere: give them to :meth:`mirror`.
 
-        Args: sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean
-            and variance of the global batch when they train, and so need every tower's forward and backward; see
-            :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in a
-            way of its own is a RuntimeError when it trains.
+        Args:
+            sync_batch_norm: BatchNorm layers of what is created inside (also in a scope within this one) take mean and
+                variance of the global batch when they train, and so need every tower's forward and backward; see
+                :mod:`mirrored.attached.batch_norm`. Default: of each tower's share. A forward that takes statistics in
+                a way of its own is a RuntimeError when it trains.
 
         Raises:
             RuntimeError: inside another strategy's scope or run, or inside ``run``.
@@ -161,12 +156,13 @@ class Strategy(OwnGradients):
         outer = self._begin_run()
         self.health.begin_run(self._kinds.begin(fn) if self._several else None)
         replica = ReplicaContext(self, (args, kwargs))
+        in_trace = begin_range("mirrored::run")
         try:
             self.engine.begin_run()
             if (watching := observer()) is not None:
-                fn = watching.running(self, fn)
+                fn = watching.running(replica, fn)
             if self._several and holds_stand_in(self, replica):
-                fn = self.engine.keeping_statistics()(fn)
+                fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
             if isinstance(result, RUNS_LATER):
@@ -174,9 +170,10 @@ class Strategy(OwnGradients):
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
-            self.engine.give_up(error)
+            self.engine.averager.give_up(error)
             raise
         finally:
+            end_range(in_trace)
             self._runs_in = outer
         self.health.end_run()
         if self._several:
@@ -189,7 +186,7 @@ class Strategy(OwnGradients):
         self._check_here("no_sync()")
         before, self.accumulates = self.accumulates, True
         try:
-            with self.engine.paused():
+            with self.engine.averager.accumulating():
                 yield
         finally:
             self.accumulates = before
@@ -310,7 +307,8 @@ class Strategy(OwnGradients):
             DisagreementError, ValueError, TypeError: on all towers alike.
         """
         self._check_here("reduce()")
-        result = values.reduce(self.communicator, operation_name(op), value, axis)
+        with range_("mirrored::reduce"):
+            result = values.reduce(self.communicator, operation_name(op), value, axis)
         if (watching := observer()) is not None:
             watching.returned(f"reduce({operation_name(op)!r})", result)
         return result
@@ -325,7 +323,8 @@ class Strategy(OwnGradients):
             DisagreementError, ValueError, TypeError: on all towers alike; a scalar is a ValueError.
         """
         self._check_here("gather()")
-        result = values.gather(self.communicator, value, axis)
+        with range_("mirrored::gather"):
+            result = values.gather(self.communicator, value, axis)
         if (watching := observer()) is not None:
             watching.returned("gather()", result)
         return result
@@ -356,85 +355,3 @@ class Strategy(OwnGradients):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
-
-    # -- data --------------------------------------------------------------------------------------------
-
-    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
-    def distribute_dataset(
-        self,
-        dataset: Any,
-        global_batch_size: int | None = None,
-        *,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        seed: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
-        stand_in: bool = False,
-        batch_dims: Dims = None,
-    ) -> DistributedDataset:
-        """Share out every global batch of ``dataset`` among the towers.
-
-        Step k takes the same examples whatever the number of towers; each tower gets a contiguous share, cut
-        as ``numpy.array_split`` cuts, empty when there are fewer examples than towers. Nothing is repeated or
-        dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
-
-        Args:
-            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
-                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
-                or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
-            global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
-            shuffle: a new order every epoch, from (seed, epoch).
-            drop_last: leave out an incomplete last batch.
-            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
-                strategy's seed, else 0.
-            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
-                what grows with them is left out.
-            num_workers: loader processes of each tower.
-            stand_in: give a tower whose share is empty one example of another tower that counts nothing
-                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
-            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
-                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
-
-        Raises:
-            ValueError, TypeError: the arguments contradict each other or the data.
-            DisagreementError: when an epoch begins, on all towers, when they were given data of another length
-                or other settings, or are at different places in it.
-        """
-        return distribute(
-            self.communicator,
-            self._cut,
-            self.known_shares,
-            dataset,
-            global_batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            seed=operator.index(seed) if seed is not None else None,
-            default_seed=operator.index(self._seed) if self._seed is not None else 0,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            stand_in=stand_in,
-            batch_dims=batch_dims,
-        )
-
-    experimental_distribute_dataset = distribute_dataset
-
-    @instead_of(dataset_fn="fn=", options="leave it out")
-    def distribute_datasets_from_function(
-        self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
-    ) -> DistributedDataset:
-        """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
-
-        The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
-        empty shares until all have ended.
-
-        Args:
-            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
-
-        Raises:
-            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
-        """
-        towers = self.num_replicas_in_sync
-        pipeline = fn(InputContext(towers, self.topology.index, towers))
-        seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self.communicator, self._cut, self.known_shares, pipeline, seed, stand_in, batch_dims)

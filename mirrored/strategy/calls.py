@@ -51,7 +51,8 @@ class CheckedCalls:
                 "Use the strategy in the process that made it"
             )
         current = current_frame()
-        if current is not None and current.strategy is not self:
+        here: object = current.strategy if current is not None else self
+        if current is not None and here is not self:
             raise RuntimeError(
                 f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
                 "cannot be mixed"

@@ -1,34 +1,44 @@
-"""What a strategy attaches to models and optimizers, and what works there while a script trains."""
+"""What a strategy attaches to models and optimizers: put together here, and told of each moment of a training."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mirrored.attached import metrics
 from mirrored.attached.batch_norm import BatchNorms, takes_statistics_of_all_towers
 from mirrored.attached.kept_statistics import KeptStatistics
 from mirrored.attached.last_check import LastCheck
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL, MirrorCheck, check_interval
-from mirrored.data.shares import Cut, KnownShares
-from mirrored.strategy.guard import EarlyBackwardGuard
+from mirrored.attached.mirror_check import MirrorCheck
+from mirrored.data.shares import Distribution
+from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
+from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import AfterFirstForward, Recorder, has_uninitialized
 from mirrored.virtual.towers import VirtualTowers
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.gradients.averager import GradientAverager
-from towers.gradients.nonfinite import LoneWatch, check_action, watch_for
+from towers.gradients.nonfinite import LoneWatch, watch_for
 from towers.mirroring import mirror
+from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
+from towers.sharding.exchange import Exchange, exchange_for
 from towers.sharding.optimizer import OptimizerSharder
-from towers.system.torch_private import current_graph_task_id
+from towers.system.log import get_logger
+from towers.system.profiling import range_
 from towers.system.uncompiled import Untraced
+
+log = get_logger("mirrored")
+
+_T = TypeVar("_T")
 
 _untraced = Untraced(
     ["towers", "mirrored"],
@@ -45,158 +55,191 @@ _untraced = Untraced(
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingOptions:
-    """How a strategy trains; the arguments of that name of :class:`mirrored.MirroredStrategy`.
+class Part:
+    """A feature of the engine: the object, and what it does at each moment of a training. None: nothing.
 
-    Raises:
-        ValueError: an option is none of its values.
+    Attributes:
+        of: the feature.
+        recorded: what is recorded and not mirrored yet has changed.
+        add: these parameters are mirrored from now on, the same ones in the same order on all towers.
+        begin_run: a ``run`` begins, and all that was recorded is mirrored.
+        before_step: an optimizer of mirrored parameters is about to step.
+        check: see now that all towers hold the same. The text is what a person would say is being done, and the same
+            on all towers.
     """
 
-    shard_optimizer: bool = False
-    virtual_towers: int | None = None
-    mirror_check_interval: int | None = DEFAULT_INTERVAL
-    nonfinite_gradients: str = "ignore"
-
-    def __post_init__(self) -> None:
-        check_interval(self.mirror_check_interval)
-        check_action(self.nonfinite_gradients)
+    of: Any
+    recorded: Callable[[], None] | None = None
+    add: Callable[[Sequence[Named]], None] | None = None
+    begin_run: Callable[[], None] | None = None
+    before_step: Callable[[Optimizer], None] | None = None
+    check: Callable[[str], None] | None = None
 
 
 class Engine:
     """Records models, keeps them mirrored, averages their gradients and shares out their optimizers' steps.
 
+    At one tower nothing is attached, but for virtual towers and watched gradients.
+
     Args:
-        comm: the towers. At one tower nothing is attached, but for virtual towers and watched gradients.
-        cut, known: how batches are cut, and which are known.
+        distribution: the towers, and how batches are shared out among them.
 
     Attributes:
-        averager: averages gradients; None at one tower.
-        batch_norms: normalises over the global batch; None at one tower.
+        averager: averages gradients; at one tower it has none.
         virtual: the virtual towers, if there are any.
         recorder: what was created in the scope.
+        is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
+        one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
     """
 
     def __init__(
-        self,
-        comm: Communicator,
-        cut: Cut,
-        known: KnownShares,
-        communication: CommunicationOptions,
-        training: TrainingOptions,
+        self, distribution: Distribution, communication: CommunicationOptions, training: TrainingOptions
     ) -> None:
         if training.virtual_towers is not None and communication.wire_dtype != "same":
             raise ValueError(
                 f"wire_dtype={communication.wire_dtype!r} rounds gradients that are sent, while virtual_towers promise "
                 "the same bits on any number of towers: leave one of the two out"
             )
-        self._comm = comm
+        self._comm = comm = distribution.comm
         self._several = comm.size > 1
-        self._checks = training.mirror_check_interval is not None
-        self._runs = 0
+        self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
-        self.averager: GradientAverager | None = None
-        self.batch_norms: BatchNorms | None = None
-        self.virtual: VirtualTowers | None = None
-        self._sharder: OptimizerSharder | None = None
-        self._mirror_check: MirrorCheck | None = None
-        self._lone_watch: LoneWatch | None = None
-        self._early_backward: EarlyBackwardGuard | None = None
-        self._statistics: KeptStatistics | None = None
+        self._statistics = KeptStatistics(self.recorder.roots)
+        self.one_tower_reads_state = False
+        self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
-            channel = comm.channel()
-            watch = watch_for(channel, training.nonfinite_gradients)
-            self.averager = GradientAverager(
-                channel,
-                communication.bucket_bytes,
-                announce=functools.partial(announce, comm),
-                scatter=training.shard_optimizer,
-                watch=watch,
-            )
-            meet = None
-            if training.shard_optimizer:
-                self._sharder = OptimizerSharder(self.averager, channel)
-                meet = self._sharder.barrier
-            self._mirror_check = MirrorCheck(
-                comm,
-                training.mirror_check_interval,
-                self.recorder.unmirrored,
-                with_state=self._sharder is None,
-                meet=meet,
-            )
-            self.batch_norms = BatchNorms(comm, self.recorder.name_of_module)
-            self._early_backward = EarlyBackwardGuard(comm.index, self.recorder.describe)
-            self._keras = KerasGuard(comm.index, self.recorder.knows)
-            if self._checks:
-                self._last_check = LastCheck(self._mirror_check, comm.health)
-        elif (watch := watch_for(comm, training.nonfinite_gradients)) is not None:
-            self._lone_watch = LoneWatch(watch)
+        channel = comm.channel() if self._several else comm
+        exchange = exchange_for(channel) if self._several and training.shard_optimizer else None
+        watch = watch_for(channel, training.nonfinite_gradients)
+        self.averager = GradientAverager(
+            channel,
+            communication.bucket_bytes,
+            reduction=exchange.reduction if exchange is not None else None,
+            announce=functools.partial(announce, comm),
+            watch=watch,
+        )
+        self.virtual: VirtualTowers | None = None
+        parts: list[Part] = []
         if training.virtual_towers is not None:
-            self.virtual = VirtualTowers(comm, cut, known, self.averager)
-        self._records = self._several or self.virtual is not None or self._lone_watch is not None
+            averager = self.averager if self._several else None
+            self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
+            parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
+        if self._several:
+            parts += self._parts_of_several_towers(channel, training, exchange)
+        elif watch is not None:
+            parts.append(Part(watch, add=LoneWatch(watch).add))
+        self._records = bool(parts)
+        self._parts = {type(part.of): part.of for part in parts}
+        log.debug("attached to tower %d: %s", comm.index, ", ".join(kind.__name__ for kind in self._parts) or "nothing")
+        self._recorded = [part.recorded for part in parts if part.recorded]
+        self._add = [part.add for part in parts if part.add]
+        self._begin_run = [part.begin_run for part in parts if part.begin_run]
+        self._before_step = [part.before_step for part in parts if part.before_step]
+        self._checks = [part.check for part in parts if part.check]
+        if self._several or self.virtual is not None:
+            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, self._before_step)
+
+    def _parts_of_several_towers(
+        self, channel: Communicator, training: TrainingOptions, exchange: Exchange | None
+    ) -> list[Part]:
+        comm, averager, recorder = self._comm, self.averager, self.recorder
+        early = EarlyBackwardGuard(comm.index, recorder)
+        sharder = OptimizerSharder(averager, channel, exchange) if exchange is not None else None
+        check = MirrorCheck(
+            comm,
+            training.mirror_check_interval,
+            recorder.unmirrored,
+            with_state=sharder is None,
+            barrier=sharder.barrier if sharder else None,
+        )
+        parts = [
+            Part(early, recorded=early.watch),
+            Part(averager, add=averager.add, before_step=lambda optimizer: averager.check_paired()),
+            Part(self._statistics, before_step=self._statistics.put_back),
+            Part(check, add=check.add, begin_run=check.begin_run, before_step=check.notice, check=check.check),
+            Part(BatchNorms(comm, recorder.name_of_module)),
+            Part(KerasGuard(comm.index, recorder.knows)),
+        ]
+        if sharder is not None:
+            self.is_inner_optimizer = sharder.is_inner
+            self.one_tower_reads_state = sharder.state_is_readable
+            parts.append(Part(sharder, before_step=sharder.prepare))
+        if self._checks_unasked:
+            parts.append(Part(LastCheck(check, comm.health)))
+        return parts
+
+    def attached(self, kind: type[_T]) -> _T | None:
+        """The feature of a class; None where this strategy does not have it."""
+        return self._parts.get(kind)
 
     # -- models ------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def recording(self, sync_batch_norm: bool) -> Iterator[None]:
         """Inside, modules that are created are recorded."""
-        self._check_batch_norm(sync_batch_norm)
+        adopt = self._adopt(sync_batch_norm)
         if not self._records:
             yield
             return
-        self.recorder.start(self.batch_norms.adopt if self.batch_norms and sync_batch_norm else None)
+        self.recorder.start(adopt)
         try:
             yield
         finally:
             self.recorder.stop()
-            self._watch_recorded()
+            self._tell_recorded()
 
     def add(self, module: nn.Module, sync_batch_norm: bool) -> None:
         """Record a module that exists already."""
-        self._check_batch_norm(sync_batch_norm)
-        if self.batch_norms and sync_batch_norm:
+        if (adopt := self._adopt(sync_batch_norm)) is not None:
             for part in module.modules():
-                self.batch_norms.adopt(part)
+                adopt(part)
         if self._several:
             metrics.prepare(module, self._comm)
         if self._records:
             self.recorder.add(module)
-            self._watch_recorded()
+            self._tell_recorded()
 
-    def _watch_recorded(self) -> None:
-        if self._early_backward is not None:
-            self._early_backward.watch(self.recorder.untaken())
+    def _adopt(self, sync_batch_norm: bool) -> Callable[[nn.Module], None] | None:
+        """What lets a batch norm layer normalise over the global batch; None if that is not asked for, or at one tower.
 
-    def _check_batch_norm(self, synchronised: bool) -> None:
-        if synchronised and self.virtual is not None:
+        Raises:
+            ValueError: there are virtual towers.
+        """
+        if sync_batch_norm and self.virtual is not None:
             raise ValueError(
                 "sync_batch_norm=True normalises over the global batch, of which virtual towers compute one part after "
                 "the other: leave one of the two out (virtual towers' BatchNorm takes each part's statistics, on any "
                 "number of towers the same)"
             )
+        layers = self.attached(BatchNorms)
+        return layers.adopt if sync_batch_norm and layers is not None else None
+
+    def _tell_recorded(self) -> None:
+        for recorded in self._recorded:
+            recorded()
 
     def _mirror_recorded(self) -> None:
-        """Make what was recorded equal on all towers and attach gradient averaging to it."""
+        """Make what was recorded equal on all towers and attach everything to it."""
         tensors, lazy = self.recorder.take()
-        self._watch_recorded()
+        self._tell_recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
                 f"{type(lazy[0]).__name__} gets its shape in its first forward, which with virtual towers is that of "
                 "one part: call the model with an example before the first run"
             )
         if self._several:
-            mirror.compare(self._comm, tensors)
-            mirror.broadcast(self._comm, [named.tensor for named in tensors])
+            with range_("mirrored::mirror"):
+                mirror.compare(self._comm, tensors)
+                mirror.broadcast(self._comm, [named.tensor for named in tensors])
             for _, root in self.recorder.roots():
                 metrics.prepare(root, self._comm)
         for module in lazy:
             AfterFirstForward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
-        for part in (self._lone_watch, self.averager, self._mirror_check):
-            if part is not None:
-                part.add(parameters)
-        if self.virtual is not None:
-            self.virtual.add([named.tensor for named in parameters], self.recorder.modules_with_buffers())
+        log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
+        for add in self._add:
+            add(parameters)
 
     def _mirror_lazy(self, module: nn.Module) -> None:
         """A lazy module has met its first batch, inside the forward of all towers."""
@@ -217,25 +260,8 @@ class Engine:
         """
         _untraced.tell_compiler()
         self.settle()
-        if self._mirror_check is not None:
-            self._runs += 1
-            if self._runs == self._mirror_check.due:
-                self._mirror_check.come_to(self._runs)
-
-    def give_up(self, error: BaseException) -> None:
-        """A ``run`` has ended in ``error``, perhaps in the middle of a backward."""
-        if self.averager is not None:
-            self.averager.give_up(error)
-
-    @contextlib.contextmanager
-    def keeping_statistics(self) -> Iterator[None]:
-        """Around a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
-        self._statistics = KeptStatistics(m for _, root in self.recorder.roots() for m in root.modules())
-        try:
-            yield
-        finally:
-            self._statistics.put_back()
-            self._statistics = None
+        for begin_run in self._begin_run:
+            begin_run()
 
     def settle(self) -> None:
         """Make equal on all towers what was recorded since the last time; all of them call it.
@@ -243,10 +269,14 @@ class Engine:
         Raises:
             MirrorError: the towers' models differ.
         """
-        if self.averager is not None:
+        if self._several:
             self.averager.refresh()
         if self.recorder.pending:
             self._mirror_recorded()
+
+    def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn`` for a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
+        return self._statistics.kept()(fn)
 
     def check_mirrored(self, call: str) -> None:
         """See now that all towers hold the same; all of them call it.
@@ -258,17 +288,13 @@ class Engine:
             MirrorError: on all towers with one text: they do not.
             DisagreementError: on all towers: some call something else.
         """
-        if self._mirror_check is not None:
-            self._mirror_check.check_now(call, self._runs)
+        for check in self._checks:
+            check(call)
 
     def check_before(self, call: str) -> None:
         """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""
-        if self._checks:
+        if self._checks_unasked:
             self.check_mirrored(call)
-
-    def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, gradients are each tower's own."""
-        return self.averager.paused() if self.averager is not None else contextlib.nullcontext()
 
     @property
     def exchanges_in_forward(self) -> bool:
@@ -281,36 +307,8 @@ class Engine:
 
     def contribute_nothing(self) -> None:
         """Take part in a backward of the other towers, where this one has nothing to learn from."""
-        if self.averager is not None:
-            self.averager.contribute_nothing()
+        self.averager.contribute_nothing()
 
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
-        return self.averager.unsynced() if self.averager is not None else {}
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun whose gradients are not averaged yet."""
-        if self.averager is not None:
-            return self.averager.in_backward
-        return self.virtual is not None and current_graph_task_id() != -1
-
-    @property
-    def state_is_shared_out(self) -> bool:
-        """Whether each tower holds its part of the optimizers' state only."""
-        return self._sharder is not None
-
-    def is_twin(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer does another's work (:mod:`towers.sharding.optimizer`)."""
-        return self._sharder is not None and self._sharder.is_twin(optimizer)
-
-    def prepare_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer of mirrored parameters is about to step."""
-        if self.averager is not None:
-            self.averager.check_paired()
-        if self._statistics is not None:
-            self._statistics.put_back()  # a copy of the model may take them from here
-        if self._mirror_check is not None:
-            self._mirror_check.notice(optimizer)
-        if self._sharder is not None:
-            self._sharder.prepare(optimizer)
+        return self.averager.unsynced()

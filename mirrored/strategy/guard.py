@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from mirrored.context import current_frame
+from mirrored.strategy.scope import Recorder
+from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
+from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.profiling import begin_range, end_range
 from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
-
-if TYPE_CHECKING:
-    from mirrored.strategy.base import Strategy
 
 log = get_logger("mirrored")
 
@@ -28,34 +30,31 @@ class EarlyBackwardGuard:
 
     Args:
         tower: this one, for messages.
-        describe: how messages call a parameter.
+        recorder: knows the parameters.
     """
 
-    def __init__(self, tower: int, describe: Callable[[torch.Tensor], str]) -> None:
+    def __init__(self, tower: int, recorder: Recorder) -> None:
         self._tower = tower
-        self._describe = describe
+        self._recorder = recorder
         self._hooks: list[GradientHook] = []
 
-    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse gradients of these, and of no others."""
-        self.stop()
-        for parameter in parameters:
-            if parameter.is_floating_point() or parameter.is_complex():
-                self._hooks.append(GradientHook(parameter, self._refuse))
-
-    def stop(self) -> None:
-        """Refuse nothing any more."""
+    def watch(self) -> None:
+        """Refuse gradients of the parameters that are recorded and not mirrored now, and of no others."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks = [
+            GradientHook(parameter, self._refuse)
+            for parameter in self._recorder.untaken()
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
 
     def _refuse(self, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
             return
         raise MirrorError(
-            f"backward() on tower {self._tower} reached {self._describe(parameter)}, which is to be mirrored, before "
-            "the first strategy.run(...): towers do not hold the same yet, and the gradient would not be averaged. "
-            "Put the training step into a function and call strategy.run(train_step, args=...)"
+            f"backward() on tower {self._tower} reached {self._recorder.describe(parameter)}, which is to be mirrored, "
+            "before the first strategy.run(...): towers do not hold the same yet, and the gradient would not be "
+            "averaged. Put the training step into a function and call strategy.run(train_step, args=...)"
         )
 
 
@@ -76,35 +75,52 @@ def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
 
 
 class OptimizerGuard:
-    """Looks at each optimizer step of a strategy with several towers.
+    """Checks each step of a strategy's optimizers before it changes anything.
 
-    An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others
-    in the same process are left alone. Refused are parameters with a gradient that no scope mirrored, steps
-    inside backward, gradients that hold parts of ``no_sync`` that were never averaged, and gradients that no backward
-    has averaged since the optimizer's last step.
+    An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others in the
+    same process are left alone. Refused are parameters with a gradient that no scope mirrored, steps inside backward,
+    gradients that hold parts of ``no_sync`` that were never averaged, and gradients that no backward has averaged since
+    the optimizer's last step.
+
+    Args:
+        comm: the strategy's towers.
+        recorder: knows which parameters are mirrored.
+        averager: averages the gradients.
+        is_inner_optimizer: whether an optimizer does a part of a step that has been checked.
+        prepare: are called before a step of mirrored parameters that was not refused.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = weakref.ref(strategy)
-        self._said_nothing_to_train: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        # It stays when the strategy is gone: torch iterates over these hooks, and none may be removed meanwhile.
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+    def __init__(
+        self,
+        comm: Communicator,
+        recorder: Recorder,
+        averager: GradientAverager,
+        is_inner_optimizer: Callable[[Optimizer], bool],
+        prepare: Sequence[Callable[[Optimizer], None]],
+    ) -> None:
+        self._comm = comm
+        self._health = comm.health
+        self._recorder = recorder
+        self._averager = averager
+        self._is_inner_optimizer = is_inner_optimizer
+        self._prepare = prepare
+        self._said_nothing_to_train: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._in_trace: record_function | None = None
+        _hook_steps(weakref.ref(self))
 
-    @disable_dynamo
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        strategy = self._strategy()
-        if strategy is None:
-            return
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            MirrorError: the step would let the towers drift apart.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not parameters or strategy.engine.is_twin(optimizer):
-            return  # it is a part of a step that has been checked
-        foreign = [p for p in parameters if not strategy.is_mirrored(p)]
-        frame = current_frame()
-        in_run = frame is not None and frame.strategy is strategy and frame.replica is not None
-        recorded = any(p in strategy.engine.recorder for p in foreign)
-        if not in_run and len(foreign) == len(parameters) and not recorded:
+        if not parameters or self._is_inner_optimizer(optimizer):
+            return
+        foreign = [p for p in parameters if not self._recorder.is_mirrored(p)]
+        recorded = any(p in self._recorder for p in foreign)
+        if len(foreign) == len(parameters) and not recorded and not self._in_run():
             return
         if recorded:
             raise MirrorError(
@@ -114,19 +130,19 @@ class OptimizerGuard:
             )
         drifting = [p for p in foreign if p.grad is not None]
         if drifting:
-            names = ", ".join(strategy.engine.recorder.name_of(p) for p in drifting[:3])
+            names = ", ".join(self._recorder.name_of(p) for p in drifting[:3])
             more = f" and {len(drifting) - 3} more" if len(drifting) > 3 else ""
             raise MirrorError(
-                f"optimizer.step() on tower {strategy.topology.index} would change {names}{more}, which no scope "
+                f"optimizer.step() on tower {self._comm.index} would change {names}{more}, which no scope "
                 "mirrored, so the towers would drift apart: create it inside strategy.scope(), or call "
                 "strategy.mirror(module) before training"
             )
-        if strategy.engine.in_backward:
+        if self._averager.in_backward:
             raise MirrorError(
                 "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
-        unsynced = strategy.engine.unsynced_gradients()
+        unsynced = self._averager.unsynced()
         stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]
         if stale:
             raise MirrorError(
@@ -134,38 +150,49 @@ class OptimizerGuard:
                 "under no_sync, and no backward() outside it has averaged them"
             )
         if not _has_closure(args, kwargs):  # which is to compute the gradients
-            self._check_averaged(strategy, optimizer)
-        strategy.health.train()
-        strategy.health.enter(OPTIMIZER)
+            self._check_averaged(optimizer)
+        self._health.train()
+        self._health.enter(OPTIMIZER)
         self._say_if_nothing_to_train(optimizer, parameters)
         if isinstance(optimizer, torch.optim.SparseAdam):
-            self._check_sparse(strategy, parameters)
+            self._check_sparse(parameters)
+        self._in_trace = begin_range("mirrored::optimizer-step")
         if len(foreign) < len(parameters):
-            self._say_if_not_virtual(strategy)
-            strategy.engine.prepare_step(optimizer)
+            for prepare in self._prepare:
+                prepare(optimizer)
 
-    @disable_dynamo
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        strategy = self._strategy()
-        if strategy is None or strategy.health.phase != OPTIMIZER or strategy.engine.is_twin(optimizer):
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped.
+
+        Raises:
+            MirrorError: on gradients that its closure has not averaged.
+        """
+        if self._health.phase != OPTIMIZER or self._is_inner_optimizer(optimizer):
             return
+        end_range(self._in_trace)
+        self._in_trace = None
         if _has_closure(args, kwargs):
-            self._check_averaged(strategy, optimizer)
-        strategy.health.enter(AFTER_OPTIMIZER)
+            self._check_averaged(optimizer)
+        self._health.enter(AFTER_OPTIMIZER)
 
-    def _check_averaged(self, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
-        averager = strategy.engine.averager
-        if averager is None:
+    def _in_run(self) -> bool:
+        """Whether this code is inside the strategy's ``run``."""
+        frame = current_frame()
+        return frame is not None and frame.replica is not None and frame.strategy.communicator is self._comm
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        averager = self._averager
+        if self._comm.size == 1:
             return
         stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if averager.averaged_since(stepped, parameters):
             return
-        own = [p for p in parameters if strategy.is_mirrored(p) and _has_nonzero_gradient(p)]
+        own = [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]
         if own:
-            kind, tower = type(optimizer).__name__, strategy.topology.index
+            kind, tower = type(optimizer).__name__, self._comm.index
             slot = averager.slot_of(own[0])
-            name = slot.name if slot is not None else strategy.engine.recorder.name_of(own[0])
+            name = slot.name if slot is not None else self._recorder.name_of(own[0])
             more = f" and {len(own) - 1} more" if len(own) > 1 else ""
             raise MirrorError(
                 f"{kind}.step() on tower {tower} on gradients that no backward() has averaged over the towers since "
@@ -175,10 +202,8 @@ class OptimizerGuard:
                 f"compiled with {TRACED_AUTOGRAD} calls no hooks, ours neither)"
             )
 
-    def _check_sparse(self, strategy: Strategy, parameters: list[torch.Tensor]) -> None:
-        averager = strategy.engine.averager
-        slots = (averager.slot_of(p) for p in parameters if p.grad is not None) if averager is not None else ()
-        for slot in slots:
+    def _check_sparse(self, parameters: list[torch.Tensor]) -> None:
+        for slot in (self._averager.slot_of(p) for p in parameters if p.grad is not None):
             if isinstance(slot, DenseSlot):
                 raise MirrorError(
                     f"SparseAdam wants sparse gradients, but those of {slot.name} are averaged as dense ones: sparse "
@@ -186,15 +211,7 @@ class OptimizerGuard:
                     "F.embedding(…, sparse=True). Hold the parameter in such a module, or take another optimizer"
                 )
 
-    def _say_if_not_virtual(self, strategy: Strategy) -> None:
-        virtual = strategy.engine.virtual
-        if virtual is not None and virtual.step == 0:
-            strategy.say_once(
-                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
-                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
-            )
-
-    def _say_if_nothing_to_train(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    def _say_if_nothing_to_train(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         if optimizer in self._said_nothing_to_train or any(p.requires_grad for p in parameters):
             return
         self._said_nothing_to_train.add(optimizer)
@@ -203,3 +220,23 @@ class OptimizerGuard:
             type(optimizer).__name__,
             len(parameters),
         )
+
+
+def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
+    """Let a guard see the steps of all optimizers, as long as it lives.
+
+    The hooks stay when the guard is gone: torch iterates over them, and none may be removed meanwhile.
+    """
+
+    @disable_dynamo
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (living := guard()) is not None:
+            living.before_step(optimizer, args, kwargs)
+
+    @disable_dynamo
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (living := guard()) is not None:
+            living.after_step(optimizer, args, kwargs)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)

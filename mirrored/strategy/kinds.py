@@ -5,27 +5,23 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 
 from mirrored import cluster
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL
 from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.engine import TrainingOptions
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
-from towers.collectives.connecting import default_group
-from towers.collectives.connecting.connect import connect
+from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
-from towers.launching import become, parent_watchdog
-from towers.launching.job import Job
-from towers.options import CommunicationOptions
+from towers.launching.job import Job, become
+from towers.options import CommunicationOptions, instead_of
 from towers.system import devices, machine
 from towers.system.devices import Device
 from towers.system.log import get_logger
-from towers.tensorflow_names import instead_of
 from towers.topology import DEVICES, STARTED_BY, Topology
 
 log = get_logger("mirrored")
@@ -54,7 +50,41 @@ class OneDeviceStrategy(Strategy):
             machine.share_out_threads(1, alone=True)
 
 
-class MirroredStrategy(Strategy):
+class _TowersStrategy(Strategy):
+    """A strategy whose towers are processes: those of a launcher, or those that it starts.
+
+    Args:
+        resolver: the cluster.
+        requested: the devices of this worker's towers, if the script names them.
+        communication: as the script gives it.
+    """
+
+    def __init__(
+        self,
+        resolver: ClusterResolver,
+        requested: Sequence[Device] | None,
+        communication: object,
+        training: TrainingOptions,
+        seed: int | None,
+    ) -> None:
+        if communication is None:
+            communication = CommunicationOptions()
+        if not isinstance(communication, CommunicationOptions):
+            raise TypeError(
+                f"communication is {communication!r}, but has to be "
+                "mirrored.CommunicationOptions(implementation='nccl', …)"
+            )
+        named = _named_devices(requested)
+        if resolver.topology is not None:
+            topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
+        else:
+            device = _start_towers(resolver, named, communication)
+            topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
+        super().__init__(topology, communicator, resolver, communication, seed, training)
+        _announce(self)
+
+
+class MirroredStrategy(_TowersStrategy):
     """One model on all devices of this machine, or on all processes of a launcher.
 
     Without a launcher, several devices make the constructor start this script again, once per device
@@ -106,7 +136,7 @@ class MirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
@@ -115,14 +145,10 @@ class MirroredStrategy(Strategy):
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
-        resolver = launcher or LocalClusterResolver()
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
+        super().__init__(launcher or LocalClusterResolver(), devices, communication, training, seed)
 
 
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(_TowersStrategy):
     """One model on all devices of all workers (machines) of a cluster.
 
     The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
@@ -148,26 +174,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication: CommunicationOptions | None = None,
         shard_optimizer: bool = False,
         virtual_towers: int | None = None,
-        mirror_check_interval: int | None = DEFAULT_INTERVAL,
+        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
         training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
-        resolver = cluster.resolve(os.environ, cluster_resolver)
-        options = _checked(communication)
-        topology, communicator = _find_towers(resolver, devices, options)
-        super().__init__(topology, communicator, resolver, options, seed, training)
-        _announce(self)
-
-
-def _checked(communication: object) -> CommunicationOptions:
-    if communication is None:
-        return CommunicationOptions()
-    if isinstance(communication, CommunicationOptions):
-        return communication
-    raise TypeError(
-        f"communication is {communication!r}, but has to be mirrored.CommunicationOptions(implementation='nccl', …)"
-    )
+        super().__init__(cluster.resolve(os.environ, cluster_resolver), devices, communication, training, seed)
 
 
 @functools.cache
@@ -176,62 +188,71 @@ def default_strategy() -> Strategy:
     return OneDeviceStrategy()
 
 
-def _find_towers(
-    resolver: ClusterResolver, requested: Sequence[Device] | None, options: CommunicationOptions
-) -> tuple[Topology, Communicator]:
-    """This tower's place and its communicator; starts the towers first when nobody has yet."""
-    gpus = devices.count_gpus()
+set_default_strategy(default_strategy)
+
+
+def get_strategy() -> Strategy:
+    """The current strategy; outside every scope and run the default one, which has one replica."""
+    current = current_frame()
+    strategy = current.strategy if current is not None else default_strategy()
+    assert isinstance(strategy, Strategy)
+    return strategy
+
+
+def _named_devices(requested: Sequence[Device] | None) -> Sequence[Device] | None:
+    """The devices of this worker's towers that a script, the command line or an observer names; None if nobody does."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
     if (watching := observer()) is not None:
         requested = watching.devices(requested)
-    chosen = devices.parse_all(requested) if requested is not None else None
-    topology = resolver.topology
-    if topology is not None:
-        failure.leave_report_on_failure(quiet=_by_own_agent())
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            parent_watchdog.end_with_parent()
-        device = devices.for_tower(
-            topology.local_index,
-            topology.local_size,
-            chosen,
-            gpus,
-            topology.origin,
-            sees_all=STARTED_BY in os.environ,  # those that we start do
-        )
-        if device.type == "cpu" and topology.size > 1:
-            machine.keep_freed_memory()
-        return topology, connect(topology, _use(device), options)
-    default_group.refuse_unknown_peers()
-    if chosen is not None:
-        devices.check_exist(chosen, gpus)
-    chosen = chosen or devices.visible(gpus)
+    return requested
+
+
+def _join_towers(topology: Topology, named: Sequence[Device] | None, options: CommunicationOptions) -> Communicator:
+    """This process is a tower already, which a launcher or our agent has started: join the others.
+
+    Args:
+        named: the devices of this worker's towers, if any were named.
+    """
+    failure.install_hooks()
+    ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
+    device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
+    log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
+    return connect(topology, _use(device), options)
+
+
+def _start_towers(
+    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions
+) -> torch.device:
+    """No launcher has started towers: replace this process by an agent that runs this program once per tower.
+
+    Args:
+        named: as of :func:`_join_towers`.
+
+    Returns:
+        The device of the only tower, where there is but one; else it does not return.
+    """
+    refuse_unknown_peers()
+    chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
-        _become(resolver, chosen, options)
-    return Topology(started_by=_how(resolver)), Alone(_use(chosen[0]))
-
-
-def _become(resolver: ClusterResolver, chosen: Sequence[torch.device], options: CommunicationOptions) -> NoReturn:
-    become.become(
-        Job(
-            towers=len(chosen),
-            worker=resolver.worker,
-            workers=resolver.workers,
-            addresses=resolver.addresses,
-            origin=resolver.origin,
-            started_by=_how(resolver),
-            startup_seconds=options.startup_timeout_seconds,
+        log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
+        become(
+            Job(
+                towers=len(chosen),
+                worker=resolver.worker,
+                workers=resolver.workers,
+                addresses=resolver.addresses,
+                origin=resolver.origin,
+                started_by=_started_by(resolver),
+                startup_seconds=options.startup_timeout_seconds,
+            )
         )
-    )
+    return chosen[0]
 
 
-def _how(resolver: ClusterResolver) -> str:
-    """How a person would say the program was started."""
+def _started_by(resolver: ClusterResolver) -> str:
+    """The command that a person typed, for the log."""
     return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
-
-
-def _by_own_agent() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ and STARTED_BY in os.environ
 
 
 def _use(device: torch.device) -> torch.device:
@@ -243,8 +264,10 @@ def _use(device: torch.device) -> torch.device:
 
 
 def _announce(strategy: Strategy) -> None:
-    """The one line at the start that says how many towers, on what, by which backend, started how."""
+    """Share out the machine, and log the line that says how many towers, on what, by which backend, started how."""
     topology = strategy.topology
+    if strategy.device.type == "cpu" and topology.size > 1:
+        machine.keep_freed_memory()
     threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return

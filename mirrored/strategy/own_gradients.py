@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mirrored.data.shares import KnownShares
 from mirrored.strategy.calls import CheckedCalls
+from mirrored.strategy.engine import Engine
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.gradients.averages import average
 from towers.system.memory_layout import is_dense
-
-if TYPE_CHECKING:
-    from mirrored.data.shares import KnownShares
-    from mirrored.strategy.engine import Engine
 
 
 class OwnGradients(CheckedCalls):
@@ -119,8 +116,7 @@ class OwnGradients(CheckedCalls):
                 parameter.grad = mean
             else:
                 before.detach().copy_(mean)
-        if self.engine.averager is not None:
-            self.engine.averager.note_synced(chosen)
+        self.engine.averager.note_synced(chosen)
 
     def _averaged(
         self, call: str, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -137,8 +133,7 @@ class OwnGradients(CheckedCalls):
             )
         self.communicator.health.train()
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
-        if self.engine.averager is not None:
-            self.engine.averager.note_averaged(tensors)
+        self.engine.averager.note_averaged(tensors)
         return means
 
     def _refuse_own(self, call: str, tensors: Sequence[Tensor]) -> None:

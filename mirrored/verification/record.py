@@ -30,12 +30,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirrored.context import strategy_with_towers
-from mirrored.data.dataset import DistributedDataset, MapDataset
-from mirrored.data.transfer import Batch
+from mirrored.context import ReplicaContext, strategy_with_towers
+from mirrored.data.dataset import MapDataset
+from mirrored.data.shares import Batch
 from mirrored.observer import Observer
 from mirrored.stand_in import holds_stand_in, shares_at_hand
-from mirrored.strategy.base import Strategy
 from mirrored.verification.interventions import (
     Interventions,
     RoundingPerturbation,
@@ -96,7 +95,7 @@ class StepLimit(Observer):
         self._limit = limit
         self._folder = pathlib.Path(folder)
         self._steps: dict[int, int] = {}
-        self._datasets: list[DistributedDataset] = []
+        self._datasets: list[MapDataset] = []
         self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
         self._may_step = False
         register_optimizer_step_pre_hook(self._before_step)
@@ -124,9 +123,7 @@ class StepLimit(Observer):
         """A folder of our own for each of the script's: both runs begin anew, and its own checkpoints stay."""
         return self._folder / hashlib.blake2b(os.path.abspath(requested).encode(), digest_size=8).hexdigest()
 
-    def batches(
-        self, dataset: DistributedDataset, load: Callable[[int], Iterator[Batch]], first: int
-    ) -> Iterator[Batch]:
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
         if isinstance(dataset, MapDataset) and dataset not in self._datasets:
             self._datasets.append(dataset)
             self.trace.datasets.append(dataset.examples)
@@ -169,7 +166,7 @@ def _does_nothing(optimizer: Optimizer) -> bool:
     """Whether an optimizer has no parameters, or does another's work."""
     strategy = strategy_with_towers()
     parameters = any(group["params"] for group in optimizer.param_groups)
-    return not parameters or (strategy is not None and strategy.engine.is_twin(optimizer))
+    return not parameters or (strategy is not None and strategy.engine.is_inner_optimizer(optimizer))
 
 
 class TraceRecorder(StepLimit):
@@ -218,13 +215,15 @@ class TraceRecorder(StepLimit):
 
     # -- strategies --------------------------------------------------------------------------------------
 
-    def running(self, strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
+        strategy = replica.strategy
+
         def recorded(*args: Any, **kwargs: Any) -> Any:
             recording, trace = self._recording, self.trace
             trace.towers, recording.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             call = RunCall(len(trace.steps))
-            shares = shares_at_hand(strategy, current_replica())
+            shares = shares_at_hand(strategy, replica)
             call.shares = [(share.local, share.total) for share in shares]
             tensors = list(tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):

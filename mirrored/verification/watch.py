@@ -118,8 +118,9 @@ class Modules:
         if not all(id(p) in self._names for p in parameters):
             paths = {id(p): f"{name}.{path}" for name, root in self.roots() for path, p in root.named_parameters()}
             for i, p in enumerate(parameters):
-                name = self._names.setdefault(id(p), paths.get(id(p), f"parameter {i} of optimizer {optimizer}"))
-                self.parameters.setdefault(name, p)
+                if id(p) not in self._names:
+                    self._names[id(p)] = name = paths.get(id(p), f"parameter {i} of optimizer {optimizer}")
+                    self.parameters[name] = p  # in place of one that was replaced
         return [self._names[id(p)] for p in parameters]
 
     def note_addresses(self) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,22 +19,27 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.data.shares import Cut, KnownShares
+from mirrored.data.shares import Distribution
 from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.stand_in import is_stand_in
 from mirrored.virtual.buffers import StepBuffers, registered
 from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
-from towers.gradients.tree_sum import Subtree
+from towers.gradients.tree_sum import Subtree, TreeSum
+from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
-from towers.topology import Topology
+from towers.system.log import get_logger
+from towers.system.profiling import range_
+
+log = get_logger("mirrored")
 
 
 @dataclasses.dataclass
@@ -60,58 +64,48 @@ class _Card:
     names: list[str] = dataclasses.field(default_factory=list)
 
 
-def cut_for(topology: Topology, virtual_towers: int | None) -> Cut:
-    """How batches are cut on one of several towers.
-
-    Raises:
-        ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
-    """
-    if virtual_towers is None:
-        return Cut(topology.size, topology.index, topology.index + 1)
-    count = operator.index(virtual_towers)
-    if count < 1 or count & (count - 1):
-        raise ValueError(f"virtual_towers is {count}, but must be a power of two")
-    if count % topology.size:
-        raise ValueError(
-            f"virtual_towers is {count}, which {topology.size} towers cannot share evenly; the number of towers has to "
-            "be a power of two that is not larger"
-        )
-    own = count // topology.size
-    return Cut(count, own * topology.index, own * (topology.index + 1), virtual=True)
-
-
 class VirtualTowers:
     """The virtual towers of one strategy.
 
     Args:
-        comm: the real towers.
-        cut: how batches are cut; one part for each virtual tower.
-        known: what virtual towers' parts of certain batches are.
-        averager: adds up gradients over several towers.
+        distribution: how batches are shared out; they are cut into one part for each virtual tower.
+        averager: adds up gradients over several towers; None at one.
+        modules: returns the modules that have buffers, with their names.
 
     Attributes:
         step: counts the backwards; together with the seed it says what is random in the next one.
     """
 
-    def __init__(self, comm: Communicator, cut: Cut, known: KnownShares, averager: GradientAverager | None) -> None:
-        self._comm = comm
-        self._known = known
-        self._cut = cut
+    def __init__(
+        self,
+        distribution: Distribution,
+        averager: GradientAverager | None,
+        modules: Callable[[], Sequence[tuple[str, nn.Module]]],
+    ) -> None:
+        self._comm = comm = distribution.comm
+        self._known = distribution.known
+        self._cut = distribution.cut
         self._averager = averager
+        self._find_modules = modules
         self._parameters: list[weakref.ref[Tensor]] = []
         self._modules: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._buffers: StepBuffers | None = None
         self.step = 0
+        self._says = comm.size > 1 and comm.index == 0
 
-    def add(self, parameters: Sequence[Tensor], modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Take part in every backward from now on.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: where :meth:`backward` was never called, tower 0 of several says so once."""
+        if self.step == 0 and self._says:
+            self._says = False
+            log.info(
+                "virtual_towers is set, but these gradients were computed by loss.backward(): the same bits on any "
+                "number of towers come from loss = strategy.backward(loss_fn, *batch) in its place"
+            )
 
-        Args:
-            parameters: gradients are added up for these, too.
-            modules: with their names, all that have buffers.
-        """
-        self._parameters += [weakref.ref(parameter) for parameter in parameters]
-        self._modules = [(name, weakref.ref(module)) for name, module in modules]
+    def add(self, parameters: Sequence[Named]) -> None:
+        """Add up the gradients of these, too, in every backward from now on."""
+        self._parameters += [weakref.ref(named.tensor) for named in parameters]
+        self._modules = [(name, weakref.ref(module)) for name, module in self._find_modules()]
         self._buffers = None
 
     def backward(
@@ -137,14 +131,14 @@ class VirtualTowers:
         buffers.begin()
         kept = [parameter.grad for parameter in parameters]
         self.step += 1
-        aside = self._averager.aside() if self._averager is not None else contextlib.nullcontext()
+        unhooked = self._averager.hooks_disabled() if self._averager is not None else contextlib.nullcontext()
         try:
-            with aside, seeds.undisturbed(self._comm.device):
+            with unhooked, seeds.undisturbed(self._comm.device):
                 sums, card = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
             said = self._tell(card, buffers)
             if self._averager is not None:
-                self._averager.sum_by_tree()
+                self._averager.reduce_now(TreeSum)
             mean = self._combine(buffers, sums[len(parameters) :], said)
         except BaseException:
             _give(parameters, kept)
@@ -183,9 +177,10 @@ class VirtualTowers:
                 buffers.restore()
             seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
             *inputs, weight = self._part(batch, sample_weight, local, own)
-            loss = _loss(loss_fn(*inputs), weight, end - start, total)
-            if loss.requires_grad:  # a part may have nothing to learn from
-                loss.backward()
+            with range_("mirrored::virtual-tower"):
+                loss = _loss(loss_fn(*inputs), weight, end - start, total)
+                if loss.requires_grad:  # a part may have nothing to learn from
+                    loss.backward()
             leaves, traced, dtype = leaves + 1, traced or loss.requires_grad, loss.dtype
             gradients = [parameter.grad for parameter in parameters]
             subtree.add([*gradients, loss.detach().double(), *buffers.take()])

@@ -21,7 +21,8 @@ import torch
 from steps import Times
 
 import mirrored
-from mirrored.attached.mirror_check import DEFAULT_INTERVAL, PARTS
+from mirrored.attached.mirror_check import PARTS, MirrorCheck
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL
 
 
 def _measure(case: str, turns: int, seconds: float, optimizer: str, implementation: str) -> tuple[Times, list[float]]:
@@ -37,15 +38,15 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
         x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
         return strategy, steps.ours(strategy, case, x, y, batch, plain.OPTIMIZERS[optimizer])
 
-    strategy, step = step_of(DEFAULT_INTERVAL, "ignore")
-    check = strategy.engine._mirror_check
+    strategy, step = step_of(MIRROR_CHECK_INTERVAL, "ignore")
+    check = strategy.engine.attached(MirrorCheck)
     assert check is not None
     parts: list[float] = []
 
     def step_and_check() -> None:
         step()
         started = time.thread_time()
-        check.come_to((len(parts) + 1) * DEFAULT_INTERVAL // PARTS)
+        check.come_to((len(parts) + 1) * MIRROR_CHECK_INTERVAL // PARTS)
         parts.append(time.thread_time() - started)
 
     variants = {"never": step_of(None, "ignore")[1], "checked": step_and_check, "watched": step_of(None, "raise")[1]}
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments_ = (case, options.turns, options.seconds, options.optimizer, options.implementation)
         times, checks = mirrored.launch(_measure, arguments_, devices=names)[0]
         step, check = statistics.median(times["never"]), statistics.median(checks)
-        share = check / DEFAULT_INTERVAL
+        share = check / MIRROR_CHECK_INTERVAL
         print(
             f"{case:<16}{step * 1e3:>10.2f}{check * 1e6:>11.0f}{share * 1e6:>11.1f}{share / step * 100:>10.2f}%"
             f"{_ratio(times, 'checked')}{_ratio(times, 'watched')}",

@@ -2,10 +2,10 @@
 
 CPU towers; for each part the mean over the steps and towers, in milliseconds:
 
-- "bring": large gradients are copied into buckets as soon as they are there
+- "copy": large gradients are copied into buckets as soon as they are there
 - "pack": the small ones, all of a bucket at once
 - "wait": for the other towers, since no two steps take the same time
-- "average": this tower's part of the buckets, read from all towers and written to all
+- "average": this tower's chunk of the buckets, read from all towers and written to all
 - "rest": what is left above the step without communication: hooks in Python, and caches that hold something else
 
 Reading the clock is in the numbers, a few microseconds a part.
@@ -31,7 +31,7 @@ from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket
 
 PARTS = {
-    "bring": (Bucket, "bring"),
+    "copy": (Bucket, "copy_in"),
     "pack": (Bucket, "pack"),
     "wait": (Barrier, "wait"),
     "average": (Regions, "average"),

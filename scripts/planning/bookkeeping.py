@@ -47,7 +47,7 @@ def card_bytes(towers: int) -> float:
 
 
 def signs_of_life(towers: int, request: float = REQUEST) -> float:
-    """Which part of its time the store needs for all towers' signs of life; above 1 it cannot keep up."""
+    """Which part of its time the store needs for all towers' heartbeats; above 1 it cannot keep up."""
     return SIGNS * towers * request
 
 

@@ -104,7 +104,7 @@ def limits(plan: Plan, memory: float) -> None:
     whole = model.gathered + model.gradients + model.state
     print(f"\nWhat else grows (state: {as_size(whole)} a device, without activations):")
     head = ["devices", f"batch, {plan.unit}", "state, sharded", "failure every", "save every", "useful"]
-    rows = [[*head, "cards at the store", "of bytes", "signs of life", "announcement", "by hosts", "reading it"]]
+    rows = [[*head, "messages at the store", "of bytes", "heartbeats", "announcement", "by hosts", "reading it"]]
     for cluster in plan.clusters:
         batch = plan.global_batch or model.batch * cluster.size
         sharded = model.gathered + model.gradients + model.state / cluster.size

@@ -179,7 +179,7 @@ def train(
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    strategy.engine._mirror_check._read_later = later
+    strategy.engine.attached(MirrorCheck)._read_later = later
     x, _ = make_data(8, torch.float32)
     checked: list[int] = []
     come_to = MirrorCheck.come_to

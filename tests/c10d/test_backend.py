@@ -159,6 +159,7 @@ def operations() -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, rank]]), torch.tensor([1.0, 2.0]), (size,))
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [3.0 + 2.0, 2.0, 2.0]
+    assert sparse.coalesce().values().tolist() == [3.0 + 2.0, 2.0, 2.0]
     leaf = torch.ones(3, requires_grad=True)
     dist.all_reduce(leaf)
     assert leaf.is_leaf

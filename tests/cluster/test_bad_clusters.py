@@ -31,8 +31,9 @@ from mirrored.doctor.resources import check_cores
 from tests.support.jobs import run_program
 from tests.support.waiting import at_most
 from towers import HandshakeError, PortInUseError, StartupError
-from towers.collectives.connecting import default_group
+from towers.collectives.connecting import compare_towers
 from towers.joining import handshake
+from towers.joining.store import serve_store
 from towers.launching import rendezvous
 from towers.launching.job import Job, agent_command
 from towers.system import devices, machine
@@ -206,9 +207,9 @@ def test_row_15_two_processes_claim_one_rank() -> None:
         "serves": False,
     }
     with pytest.raises(StartupError):  # the first one comes and waits for tower 1
-        handshake.meet(store, {}, index=0, deadline=time.monotonic(), **arguments)
+        handshake.exchange(store, {}, index=0, deadline=time.monotonic(), **arguments)
     with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
-        handshake.meet(store, {}, index=0, deadline=time.monotonic() + 5, **arguments)
+        handshake.exchange(store, {}, index=0, deadline=time.monotonic() + 5, **arguments)
 
 
 def torchrun_variables(**changes: str) -> dict[str, str]:
@@ -239,7 +240,7 @@ def test_row_19_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
-            handshake.serve_store("127.0.0.1", port, timedelta(seconds=5), "a test", "")
+            serve_store("127.0.0.1", port, timedelta(seconds=5), "a test", "")
         assert isinstance(error.value, OSError)
         [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
         assert code == 1
@@ -251,7 +252,7 @@ def test_row_20_a_worker_never_starts() -> None:
     for text, code in run_agents(worker_job(0, addresses, seconds=2.0), worker_job(2, addresses, seconds=2.0)):
         assert code == 1
         assert "1 of 3 workers did not come within" in text
-        assert "worker 1 (127.0.0.1:2); who should come was read from TF_CONFIG" in text
+        assert "worker 1 (127.0.0.1:2); the list of workers was read from TF_CONFIG" in text
         assert len(text.splitlines()) == 1
 
 
@@ -289,18 +290,20 @@ def test_row_21_no_visible_gpu() -> None:
         devices.check_exist(wanted, gpus=1)
 
 
-def test_row_22_more_towers_than_gpus() -> None:
-    assert devices.for_tower(1, 2, None, 2, "torchrun") == torch.device("cuda", 1)
+def test_row_22_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    assert devices.for_tower(1, 2, None, "torchrun") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
-        devices.for_tower(0, 4, None, 2, "torchrun")
+        devices.for_tower(0, 4, None, "torchrun")
 
 
-def test_one_visible_gpu_for_each_process() -> None:
-    """As srun --gpus-per-task=1 shows them; that they differ is checked when the towers meet."""
-    assert devices.for_tower(3, 4, None, 1, "srun") == torch.device("cuda", 0)
-    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], 1, "srun") == torch.device("cuda", 0)
+def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun --gpus-per-task=1 shows them; that they differ is checked in the handshake."""
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    assert devices.for_tower(3, 4, None, "srun") == torch.device("cuda", 0)
+    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], "srun") == torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"2 towers .*, but only 1 GPU: .* devices=\['cpu:0', 'cpu:1'\]"):
-        devices.for_tower(0, 2, None, 1, "launch", sees_all=True)
+        devices.for_tower(0, 2, None, "launch", sees_all=True)
 
 
 @pytest.mark.parametrize("what", ["torch", "python", "mirrored"])
@@ -310,7 +313,7 @@ def test_row_23_versions_differ(what: str) -> None:
     def come(index: int) -> str:
         versions = {**handshake.versions(), **({what: "0.0"} if index else {})}
         with pytest.raises(HandshakeError) as refused:
-            handshake.meet(
+            handshake.exchange(
                 store,
                 {"versions": versions, "host": f"h{index}"},
                 kind="worker",
@@ -333,10 +336,10 @@ def test_row_23_versions_differ(what: str) -> None:
 
 
 def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
-    card = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
-    text = default_group.compare_towers(1, card, 0, card)
+    message = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
+    text = compare_towers(1, message, 0, message)
     assert text.startswith("tower 1 (on h) and tower 0 (on h) use the same GPU, cuda:0")
-    assert default_group.compare_towers(1, {**card, "machine": "other"}, 0, card) is None
+    assert compare_towers(1, {**message, "machine": "other"}, 0, message) is None
 
 
 SLURM = {
@@ -443,7 +446,7 @@ def test_first_slurm_host(nodelist: str, host: str) -> None:
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:
     with pytest.raises(ValueError, match=r"devices names 1 \(cpu:0\), but 2 towers were started .* \(from torchrun\)"):
-        devices.for_tower(0, 2, devices.parse_all(["cpu:0"]), 0, "torchrun")
+        devices.for_tower(0, 2, ["cpu:0"], "torchrun")
 
 
 def test_devices() -> None:
@@ -477,12 +480,12 @@ def test_options_are_checked() -> None:
 
 def test_a_chief_address_that_cannot_be_resolved() -> None:
     with pytest.raises(StartupError, match=r"no-such-host.invalid:1 \(from a test\) cannot be resolved"):
-        handshake.serve_store("no-such-host.invalid", 1, timedelta(seconds=5), "a test", "")
+        serve_store("no-such-host.invalid", 1, timedelta(seconds=5), "a test", "")
 
 
 @pytest.mark.skipif(not PROC_NET_TCP.exists(), reason="reads Linux's table of sockets")
 def test_the_store_listens_on_its_address_only() -> None:
-    store = handshake.serve_store("127.0.0.1", 0, timedelta(seconds=5), "a test", "")
+    store = serve_store("127.0.0.1", 0, timedelta(seconds=5), "a test", "")
     table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
     listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]
@@ -506,8 +509,8 @@ def test_two_spellings_of_one_address_are_one() -> None:
     for one, other in (("[::1]:5", "[0:0:0::1]:5"), ("Host:5", "host:5"), ("localhost:5", "127.0.0.1:5")):
         config = {"cluster": {"worker": [one, other]}, "task": {"type": "worker", "index": 0}}
         refused(config, r"cluster.worker\[0\] and cluster.worker\[1\] are the same address")
-        assert rendezvous.compare_clusters(0, card_of(one), 1, card_of(other)) is None
+        assert rendezvous.compare_clusters(0, message_of(one), 1, message_of(other)) is None
 
 
-def card_of(address: str) -> dict[str, object]:
+def message_of(address: str) -> dict[str, object]:
     return {"origin": "TF_CONFIG", "addresses": [address, "b:2"]}

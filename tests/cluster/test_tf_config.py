@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mirrored.cluster import ClusterError, LocalClusterResolver, TFConfigClusterResolver, resolve
-from towers.launching import agent
 from towers.launching.job import Job, agent_command
-from towers.system import network
+from towers.system.text import split_address
 
 
 def resolver(**config: object) -> TFConfigClusterResolver:
@@ -98,9 +97,10 @@ def read_or_refuse(text: str) -> None:
         job = Job(2, found.worker, found.workers, found.addresses)
         command = [os.fsencode(word) for word in agent_command(job, ["true"])]  # as exec takes it
         assert not any(b"\0" in word for word in command)
-        assert agent._parse([os.fsdecode(word) for word in command[2:]]) == (job, ["true"])
+        word, *program = [os.fsdecode(word) for word in command[2:]]
+        assert (Job.from_json(word), program) == (job, ["true"])
         for address in found.addresses:
-            host, port = network.split_address(address)
+            host, port = split_address(address)
             assert 1 <= port <= 65535
             host.encode("idna")
 

@@ -177,6 +177,12 @@ def test_of_the_compiler() -> None:
     assert hasattr(torch._dynamo.config, "compiled_autograd")
 
 
+def test_of_the_profiler() -> None:
+    assert not torch_private.profiler_runs()
+    with torch.profiler.profile():
+        assert torch_private.profiler_runs()
+
+
 def test_of_process_groups(tmp_path: object) -> None:
     dist = torch.distributed
     assert isinstance(torch_private.is_in_bad_fork(), bool)

@@ -36,7 +36,7 @@ from torch.utils.data import (
 import mirrored
 from mirrored.data import transfer
 from mirrored.data.distribute import distribute
-from mirrored.data.shares import Cut, KnownShares, Share, bounds
+from mirrored.data.shares import Cut, Distribution, KnownShares, Share, bounds
 from tests.support.jobs import failures, towers
 from towers.collectives.communicator import Alone
 
@@ -249,9 +249,7 @@ def test_data_that_lies_on_a_gpu_is_not_pinned() -> None:
     for dataset in (range(8), Stream(8)):
         for workers in (0, 2):
             data: Any = distribute(
-                comm,
-                Cut(1, 0, 1),
-                KnownShares(),
+                Distribution(comm, Cut(1, 0, 1), KnownShares()),
                 dataset,
                 4,
                 shuffle=False,

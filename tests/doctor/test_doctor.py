@@ -21,7 +21,7 @@ from mirrored.doctor.network import check_interfaces
 from mirrored.doctor.resources import check_cores
 from tests.support.jobs import ROOT, run_program
 from tests.support.waiting import at_most
-from towers.system.run_with_timeout import within
+from towers.system.timeouts import run_with_timeout
 
 NOWHERE = "no-such-host.invalid"
 
@@ -189,7 +189,7 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPa
         os.getcwd()
 
     def hang(environ: object) -> Iterator[Finding]:
-        within(60, lambda: os.read(pipe, 1))
+        run_with_timeout(60, lambda: os.read(pipe, 1))
         yield ok("never", "")
 
     pipe, writer = os.pipe()

@@ -55,7 +55,7 @@ def test_a_program_with_a_fault_goes_on_to_the_same_bits(expected: dict[str, Any
     [
         ("raise:data:1:7", "tower 1 of 3 failed, after step 7, loading data"),
         *((f"SIGKILL:{phase}:0:7", "the process of tower 0 ended by SIGKILL") for phase in PHASES),
-        ("SIGSTOP:before optimizer.step:1:7", "tower 1 gives no sign of life"),
+        ("SIGSTOP:before optimizer.step:1:7", "tower 1 has sent no heartbeat"),
         ("disk full:writing:0:7", r"could not be written \(No space left on device\); earlier ones are as they were"),
     ],
 )

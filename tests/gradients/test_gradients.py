@@ -16,6 +16,8 @@ from tests.support.jobs import assert_close, failures, make_data, make_mlp, para
 from towers.collectives.communicator import Alone
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
+from towers.gradients.streams import StreamOrder
+from towers.gradients.usage import FlagsThroughHosts
 from towers.mirroring.mirror import Named
 
 
@@ -649,7 +651,8 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
 
 
 def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
-    strategy.engine.averager._on_gpu = True  # as between GPUs
+    cycle = strategy.engine.averager._cycle
+    cycle._flags = FlagsThroughHosts(cycle._channel)  # as between GPUs
     return fn(strategy)
 
 
@@ -699,40 +702,42 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
         bucket.add(Named("", parameter, "parameter", True))
         parameter.grad = torch.ones(3)
 
+    bucket.streams = StreamOrder(torch.device("cuda", 0))
+
     def come(*streams: FakeStream) -> None:
-        bucket.device = torch.device("cuda", 0)
         for now[0] in streams:
-            bucket.follow()
-        bucket.device = torch.device("cpu")
+            bucket.streams.advance()
 
     gradients = [parameter.grad for parameter in parameters]
     come(one, one, other, one)
     assert (one.waited_for, other.waited_for) == ([other], [one])
-    bucket.pack(Alone(bucket.device), 1.0, None, 1)
+    bucket.pack(Alone(bucket.device), 1.0)
     assert [(id(tensor), stream) for tensor, stream in kept] == [(id(gradient), one) for gradient in gradients]
     bucket.reset()
     for parameter in parameters:
         parameter.grad = torch.ones(3)
     come(other, other)
-    bucket.pack(Alone(bucket.device), 1.0, None, 1)
+    bucket.pack(Alone(bucket.device), 1.0)
     assert (len(one.waited_for), len(other.waited_for), len(kept)) == (1, 1, 2)
 
 
-def test_each_arrival_on_a_gpu_follows_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    for name in ("follow", "bring", "pack"):
-        method = getattr(Bucket, name)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
+        method = getattr(owner, name)
 
-        def noting(bucket: Bucket, *args: Any, _name: str = name, _method: Any = method, **kwargs: Any) -> Any:
+        def noting(*args: Any, _name: str = name, _method: Any = method, **kwargs: Any) -> Any:
             did.append(_name)
-            return _method(bucket, *args, **kwargs)
+            return _method(*args, **kwargs)
 
-        monkeypatch.setattr(Bucket, name, noting)
+        monkeypatch.setattr(owner, name, noting)
     averager = GradientAverager(Alone(torch.device("cpu")))
-    averager._on_gpu = True
     model = nn.Linear(300, 200)
     averager.add([Named(name, p, "parameter", True) for name, p in model.named_parameters()])
+    for bucket in averager.buckets:
+        bucket.streams = StreamOrder(torch.device("cuda", 0))
     model(torch.ones(1, 300)).sum().backward()
-    assert sorted(did[:3]) == ["bring", "follow", "follow"]
-    assert did[did.index("bring") - 1] == "follow"
-    assert did[3:] == ["follow", "pack"]
+    assert sorted(did[:3]) == ["advance", "advance", "copy_in"]
+    assert did[did.index("copy_in") - 1] == "advance"
+    assert did[3:] == ["advance", "pack"]

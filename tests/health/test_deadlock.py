@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import at_most
-from towers.health.deadlock import Standing, Wait, find
-from towers.health.status_record import Place
+from towers.health.deadlock import Beat, find_cycle
+from towers.health.peers import Status, Wait
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},
@@ -139,38 +139,40 @@ def test_across_hosts() -> None:
         mirrored.launch(deadlock_across_hosts, towers=3, timeout=90)
 
 
-def standing(beat: int, wait: tuple[str, int] | None, **begun: int) -> Standing:
+def beat_of(number: int, wait: tuple[str, int] | None, **begun: int) -> Beat:
     towers = (0, 1, 2)
-    return Standing(beat, Place(beat), begun, Wait(*wait, towers) if wait is not None else None)
+    return Beat(number, Status(number), begun, Wait(*wait, towers) if wait is not None else None)
 
 
 def test_a_cycle_is_found_when_it_is_one() -> None:
-    def stuck(beat: int) -> dict[int, Standing]:
+    def stuck(number: int) -> dict[int, Beat]:
         return {
-            0: standing(beat, ("a", 5), a=5, b=2, c=1),  # waits for 2
-            1: standing(beat, ("b", 3), a=5, b=3, c=1),  # waits for 0
-            2: standing(beat, ("c", 2), a=4, b=3, c=2),  # waits for 0 and 1
+            0: beat_of(number, ("a", 5), a=5, b=2, c=1),  # waits for 2
+            1: beat_of(number, ("b", 3), a=5, b=3, c=1),  # waits for 0
+            2: beat_of(number, ("c", 2), a=4, b=3, c=2),  # waits for 0 and 1
         }
 
-    assert find(stuck(1), stuck(2)) == [0, 2]
-    three = stuck(1) | {2: standing(1, ("c", 2), a=4, b=3, c=2), 0: standing(1, ("a", 5), a=5, b=2, c=2)}
-    assert find(three, {tower: Standing(2, s.place, s.begun, s.wait) for tower, s in three.items()}) == [0, 2, 1]
+    assert find_cycle(stuck(1), stuck(2)) == [0, 2]
+    three = stuck(1) | {2: beat_of(1, ("c", 2), a=4, b=3, c=2), 0: beat_of(1, ("a", 5), a=5, b=2, c=2)}
+    assert find_cycle(three, {tower: Beat(2, b.status, b.begun, b.wait) for tower, b in three.items()}) == [0, 2, 1]
 
 
 def test_towers_that_can_go_on_are_left_alone() -> None:
-    waits = {0: standing(1, ("a", 5), a=5, b=2), 1: standing(1, ("b", 3), a=4, b=3), 2: standing(1, None, a=4, b=2)}
+    waits = {0: beat_of(1, ("a", 5), a=5, b=2), 1: beat_of(1, ("b", 3), a=4, b=3), 2: beat_of(1, None, a=4, b=2)}
 
-    def later(**changed: Standing) -> dict[int, Standing]:
-        now = {tower: Standing(2, s.place, s.begun, s.wait) for tower, s in waits.items()}
+    def later(**changed: Beat) -> dict[int, Beat]:
+        now = {tower: Beat(2, b.status, b.begun, b.wait) for tower, b in waits.items()}
         return now | {int(tower[1:]): there for tower, there in changed.items()}
 
-    assert find(waits, later()) == [0, 1]
-    assert find({}, later()) is None  # seen once only
-    assert find(waits, waits) is None  # no heartbeat since: stopped
-    assert find(waits, later(t1=standing(2, None, a=4, b=3))) is None  # it computes
-    assert find(waits, later(t1=standing(2, ("b", 4), a=4, b=4))) is None  # it has gone on
-    assert find(waits, later(t1=standing(2, ("a", 5), a=5, b=2))) is None  # both wait for the third, which computes
-    assert find(waits, later(t1=standing(2, ("b", 3), b=3))) is None  # nothing is known of its part in "a"
+    assert find_cycle(waits, later()) == [0, 1]
+    assert find_cycle({}, later()) is None  # seen once only
+    assert find_cycle(waits, waits) is None  # no heartbeat since: stopped
+    assert find_cycle(waits, later(t1=beat_of(2, None, a=4, b=3))) is None  # it computes
+    assert find_cycle(waits, later(t1=beat_of(2, ("b", 4), a=4, b=4))) is None  # it has gone on
+    assert (
+        find_cycle(waits, later(t1=beat_of(2, ("a", 5), a=5, b=2))) is None
+    )  # both wait for the third, which computes
+    assert find_cycle(waits, later(t1=beat_of(2, ("b", 3), b=3))) is None  # nothing is known of its part in "a"
 
 
 def catch_and_go_on(backend: str, inside: bool) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 import subprocess
 import sys
 
 from tests.support.jobs import ROOT, run_program
+from towers.launching.job import Job, agent_command
 
 LEAVING = """
 import threading, time
@@ -17,7 +19,7 @@ store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 
 def ask() -> None:
     while True:
-        store.check(["news"])
+        store.check(["failure"])
 
 for _ in range(4):
     threading.Thread(target=ask, daemon=True).start()
@@ -57,5 +59,5 @@ def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -
 
 def test_a_job_that_nobody_listens_to_ends_well() -> None:
     """Its starter has closed its outputs, as some schedulers do."""
-    command = f"exec {sys.executable} {ROOT / 'towers'} --towers 1 -- {sys.executable} -c 'import sys' >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], timeout=60).returncode == 0
+    command = shlex.join(agent_command(Job(1), [sys.executable, "-c", "import sys"]))
+    assert subprocess.run(["sh", "-c", f"exec {command} >&- 2>&-"], timeout=60).returncode == 0

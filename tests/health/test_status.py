@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 
 import pytest
@@ -11,14 +10,13 @@ import torch
 
 import mirrored
 from towers.gradients.pairing import BackwardCounter
-from towers.health import failure, status_record
-from towers.health.status import Health
-from towers.health.status_record import Record
+from towers.health.failure import FailureReport
+from towers.health.status import Health, StatusRecord, record_path
 
 
 def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
-    health = Health(Record(status_record.path_in(tmp_path, 1), create=True))
-    seen = status_record.find(tmp_path, 1)
+    health = Health(StatusRecord(record_path(tmp_path, 1), create=True))
+    seen = StatusRecord.find(tmp_path, 1)
     assert seen is not None
     places = [str(seen.read())]
     health.enter("loading data")
@@ -38,12 +36,11 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
         "in step 1, writing the checkpoint — " + "x" * 37,
         "after step 1",
     ]
-    assert status_record.find(tmp_path, 2) is None
+    assert StatusRecord.find(tmp_path, 2) is None
 
 
 def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "error0.json"
-    good = failure.report(ValueError("boom"))
     for text in (
         "",
         "{",
@@ -54,25 +51,25 @@ def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
         "\ud800",
     ):
         path.write_text(text, errors="surrogatepass")
-        assert failure.read_report(path) is None
-    path.write_text(json.dumps(good))
-    told = failure.read_report(path)
-    assert told is not None
-    assert (told.short, told.consequence) == ("ValueError: boom", False)
+        assert FailureReport.read(path) is None
+    assert FailureReport.of(ValueError("boom")).write(str(path))
+    report = FailureReport.read(path)
+    assert report is not None
+    assert (report.short, report.consequence) == ("ValueError: boom", False)
 
 
 def test_a_run_counts_as_a_step_when_it_trains() -> None:
-    health = Health(Record())
+    health = Health(StatusRecord())
     places = []
 
     def run(evaluates: bool, trains: bool) -> None:
         health.begin_run(evaluates)
-        places.append(str(health.place))
+        places.append(str(health.status))
         if trains:
             health.train()
-            places.append(str(health.place))
+            places.append(str(health.status))
         health.end_run()
-        places.append(str(health.place))
+        places.append(str(health.status))
 
     run(evaluates=True, trains=False)
     run(evaluates=False, trains=True)
@@ -96,9 +93,9 @@ def test_a_run_counts_as_a_step_when_it_trains() -> None:
 
 
 def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
-    health = Health(Record())
+    health = Health(StatusRecord())
     health.go_on_after(20)
-    assert str(health.place) == "after step 20"
+    assert str(health.status) == "after step 20"
     steps = []
     for run in range(1, 5):
         health.begin_run(None)
@@ -118,7 +115,7 @@ def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
     places, evaluations = [], 0
 
     def note() -> None:
-        places.append(strategy.health.place.when)
+        places.append(strategy.health.status.when)
 
     def train_step() -> None:
         note()
@@ -147,7 +144,7 @@ def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
             for _ in range(2):
                 strategy.run(train_step)
                 checkpoints.step()
-    return places, strategy.health.place.when
+    return places, strategy.health.status.when
 
 
 def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
@@ -170,7 +167,7 @@ def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path
 
 
 def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
-    health = Health(Record())
+    health = Health(StatusRecord())
     backward = BackwardCounter(health)
     said = []
     for evaluates in (False, True, False):

@@ -1,4 +1,4 @@
-"""Strangers at the place where towers meet: with old cards, with the wrong words, or with none at all."""
+"""Unauthenticated peers in the store where towers meet: with replayed messages, forged ones, or none at all."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from torch.distributed import HashStore, Store, TCPStore
 import mirrored
 from tests.support.waiting import at_most, wait_until
 from towers import HandshakeError, StartupError
-from towers.joining import handshake, messages
+from towers.joining import handshake
+from towers.joining.store import Message, NotAMessageError, join_store, serve_store, sign, verify
 
 TOKEN = "a secret of the tests"
 SECONDS = timedelta(seconds=10)
-PLACES = ("tower/0", "tower/1", "tower/found0", "tower/found1")
+KEYS = ("tower/0", "tower/1", "tower/confirmed0", "tower/confirmed1")
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +34,8 @@ def quickly() -> Iterator[None]:
         yield
 
 
-def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) -> list[messages.Card]:
-    return handshake.meet(
+def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) -> list[Message]:
+    return handshake.exchange(
         store,
         {"index": index},
         kind="tower",
@@ -51,45 +52,45 @@ def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) ->
 def both_meet(first: Store, second: Store) -> None:
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(meet, [first, second], range(2)))
-    assert [[card["index"] for card in messages] for messages in found] == [[0, 1], [0, 1]]
+    assert [[message["index"] for message in messages] for messages in found] == [[0, 1], [0, 1]]
 
 
 def serve(host: str = "127.0.0.1") -> TCPStore:
-    return handshake.serve_store(host, 0, SECONDS, "a test", TOKEN)
+    return serve_store(host, 0, SECONDS, "a test", TOKEN)
 
 
 def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
     deadline = time.monotonic() + 10
-    return handshake.join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
+    return join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
 
 
-# -- old cards -----------------------------------------------------------------------------------------------
+# -- replayed messages -----------------------------------------------------------------------------------------------
 
 
 def recorded() -> dict[str, bytes]:
-    """All that lay on the table of an earlier meeting of a job with the same token."""
+    """All that was stored in an earlier handshake of a job with the same token."""
     store = HashStore()
     both_meet(store, store)
-    return {place: store.get(place) for place in PLACES if store.check([place])}
+    return {key: store.get(key) for key in KEYS if store.check([key])}
 
 
 @pytest.mark.parametrize("live", [0, 1])
 @pytest.mark.parametrize("all_of_it", [False, True])
-def test_an_old_card_does_not_stand_for_a_tower_that_is_not_there(live: int, all_of_it: bool) -> None:
+def test_a_replayed_message_does_not_stand_for_a_tower_that_is_not_there(live: int, all_of_it: bool) -> None:
     store, gone = HashStore(), 1 - live
     old = recorded()
     store.set(f"tower/{gone}", old[f"tower/{gone}"])
     if all_of_it:
-        store.set(f"tower/found{gone}", old[f"tower/found{gone}"])
+        store.set(f"tower/confirmed{gone}", old[f"tower/confirmed{gone}"])
     with pytest.raises(
         StartupError, match=rf"1 of 2 towers did not come within 0 s: tower {gone} \(rank {gone}\)"
     ) as e:
         meet(store, live, seconds=0.3)
-    assert "in whose place lies a card of an earlier meeting, or of a process that has ended" in str(e.value)
+    assert "in whose place there is a message of an earlier handshake, or of a process that has ended" in str(e.value)
 
 
-def test_who_has_seen_other_cards_has_not_met() -> None:
-    """A stranger shows one tower an old card, and another one a new card."""
+def test_towers_that_have_read_different_messages_do_not_go_on() -> None:
+    """An unauthenticated peer shows one tower a replayed message, and another one a new message."""
     old, first, second = recorded(), HashStore(), HashStore()
     first.set("tower/1", old["tower/1"])
     second.set("tower/0", old["tower/0"])
@@ -98,15 +99,13 @@ def test_who_has_seen_other_cards_has_not_met() -> None:
             meet(store, 0 if store is first else 1, seconds=0.2)
 
 
-def test_a_tower_that_is_missing_is_named_by_those_who_wait_for_the_first() -> None:
+def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() -> None:
     store, old = HashStore(), recorded()
-    store.set(
-        "tower/2", messages.seal(TOKEN, "tower/2", {**messages.unseal(TOKEN, "tower/1", old["tower/1"]), "index": 2})
-    )
+    store.set("tower/2", sign(TOKEN, "tower/2", {**verify(TOKEN, "tower/1", old["tower/1"]), "index": 2}))
 
     def come(index: int) -> str:
         with pytest.raises(StartupError) as caught:
-            handshake.meet(
+            handshake.exchange(
                 store,
                 {"index": index},
                 kind="tower",
@@ -126,50 +125,49 @@ def test_a_tower_that_is_missing_is_named_by_those_who_wait_for_the_first() -> N
     assert "1 of 3 towers did not come within 1 s: tower 2 (c), in whose place" in first
 
 
-# -- other words ---------------------------------------------------------------------------------------------
+# -- forged messages ---------------------------------------------------------------------------------------------
 
 
-def test_a_card_that_a_stranger_writes_over_comes_back() -> None:
+def test_a_message_that_is_overwritten_is_published_again() -> None:
     store = HashStore()
     with ThreadPoolExecutor() as threads:
         second = threads.submit(meet, store, 1)
         for _ in range(5):
-            wait_until(lambda: is_card(store, "tower/1"), 10)
-            store.set("tower/1", "all is mine")
-        wait_until(lambda: is_card(store, "tower/1"), 10)
-        assert [card["index"] for card in meet(store, 0)] == [0, 1]
-        assert [card["index"] for card in second.result()] == [0, 1]
+            wait_until(lambda: is_message(store, "tower/1"), 10)
+            store.set("tower/1", "overwritten")
+        wait_until(lambda: is_message(store, "tower/1"), 10)
+        assert [message["index"] for message in meet(store, 0)] == [0, 1]
+        assert [message["index"] for message in second.result()] == [0, 1]
 
 
-def is_card(store: Store, place: str) -> bool:
-    with contextlib.suppress(messages.NotACardError):
-        return store.check([place]) and bool(messages.unseal(TOKEN, place, store.get(place)))
+def is_message(store: Store, key: str) -> bool:
+    with contextlib.suppress(NotAMessageError):
+        return store.check([key]) and bool(verify(TOKEN, key, store.get(key)))
     return False
 
 
 FORGED = {
-    "of another token": lambda place: messages.seal("another", place, {"found": "x"}),
-    "of no token": lambda place: messages.seal("", place, {"found": "x"}),
-    "of another place": lambda place: messages.seal(TOKEN, place + "0", {"found": "x"}),
-    "with a seal of another card": lambda place: messages.seal(TOKEN, place, {}).replace('card": "{', 'card": "{ '),
-    "not a word": lambda place: "",
+    "of another token": lambda key: sign("another", key, {"digest": "x"}),
+    "of no token": lambda key: sign("", key, {"digest": "x"}),
+    "of another key": lambda key: sign(TOKEN, key + "0", {"digest": "x"}),
+    "with the signature of another message": lambda key: sign(TOKEN, key, {}).replace('message": "{', 'message": "{ '),
+    "nothing": lambda key: "",
 }
 
 
 @pytest.mark.parametrize("kind", FORGED)
-def test_forged_words_are_not_heard(kind: str) -> None:
+def test_forged_messages_count_as_absent(kind: str) -> None:
     store = HashStore()
-    for place in (*PLACES, "tower/verdict", "tower/read0"):
-        store.set(place, FORGED[kind](place))
+    for key in (*KEYS, "tower/result", "tower/read0"):
+        store.set(key, FORGED[kind](key))
     both_meet(store, store)
 
 
-def test_two_jobs_with_tokens_of_their_own_meet_at_one_table() -> None:
+def test_two_jobs_with_tokens_of_their_own_meet_in_one_store() -> None:
     """As under a launcher whose store everybody reaches: each sees its own."""
     store = HashStore()
-    meet_of_other = {place: messages.seal("another", place, {"host": "elsewhere"}) for place in PLACES}
-    for place, text in meet_of_other.items():
-        store.set(place, text)
+    for key in KEYS:
+        store.set(key, sign("another", key, {"host": "elsewhere"}))
     both_meet(store, store)
 
 
@@ -179,11 +177,11 @@ def test_a_second_job_at_the_address_of_the_first_is_refused_before_and_after() 
         with pytest.raises(HandshakeError, match="tower 1 .* is not of the job that meets at"):
             join(store, token="another")
         both_meet(store, join(store))
-        for place in PLACES:
-            store.delete_key(place)
+        for key in KEYS:
+            store.delete_key(key)
 
 
-# -- no words ------------------------------------------------------------------------------------------------
+# -- no messages ------------------------------------------------------------------------------------------------
 
 LINES = {
     "silence": b"",
@@ -196,7 +194,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_strangers_on_the_line_hold_nobody_up(kind: str) -> None:
+def test_foreign_connections_hold_nobody_up(kind: str) -> None:
     """They come before the towers, and while these meet; they say something, and stay."""
     store = serve()
     with contextlib.ExitStack() as lines:

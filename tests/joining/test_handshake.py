@@ -1,4 +1,4 @@
-"""Who meets is who belongs: strangers are refused, and what they leave in the store harms nobody."""
+"""Unauthenticated peers are refused, and what they leave in the store harms no job."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from tests.support.jobs import ROOT, run_program
 from tests.support.sockets import family, listening
 from tests.support.waiting import at_most
 from towers import HandshakeError, StartupError
-from towers.collectives.connecting import default_group
-from towers.joining import handshake, messages
-from towers.joining.messages import JOB_TOKEN
+from towers.collectives.connecting import compare_towers
+from towers.joining import handshake
+from towers.joining.store import Message, join_store, serve_store, sign
 from towers.launching.job import Job, agent_command
+from towers.topology import JOB_TOKEN
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TOKEN = "a secret of the tests"
@@ -33,14 +34,14 @@ SECONDS = timedelta(seconds=10)
 
 @pytest.fixture(autouse=True)
 def quickly() -> Iterator[None]:
-    """No stranger may make anybody wait."""
+    """No unauthenticated peer may make anybody wait."""
     with at_most(45):
         yield
 
 
 @pytest.fixture
 def store() -> TCPStore:
-    return handshake.serve_store("127.0.0.1", 0, SECONDS, "a test", TOKEN)
+    return serve_store("127.0.0.1", 0, SECONDS, "a test", TOKEN)
 
 
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -53,15 +54,15 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
     variables = torchrun_variables(MASTER_PORT=str(free_port()), **{JOB_TOKEN: "right"})
     first = start("end", **variables)
     try:
-        stranger = run_program([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"})
-        assert stranger.returncode == 1
-        last = stranger.stderr.strip().splitlines()[-1]
+        refused = run_program([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"})
+        assert refused.returncode == 1
+        last = refused.stderr.strip().splitlines()[-1]
         host = f"(on {os.uname().nodename})"
         assert last.startswith(
             f"towers.errors.HandshakeError: tower 1 {host} is not of the job that meets at 127.0.0.1:"
         )
-        assert f"the card of a process on {os.uname().nodename} with another job token" in last
-        assert "wrong" not in stranger.stderr
+        assert f"a message of a process on {os.uname().nodename} with another job token" in last
+        assert "wrong" not in refused.stderr
         second = run_program([WAITS, "end"], env={**variables, "RANK": "1"})
         assert second.returncode == 0, second.stderr
         assert first.communicate(timeout=20)[0] == "ready\n"
@@ -71,17 +72,17 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
         first.communicate(timeout=20)
 
 
-def test_a_stranger_at_a_job_of_our_own_agent_is_refused() -> None:
+def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
     job = start("two")
     try:
         assert job.stdout is not None
         assert job.stdout.readline() == "ready\n"
         [(_, port)] = listening(job.pid)
         variables = {**torchrun_variables(MASTER_PORT=str(port), RANK="1"), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        stranger = run_program([WAITS], env=variables)
-        assert stranger.returncode == 1
-        assert "HandshakeError: tower 1 (on" in stranger.stderr
-        assert "with another job token" in stranger.stderr
+        refused = run_program([WAITS], env=variables)
+        assert refused.returncode == 1
+        assert "HandshakeError: tower 1 (on" in refused.stderr
+        assert "with another job token" in refused.stderr
         assert job.poll() is None
         assert len(family(job.pid)) == 3, "the agent and its two towers"
     finally:
@@ -102,7 +103,7 @@ def test_workers_with_different_tokens_are_refused() -> None:
     assert [process.returncode for process in processes] == [1, 1]
     assert refused.startswith(f"towers: worker 1 (on {os.uname().nodename}) is not of the job that meets at")
     assert len(refused.splitlines()) == 1
-    assert "1 of 2 workers did not come within 4 s: worker 1 (127.0.0.1:2); who should" in waited
+    assert "1 of 2 workers did not come within 4 s: worker 1 (127.0.0.1:2); the list of workers" in waited
 
 
 def test_where_the_token_comes_from() -> None:
@@ -119,10 +120,10 @@ def test_where_the_token_comes_from() -> None:
     assert token(TORCHELASTIC_RUN_ID="run", TOWERS_STARTED_BY="python with TF_CONFIG") == ""
 
 
-def meet(store: Any, index: int, seconds: float = 10.0, card: dict[str, Any] | None = None) -> list[messages.Card]:
-    return handshake.meet(
+def meet(store: Any, index: int, seconds: float = 10.0, message: Message | None = None) -> list[Message]:
+    return handshake.exchange(
         store,
-        {"device": "cpu", "gpu": None} if card is None else card,
+        {"device": "cpu", "gpu": None} if message is None else message,
         kind="tower",
         index=index,
         names=["rank 0", "rank 1"],
@@ -136,7 +137,7 @@ def meet(store: Any, index: int, seconds: float = 10.0, card: dict[str, Any] | N
 
 def join(store: TCPStore) -> TCPStore:
     deadline = time.monotonic() + 10
-    return handshake.join_store("127.0.0.1", store.port, SECONDS, deadline, "tower 0", "a test", TOKEN, "tower 1")
+    return join_store("127.0.0.1", store.port, SECONDS, deadline, "tower 0", "a test", TOKEN, "tower 1")
 
 
 GARBAGE = {
@@ -144,30 +145,30 @@ GARBAGE = {
     "bytes": b"\xff\x00\x80",
     "a list": b"[]",
     "an empty object": b"{}",
-    "an object of another kind": b'{"card": 5, "seal": 6}',
-    "a card that is none": b'{"card": "[1]", "seal": "x"}',
-    "a seal of other letters": json.dumps({"card": "{}", "seal": "ü\ud800"}).encode(),
+    "an object of another kind": b'{"message": 5, "signature": 6}',
+    "a message that is no object": b'{"message": "[1]", "signature": "x"}',
+    "a signature of other letters": json.dumps({"message": "{}", "signature": "ü\ud800"}).encode(),
     "brackets": b"[" * 100_000,
-    "a long number": b'{"card": ' + b"1" * 5000 + b"}",
+    "a long number": b'{"message": ' + b"1" * 5000 + b"}",
     "much": b'"' + b"x" * 2**21 + b'"',
-    "a host of brackets": json.dumps({"card": '{"host": ' + "[" * 900 + "]" * 900 + "}", "seal": "x"}).encode(),
-    "another job's": messages.seal("another", "tower/1", {"host": "elsewhere\x1b[2J"}).encode(),
-    "a card from another place": messages.seal(TOKEN, "worker/0", {"host": "elsewhere"}).encode(),
+    "a host of brackets": json.dumps({"message": '{"host": ' + "[" * 900 + "]" * 900 + "}", "signature": "x"}).encode(),
+    "another job's": sign("another", "tower/1", {"host": "elsewhere\x1b[2J"}).encode(),
+    "a message from another key": sign(TOKEN, "worker/0", {"host": "elsewhere"}).encode(),
 }
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_towers_meet_whatever_strangers_have_left_in_the_store(store: TCPStore, kind: str) -> None:
-    for place in ("tower/0", "tower/1", "tower/verdict"):
-        store.set(place, GARBAGE[kind])
+def test_towers_meet_whatever_unauthenticated_peers_have_left_in_the_store(store: TCPStore, kind: str) -> None:
+    for key in ("tower/0", "tower/1", "tower/result"):
+        store.set(key, GARBAGE[kind])
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(meet, [store, join(store)], range(2)))
     assert found[0] == found[1]
-    assert [card["device"] for card in found[0]] == ["cpu", "cpu"]
+    assert [message["device"] for message in found[0]] == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_who_does_not_come_is_missing_whatever_lies_in_its_place(store: TCPStore, kind: str) -> None:
+def test_a_tower_that_does_not_come_is_missing_whatever_is_stored_in_its_place(store: TCPStore, kind: str) -> None:
     store.set("tower/1", GARBAGE[kind])
     with pytest.raises(StartupError, match=r"1 of 2 towers did not come within 0 s: tower 1 \(rank 1\), in") as caught:
         meet(store, 0, seconds=0.0)
@@ -175,12 +176,12 @@ def test_who_does_not_come_is_missing_whatever_lies_in_its_place(store: TCPStore
     assert len(str(caught.value)) < 500
 
 
-def test_a_failure_is_told_to_all_though_a_stranger_has_taken_its_place(store: TCPStore) -> None:
-    store.set("tower/verdict", b"all is well")
+def test_a_result_reaches_all_though_an_unauthenticated_peer_has_taken_its_key(store: TCPStore) -> None:
+    store.set("tower/result", b"all is well")
 
     def come(index: int) -> str:
         with pytest.raises(HandshakeError) as caught:
-            meet(PrefixStore("", store), index, card={"device": "cpu", "gpu": [None, 5][index]})
+            meet(PrefixStore("", store), index, message={"device": "cpu", "gpu": [None, 5][index]})
         return str(caught.value)
 
     with ThreadPoolExecutor() as threads:
@@ -189,20 +190,20 @@ def test_a_failure_is_told_to_all_though_a_stranger_has_taken_its_place(store: T
     assert "is damaged: gpu is missing or of another kind" in first
 
 
-@pytest.mark.parametrize("card", [{}, {"device": 5, "gpu": None}, {"device": "cpu"}, {"device": "cpu", "gpu": [[[]]]}])
-def test_a_card_of_this_job_that_lacks_something_is_an_error_that_names_it(
-    store: TCPStore, card: dict[str, Any]
-) -> None:
-    said = {"host": "h\n1", "versions": handshake.versions(), **card}
-    store.set("tower/1", messages.seal(TOKEN, "tower/1", said))
-    with pytest.raises(HandshakeError, match=r"the card of tower 1 \(on h\?1\) is damaged: (device|gpu) is missing"):
+@pytest.mark.parametrize(
+    "message", [{}, {"device": 5, "gpu": None}, {"device": "cpu"}, {"device": "cpu", "gpu": [[[]]]}]
+)
+def test_a_message_of_this_job_that_lacks_a_field_is_an_error_that_names_it(store: TCPStore, message: Message) -> None:
+    damaged = {"host": "h\n1", "versions": handshake.versions(), **message}
+    store.set("tower/1", sign(TOKEN, "tower/1", damaged))
+    with pytest.raises(HandshakeError, match=r"the message of tower 1 \(on h\?1\) is damaged: (device|gpu) is missing"):
         meet(store, 0)
 
 
-def test_a_store_that_a_stranger_calls_its_own(store: TCPStore) -> None:
+def test_a_store_that_an_unauthenticated_peer_calls_its_own(store: TCPStore) -> None:
     store.set("towers/owner", b"garbage")
-    assert join(store).check(["towers/owner"]), "who leaves no card gives way"
-    store.set("towers/owner", messages.seal("another", "towers/owner", {"host": "x" * 5000}))
+    assert join(store).check(["towers/owner"]), "what is no message gives way"
+    store.set("towers/owner", sign("another", "towers/owner", {"host": "x" * 5000}))
     with pytest.raises(HandshakeError, match="tower 1 .* is not of the job") as caught:
         join(store)
     assert len(str(caught.value)) < 1000
@@ -211,15 +212,15 @@ def test_a_store_that_a_stranger_calls_its_own(store: TCPStore) -> None:
 def test_the_token_is_never_sent(store: TCPStore) -> None:
     with ThreadPoolExecutor() as threads:
         list(threads.map(meet, [store, join(store)], range(2)))
-    said = [store.get(place) for place in ("towers/owner", "tower/0", "tower/1")]
-    assert all(TOKEN.encode() not in text for text in said)
-    again = [messages.seal(TOKEN, "tower/0", {}) for _ in range(2)]
-    assert again[0] != again[1], "the seal of equal cards says nothing"
+    stored = [store.get(key) for key in ("towers/owner", "tower/0", "tower/1")]
+    assert all(TOKEN.encode() not in text for text in stored)
+    again = [sign(TOKEN, "tower/0", {}) for _ in range(2)]
+    assert again[0] != again[1], "the signatures of equal messages tell nothing"
 
 
 def test_options_that_differ_are_named() -> None:
-    card = {"options": {"timeout_seconds": 1}, "host": "h", "machine": "m", "device": "cpu", "gpu": None}
-    text = default_group.compare_towers(1, {**card, "options": {"timeout_seconds": 2}}, 0, card)
+    message = {"options": {"timeout_seconds": 1}, "host": "h", "machine": "m", "device": "cpu", "gpu": None}
+    text = compare_towers(1, {**message, "options": {"timeout_seconds": 2}}, 0, message)
     assert text == (
         "different communication options: {'timeout_seconds': 2} on tower 1 (on h), {'timeout_seconds': 1} on tower 0 "
         "(on h)"

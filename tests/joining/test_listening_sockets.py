@@ -19,7 +19,7 @@ import pytest
 from tests.joining.test_two_hosts import ip
 from tests.support.jobs import ROOT
 from tests.support.sockets import family, listening, unix_sockets
-from towers.system import machine, network
+from towers.system.machine import address_towards, interface_of, interface_variables
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
 
@@ -104,19 +104,19 @@ def test_what_the_user_says_about_interfaces_wins(tmp_path: pathlib.Path) -> Non
     file = tmp_path / "nccl.conf"
     file.write_text("NCCL_DEBUG=WARN\n")
     environ = {"NCCL_CONF_FILE": str(file)}
-    assert network.variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert network.variables("eth1", {**environ, "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}) == {}
+    assert interface_variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables("eth1", {**environ, "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib"}) == {}
     file.write_text("NCCL_SOCKET_IFNAME=ib0\n")
-    assert network.variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert interface_variables("eth1", environ) == {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_interface_of_an_address(address: str) -> None:
     if ":" in address and not pathlib.Path("/proc/net/if_inet6").read_text():
         pytest.skip("this machine has no IPv6")
-    assert machine.address_towards(address, 1) == address
-    assert machine.interface_of(address) == "lo"
-    assert machine.interface_of("192.0.2.255") is machine.interface_of("2001:db8::ff") is None
+    assert address_towards(address, 1) == address
+    assert interface_of(address) == "lo"
+    assert interface_of("192.0.2.255") is interface_of("2001:db8::ff") is None
 
 
 def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:

@@ -17,7 +17,7 @@ def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkey
     killed, foreign = tmp_path / "towers-killed", tmp_path / "something-else"
     for directory in (killed, foreign):
         directory.mkdir()
-        (directory / "whereabouts0").write_bytes(b"")
+        (directory / "status0").write_bytes(b"")
         os.utime(directory, (1, 1))
     with console.Relay() as living:
         os.utime(living.directory, (1, 1))

@@ -23,7 +23,7 @@ from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import at_most, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
-from towers.launching import become
+from towers.launching.job import _find_program, own_command
 from towers.system import devices
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
@@ -126,6 +126,29 @@ def test_the_first_exception_comes_last_and_whole() -> None:
     assert "elastic" not in result.stderr
 
 
+def debug_log(*words: str) -> list[str]:
+    """The lines of a job's debug log, without their times."""
+    result = run_program([*RUN, REPORT, *words], env={"MIRRORED_LOG_LEVEL": "debug"})
+    return [re.sub(r" [0-9]+ ms: ", ": ", line) for line in result.stderr.splitlines()]
+
+
+def test_changes_of_a_jobs_state_are_logged() -> None:
+    lines = debug_log()
+    assert any(line.startswith("towers: worker 0 of 1 starts 2 towers: ") for line in lines)
+    for tower, name in ((0, ""), (1, "[tower 1] ")):
+        for text in (
+            f"mirrored: tower {tower} of 2 on cpu joins the others at",
+            f"towers: tower {tower} has begun its heartbeats",
+            f"towers: tower {tower} is connected by shared memory",
+            "towers: this tower has left its process groups",
+        ):
+            assert any(line.startswith(name + text) for line in lines), text
+    assert lines[-1] == "towers: worker 0 of 1 has ended with exit code 0"
+    lines = debug_log("fail")
+    assert any(re.search("towers: failure reported in .*: ValueError: planned failure$", line) for line in lines)
+    assert "towers: tower 1 ended with 1; its report: ValueError: planned failure" in lines
+
+
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     with at_most(20):
         result = run_program([*RUN, REPORT, "exit"])
@@ -164,7 +187,7 @@ def test_only_a_users_own_script_is_started_again(words: list[str], why: str, tm
 
 def test_this_very_test_is_refused() -> None:
     with pytest.raises(CannotStartError):
-        become.own_command()
+        own_command()
     with pytest.raises(mirrored.CannotStartError):
         mirrored.MirroredStrategy(["cpu:0", "cpu:1"])
 
@@ -184,7 +207,7 @@ def test_this_very_test_is_refused() -> None:
     ],
 )
 def test_pythons_command_line(argv: list[str], expected: tuple[str, int]) -> None:
-    assert become._find_program(argv) == expected
+    assert _find_program(argv) == expected
 
 
 TRAIN = str(ROOT / "tests" / "programs" / "train.py")

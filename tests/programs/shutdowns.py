@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from towers.collectives import process_group, shutdown
+from towers.collectives import process_group
 from towers.collectives.communicator import Alone
 
 folder, *statements = sys.argv[1:]
@@ -40,10 +40,10 @@ def starts_no_threads(self: threading.Thread) -> None:
 
 
 group = Group()
-shutdown.leave_process_group = lambda: time.sleep(1000)
+process_group.leave_process_group = lambda: time.sleep(1000)
 process_group.open_communicators.add(communicator := Alone(torch.device("cpu")))
-shutdown._LEAVING_SECONDS = 0.3
-shutdown.leave_at_exit(may_hang=True)
+process_group._LEAVING_SECONDS = 0.3
+process_group.leave_at_exit(may_hang=True)
 atexit.register(setattr, threading.Thread, "start", starts_no_threads)
 print("last words")
 exec(statement)

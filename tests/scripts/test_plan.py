@@ -208,9 +208,9 @@ def test_checkpoints_and_failures() -> None:
 
 
 def test_what_the_start_up_costs_grows_with_the_square() -> None:
-    assert bookkeeping.card_requests(8) == 128
-    assert bookkeeping.meeting_seconds(16) == pytest.approx(4 * bookkeeping.meeting_seconds(8))
-    assert bookkeeping.signs_of_life(16384) == pytest.approx(2 * 16384 * bookkeeping.REQUEST)
+    assert bookkeeping.handshake_requests(8) == 128
+    assert bookkeeping.handshake_seconds(16) == pytest.approx(4 * bookkeeping.handshake_seconds(8))
+    assert bookkeeping.heartbeats(16384) == pytest.approx(2 * 16384 * bookkeeping.REQUEST)
     # 3 messages of 256 bytes, as slow as the network's.
     assert bookkeeping.announcement(Cluster(2, 2, INSIDE, ACROSS)) == pytest.approx(3 * (10e-6 + 256 / 10e9))
 
@@ -218,7 +218,7 @@ def test_what_the_start_up_costs_grows_with_the_square() -> None:
 def test_figures_of_the_project_are_those_of_its_code() -> None:
     assert buckets.FIRST_BUCKET_BYTES == steptime.FIRST_BUCKET
     assert all(preset.model.bucket == options.DEFAULT_BUCKET_BYTES for preset in presets.MODELS.values())
-    assert heartbeat.INTERVAL * bookkeeping.SIGNS == 2.0  # a sign, and a look for questions
+    assert heartbeat.INTERVAL * bookkeeping.HEARTBEATS == 2.0  # a heartbeat, and a look for queries
 
 
 MACHINE = cpu.Machine(cores=2, cache=2.0**25)

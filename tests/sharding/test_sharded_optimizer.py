@@ -26,7 +26,8 @@ from tests.support.waiting import at_most
 from tests.training.test_plain_pytorch import FEATURES, mlp, train
 from towers.collectives.shared_memory import regions
 from towers.gradients import buckets
-from towers.sharding.optimizer import SharedOut
+from towers.sharding.inner import ShardedState
+from towers.sharding.optimizer import OptimizerSharder
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -298,7 +299,7 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
 
     for batch in strategy.distribute_dataset(TensorDataset(x, y), 8):
         strategy.run(step, batch)
-    assert isinstance(optimizer.state, SharedOut) is shard
+    assert isinstance(optimizer.state, ShardedState) is shard
     return [*(p.detach().clone() for p in model.parameters()), *seen]
 
 
@@ -668,13 +669,13 @@ def refused(make: Callable[[Any], torch.optim.Optimizer]) -> str:
 
 
 REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "cannot share out Adafactor.step()": torch.optim.Adafactor,
-    "cannot share out LBFGS.step()": torch.optim.LBFGS,
+    "cannot shard Adafactor.step()": torch.optim.Adafactor,
+    "cannot shard LBFGS.step()": torch.optim.LBFGS,
     "set Normalized.elementwise = True": Normalized,
     "differentiable=True": lambda p: torch.optim.SGD(p, 0.1, differentiable=True),
 }
 if hasattr(torch.optim, "Muon"):
-    REFUSED["cannot share out Muon.step()"] = torch.optim.Muon
+    REFUSED["cannot shard Muon.step()"] = torch.optim.Muon
 
 
 def refuse_all() -> dict[str, str]:
@@ -755,8 +756,8 @@ def train_in_two_halves(
         return {}, {}, []
     if chief_alone:
         time.sleep(1.0)  # the others have ended
-    twin = strategy.engine._sharder._known[optimizer].twin if shard else optimizer
-    held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in twin.state.values()]
+    inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if shard else optimizer
+    held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in inner.state.values()]
     return model.state_dict(), optimizer.state_dict(), held
 
 

@@ -51,7 +51,10 @@ class SharedMemoryGroup(Group):
             raise ArgumentError("all_reduce: sparse tensors can only be summed (ReduceOp.SUM)")
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            tensor.copy_(sum_rows(comm, tensor))  # not detached: that would be another sparse tensor
+            total = sum_rows(comm, tensor)
+            # copy_ replaces the memory of a sparse tensor; that of inference mode could not be used outside of it.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(total)  # not detached: that would be another sparse tensor
 
         return self.do("all_reduce", opts, task, [tensor], f"sparse {signature(tensor)}")
 

@@ -1,4 +1,4 @@
-"""Reducing several towers' numbers to one, in an order that is always the same."""
+"""Reducing several towers' numbers to one, in an order that is always the same; and which chunk each tower reduces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 from towers.errors import ArgumentError
+
+CHUNK_ALIGNMENT = 256
+"""Bytes. Towers' chunks of a buffer begin at multiples of it, and so should the tensors in the buffer.
+
+More than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, go over a tensor's chunk as
+they go over all of the tensor: then an optimizer that updates the chunk computes the same bits.
+"""
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -87,3 +94,15 @@ def add_by_tree(total: Tensor, parts: Sequence[Tensor]) -> None:
         torch.add(level[0], level[1], out=total)
     elif level[0] is not total:
         total.copy_(level[0])
+
+
+def chunk_of(numel: int, itemsize: int, towers: int, tower: int) -> tuple[int, int]:
+    """Where the chunk of a flat buffer that ``tower`` reduces begins and ends, in elements.
+
+    Args:
+        numel: elements of the buffer.
+        itemsize: bytes of an element.
+    """
+    step = max(1, CHUNK_ALIGNMENT // itemsize)
+    size = -(-numel // (towers * step)) * step
+    return min(numel, size * tower), min(numel, size * (tower + 1))

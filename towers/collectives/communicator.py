@@ -7,7 +7,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from torch import Tensor
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
 from towers.health.status import Health
-
-if TYPE_CHECKING:
-    from towers.collectives.shared_memory.regions import Regions
 
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
@@ -114,7 +111,8 @@ class Communicator(ABC):
         backend: name for messages and the log.
         prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
             the backend can only sum, else 1.
-        regions: memory that all towers map, where all of them are on one host, else None.
+        averages_in_place: whether :meth:`start_average` averages where the tensors lie, in memory that all towers map,
+            and all at once when the first is awaited; else averages may run beside the computation, in their order.
         name: tells this communicator from the others of a strategy, equal on all towers.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
@@ -126,7 +124,7 @@ class Communicator(ABC):
     device: torch.device
     backend: str
     prescale: float = 1.0
-    regions: Regions | None = None
+    averages_in_place: bool = False
     name: str = "all"
     _named: int = 0
     _broken: TowersError | None = None

@@ -1,4 +1,10 @@
-"""Averaging gradients that a script has computed itself, all at once."""
+"""Averaging gradients that a script has computed itself, all at once.
+
+[Note: a script's own gradients] ``torch.autograd.grad`` runs no hook of a parameter's, so what it gives is each tower's
+own. It is averaged on request, in one announced call: shapes and dtypes are compared by a digest, and a bit for each
+gradient says whether this tower has one and whether it is dense. An average with a graph would have to be a collective
+in the backward through it, which towers reach at different times.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,7 @@ from torch import Tensor
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, WholeCall
 from towers.errors import DisagreementError
-from towers.gradients.sparse import average_rows, to_dense, without_rows
+from towers.gradients.sparse import average_rows, has_rows, to_dense, without_rows
 from towers.system.memory_layout import gradient_dtype
 
 
@@ -40,17 +46,21 @@ def average(
     """
     kinds = [[str(gradient_dtype(tensor)), list(tensor.shape)] for tensor in tensors]
     digest = hashlib.blake2b(json.dumps(kinds).encode(), digest_size=16).hexdigest()
-    own = [digest, _mask([g is not None for g in gradients]), _mask([_is_dense(g) for g in gradients])]
-    said = [other.details for other in announce(comm, call, own)]
-    if any(other[0] != digest for other in said):
+    mine = [
+        digest,
+        _mask([g is not None for g in gradients]),
+        _mask([g is not None and not has_rows(g) for g in gradients]),
+    ]
+    towers = [tower.details for tower in announce(comm, call, mine)]
+    if any(other != digest for other, _, _ in towers):
         raise _difference(comm, call, [[name_of(t), *kind] for t, kind in zip(tensors, kinds, strict=True)])
     means: list[Tensor | None] = [None] * len(tensors)
     dense: dict[int, Tensor] = {}
     with WholeCall(comm):
         for i, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if not any(other[1] >> i & 1 for other in said):
+            if not any(present >> i & 1 for _, present, _ in towers):
                 continue
-            if any(other[2] >> i & 1 for other in said):
+            if any(is_dense >> i & 1 for _, _, is_dense in towers):
                 dense[i] = _densely(tensor, gradient)
             else:
                 nothing = without_rows(tensor.shape, gradient_dtype(tensor), tensor.device)
@@ -62,11 +72,6 @@ def average(
 
 def _mask(flags: Sequence[bool]) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
-
-
-def _is_dense(gradient: Tensor | None) -> bool:
-    """Whether a gradient cannot be averaged row by row."""
-    return gradient is not None and not (gradient.is_sparse and gradient.sparse_dim() == 1)
 
 
 def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:

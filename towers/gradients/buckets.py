@@ -2,12 +2,29 @@
 
 A bucket's buffer holds, one after the other::
 
-    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a bucket of all) | backward |
+    | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a unit) | backward |
 
-The tail makes unused parameters exact without a collective of their own: after the sum over towers, a slot's "used?"
-says how many towers computed that gradient in this backward, and in the bucket that closes a backward "touched?" says
-which buckets any tower has gradients for, and the last numbers which backward it is (:mod:`towers.gradients.pairing`).
-(Between GPUs these flags go by way of the hosts instead: :mod:`towers.gradients.flags`.)
+The numbers behind the gradients are its *tail*. They make unused parameters exact without a collective of their own:
+after the sum over towers, a slot's "used?" says how many towers computed that gradient in this backward. In the bucket
+that closes a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for, and the
+last numbers say which backward it is (:mod:`towers.gradients.pairing`). Between GPUs these flags take another way
+(:mod:`towers.gradients.usage`).
+
+[Note: gradients lie in buckets] A parameter's gradient is a view of its bucket from the moment the bucket is packed, so
+nothing is copied out after the sum. DDP's ``gradient_as_bucket_view`` does the same, saves a copy of all gradients a
+step, and breaks code that keeps ``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses).
+So before a bucket is filled again, the holders of its memory are counted: if there are others than the parameters
+themselves, the bucket gets new memory. The slots' own views are never installed as gradients, since ``Module.to`` and
+``p.grad.data = …`` would move them out of the bucket.
+
+[Note: copied at once] On CPUs a tower computes on the core that it reduces on, so nothing is gained by overlap, but
+much by the cache: a large gradient is copied into its bucket as soon as autograd has it, while the cache holds it, and
+the copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the last.
+Small ones are copied together, in one call, when the bucket is full.
+
+[Note: stale slots contribute what they hold] A slot without a new gradient contributes the gradient that the parameter
+still has, not zero. That one is equal on all towers, so its mean is itself; a second backward that only some towers
+make must give old + mean(new), and contributing zero would divide the old.
 """
 
 from __future__ import annotations
@@ -16,21 +33,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import Communicator
-from towers.collectives.shared_memory.regions import PART_ALIGNMENT
 from towers.errors import MirrorError, TowersError
-from towers.gradients.lazy import make_pending, make_plain
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
+from towers.gradients.streams import StreamOrder
 from towers.mirroring.mirror import Named
-from towers.system.memory_layout import ALONE, flatten_real, gradient_dtype, view_like
+from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.torch_private import foreach_copy_, storage_holders
 
 FIRST_BUCKET_BYTES = 2**20
-_LARGE_BYTES = 2**17  # from here on bringing a gradient at once saves more than one call for many does
-_APART = 0.4  # how much of a gradient must be this tower's own part to leave it where it is
+_LARGE_BYTES = 2**17  # from here on copying a gradient at once saves more than one call for many does
 
 
 class DenseSlot(Slot):
@@ -38,16 +53,15 @@ class DenseSlot(Slot):
 
     Attributes:
         bucket, start: where it is, in elements of the bucket's dtype.
-        view: where in the buffer its gradient lies, in the parameter's shape and strides. It is never handed
-            out itself: ``p.grad.data = …`` (as ``Module.to`` does) would move it out of the buffer.
-        large: its gradient is brought into the buffer as soon as it is there.
-        filled: the gradient that was brought into the buffer before its time, and its version then.
-        complete: where it is set, gradients are handed out as pending ones that call it.
-        apart: the gradient stays where autograd put it, and its part that this tower averages is not in the buffer.
+        view: where in the buffer its gradient lies, in the parameter's shape and strides.
+        large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
+        copied: the gradient that was copied so, and its version then.
+        kept_in_place: the gradient stays where autograd has put it; this tower's chunk of it is not in the buffer
+            (:class:`towers.gradients.reduce_scatter.ChunkedSlot`).
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
     """
 
-    __slots__ = ("_left", "_pending", "apart", "bucket", "complete", "filled", "large", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "kept_in_place", "large", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -55,39 +69,30 @@ class DenseSlot(Slot):
         self.start = start
         self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view: Tensor | None = None
-        self.filled: tuple[Tensor, int] | None = None
-        self.complete: Callable[[], None] | None = None
-        self.apart = False
+        self.copied: tuple[Tensor, int] | None = None
+        self.kept_in_place = False
         self.packed: Tensor | None = None
-        self._pending: TensorWeakRef | None = None
-        self._left: TensorWeakRef | None = None
 
     @property
     def numel(self) -> int:
         """Elements of the bucket's dtype."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
-    @property
-    def own(self) -> tuple[int, int]:
-        """Where the part that this tower averages begins and ends, in elements of the bucket's dtype from its start."""
-        start, end = (max(0, min(bound - self.start, self.numel)) for bound in self.bucket.own)
-        return start, end
-
-    @property
-    def pending(self) -> Tensor | None:
-        """The gradient that was handed out last, if it is pending and somebody still holds it."""
-        found: Tensor | None = self._pending() if self._pending is not None else None
-        return found
-
-    def is_in_view(self, gradient: Tensor | None) -> bool:
+    def is_installed(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
         view = self.view
         if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
             return False
         return gradient.stride() == view.stride() and gradient.dtype == view.dtype
 
-    def fill(self, gradient: Tensor, scale: float) -> None:
-        """Bring ``gradient`` times ``scale`` into the buffer."""
+    def install(self, parameter: Tensor) -> None:
+        """Make this slot's place in the buffer the parameter's gradient."""
+        assert self.view is not None
+        parameter.grad = gradient = self.view.detach()
+        self.note_installed(gradient)
+
+    def copy(self, gradient: Tensor, scale: float) -> None:
+        """Copy ``gradient`` times ``scale`` into the buffer."""
         assert self.view is not None
         dense = to_dense(gradient) if gradient.is_sparse else gradient
         if scale == 1.0:
@@ -95,58 +100,40 @@ class DenseSlot(Slot):
         else:
             torch.mul(dense, scale, out=self.view)
 
-    def leave_apart(self, gradient: Tensor) -> bool:
-        """Bring only what other towers average of ``gradient``, if that is worth it; whether it was done."""
-        view, (start, end) = self.view, self.own
-        assert view is not None
-        if end - start < _APART * self.numel or gradient.is_sparse or gradient.stride() != view.stride():
-            return False
-        if (
-            gradient.requires_grad or storage_holders(gradient) != ALONE
-        ):  # in memory of its own alone can it be averaged
-            return False
-        source, target = flatten_real(gradient), flatten_real(view)
-        target[:start].copy_(source[:start])
-        target[end:].copy_(source[end:])
-        self.make_pending(gradient)
-        self._left = TensorWeakRef(gradient)
-        self.apart = True
-        return True
+    def has_copied(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` was copied at once, and nobody has changed it since."""
+        copied = self.copied
+        return copied is not None and copied[0] is gradient and copied[1] == gradient._version
 
-    def has_left(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` is the one that was left where autograd had put it."""
-        return self._left is not None and self._left() is gradient
+    # What a reduction that leaves gradients incomplete does otherwise:
 
-    def is_filled_with(self, gradient: Tensor) -> bool:
-        """Whether that has been done, and nobody has changed ``gradient`` since."""
-        filled = self.filled
-        return filled is not None and filled[0] is gradient and filled[1] == gradient._version
+    def note_installed(self, gradient: Tensor) -> None:
+        """``gradient`` lies in the buffer and will be reduced there."""
 
-    def hand_out(self, parameter: Tensor) -> None:
-        """Make the parameter's gradient this slot's place in the buffer."""
-        assert self.view is not None
-        parameter.grad = gradient = self.view.detach()
-        self.make_pending(gradient)
+    def note_whole(self) -> None:
+        """The gradient that was installed last is the same on all towers."""
 
-    def make_pending(self, gradient: Tensor) -> None:
-        """``gradient`` lies in the buffer; where it will not be averaged whole, have it completed before it is used."""
-        if self.complete is not None:
-            make_pending(gradient, self.complete)
-            self._pending = TensorWeakRef(gradient)
+    def keep_in_place(self, gradient: Tensor) -> bool:
+        """Copy only what other towers reduce of ``gradient``, if that is worth it; returns whether it was done."""
+        return False
 
-    def make_plain(self) -> None:
-        """Its gradient is averaged whole: nobody has to complete it any more."""
-        pending, self._pending = self.pending, None
-        if pending is not None:
-            make_plain(pending)
+    def was_kept_in_place(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` is the one that was kept in place last."""
+        return False
 
 
 class Bucket:
     """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones.
 
     Attributes:
-        used: which slots had a gradient of this tower's own when they were packed.
-        own: where the part that this tower averages begins and ends, if it averages only that.
+        index: its place among the buckets; collectives start in this order.
+        key: of its memory, as of :meth:`Communicator.allocate`.
+        numel: elements of the gradients, without the tail.
+        closing: how many numbers follow in the tail after one for each slot.
+        missing: how many gradients of this backward have not arrived.
+        launched: it was packed in this backward.
+        used: which slots had a gradient of this tower's own when it was packed.
+        streams: orders what comes on a GPU; None elsewhere.
     """
 
     def __init__(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -156,32 +143,29 @@ class Bucket:
         self.device = device
         self.slots: list[DenseSlot] = []
         self.numel = 0
-        self.own = 0, 0
+        self.closing = 0
         self.missing = 0
         self.launched = False
-        self._ready = False
         self.used: list[bool] = []
         self.buffer: Tensor | None = None
         self.tail: Tensor | None = None
-        self._own_holders = 0
+        self.streams = StreamOrder(device) if device.type == "cuda" else None  # see [Note: one bucket, several streams]
+        self._ready = False
+        self._holders = 0
         self._address = 0
         self._version = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._several_streams = False
 
-    def add(self, named: Named) -> DenseSlot:
+    def add(self, named: Named, slot_type: type[DenseSlot] = DenseSlot) -> None:
         """Give a parameter the next aligned place."""
-        real = 2 if named.tensor.is_complex() else 1
         start = -(-self.numel // self.alignment) * self.alignment
-        slot = DenseSlot(named, self, start)
+        slot = slot_type(named, self, start)
         self.slots.append(slot)
-        self.numel = start + real * named.tensor.numel()
-        return slot
+        self.numel = start + slot.numel
 
     @property
     def alignment(self) -> int:
         """Slots begin at multiples of so many elements."""
-        return PART_ALIGNMENT // self.dtype.itemsize
+        return CHUNK_ALIGNMENT // self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -194,63 +178,49 @@ class Bucket:
 
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
-        self.launched = self._ready = self._several_streams = False
-        self._stream = None
+        self.launched = self._ready = False
+        if self.streams is not None:
+            self.streams.reset()
         for slot in self.slots:
             slot.arrived = slot.unsynced = False
-            slot.filled = slot.packed = None
+            slot.copied = slot.packed = None
 
     def count_missing(self) -> None:
-        """Before a backward: how many gradients it can bring."""
+        """Before a backward: how many gradients may arrive."""
         parameters = (slot.parameter for slot in self.slots)
         self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
 
-    def follow(self) -> None:
-        """On a GPU: what now comes is for the current stream, after what came before, perhaps on another.
-
-        Gradients come on the stream on which autograd's node for the parameter was made, which is another one for a
-        part of a model that was made a CUDA graph.
-        """
-        if self.device.type != "cuda":
-            return
-        stream, before = torch.cuda.current_stream(self.device), self._stream
-        if before is not None and before != stream:
-            stream.wait_stream(before)
-            self._several_streams = True
-        self._stream = stream
-
-    def bring(self, slot: DenseSlot, channel: Communicator, scale: float, closing: int) -> None:
-        """Bring a gradient that was just computed into the buffer, while the cache still holds it."""
-        self._make_ready(channel, closing)
+    def copy_in(self, slot: DenseSlot, channel: Communicator, scale: float) -> None:
+        """Copy a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
+        self._make_ready(channel)
         parameter = slot.parameter
         gradient = None if parameter is None else parameter.grad
-        slot.apart = False
-        if gradient is not None and not slot.is_in_view(gradient):
-            if slot.complete is not None and slot.leave_apart(gradient):
-                slot.filled = gradient, gradient._version
-                return
-            slot.fill(gradient, scale)
+        slot.kept_in_place = False
+        if parameter is None or gradient is None or slot.is_installed(gradient):
+            return
+        if slot.keep_in_place(gradient):
+            slot.kept_in_place = True
+        else:
+            slot.copy(gradient, scale)
             if scale == 1.0:
-                # At once: the next gradient is then computed in the memory of this one, which the cache holds.
-                slot.hand_out(parameter)  # type: ignore[arg-type]
-            else:
-                # A second gradient of this backward would be added to the scaled first.
-                slot.filled = gradient, gradient._version
+                slot.install(parameter)
+                return
+            # Else a second gradient of this backward would be added to the scaled first: it is installed when packed.
+        slot.copied = gradient, gradient._version
 
     def pack(
-        self, channel: Communicator, scale: float, flags: Sequence[bool] | None, closing: int, *, tail: bool = True
-    ) -> Tensor:
-        """Bring all gradients, times ``scale``, and the tail into the buffer; ready to be summed over towers.
+        self, channel: Communicator, scale: float, closing: Sequence[bool] | None = None, *, tail: bool = True
+    ) -> None:
+        """Copy all gradients, times ``scale``, and the tail into the buffer; it is ready to be reduced.
 
-        From here on the gradients of fresh slots lie in the buffer, unless they are apart. A slot without a fresh
-        gradient contributes what it holds (equal on all towers, so its mean is itself), else zero.
+        From here on the gradients of fresh slots lie in the buffer, unless they are kept in place. A slot without any
+        gradient contributes zero (and see [Note: stale slots contribute what they hold]).
 
         Args:
-            flags: for the bucket that closes a backward: which units this tower touched, and which backward it is.
-            closing: how many those are.
-            tail: whether the flags travel in the tail.
+            closing: for the bucket that closes a backward: which units this tower touched, and which backward it is.
+            tail: whether flags travel in the tail.
         """
-        self._make_ready(channel, closing)
+        self._make_ready(channel)
         assert self.buffer is not None
         assert self.tail is not None
         used = []
@@ -261,40 +231,39 @@ class Bucket:
             gradient = None if parameter is None else parameter.grad
             used.append(fresh)
             assert slot.view is not None
-            slot.apart = slot.apart and gradient is not None and slot.is_filled_with(gradient)
-            if slot.apart:
-                slot.packed = gradient
-                continue
-            if gradient is None:
+            if slot.kept_in_place:
+                slot.kept_in_place = gradient is not None and slot.has_copied(gradient)
+                if slot.kept_in_place:
+                    slot.packed = gradient
+                    continue
+            if parameter is None or gradient is None:
                 slot.view.zero_()
-            elif slot.is_filled_with(gradient):
-                slot.hand_out(parameter)  # type: ignore[arg-type]
-            elif slot.is_in_view(gradient):
+            elif slot.copied is not None and slot.has_copied(gradient):
+                slot.install(parameter)
+            elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
-                slot.make_pending(gradient)
+                slot.note_installed(gradient)
             else:
-                if self._several_streams and not gradient.is_sparse:  # its memory is free as soon as it is handed out
-                    assert self._stream is not None
-                    gradient.record_stream(self._stream)
+                if self.streams is not None and not gradient.is_sparse:
+                    self.streams.keep(gradient)
                 if scale == 1.0 and not gradient.is_sparse:
                     sources.append(gradient)
                     targets.append(slot.view)
                 else:
-                    slot.fill(gradient, scale)
-                if fresh or slot.has_left(gradient):
-                    slot.hand_out(parameter)  # type: ignore[arg-type]
-            slot.filled = None
+                    slot.copy(gradient, scale)
+                if fresh or slot.was_kept_in_place(gradient):
+                    slot.install(parameter)
+            slot.copied = None
             slot.packed = None if parameter is None else parameter.grad
         if sources:
             foreach_copy_(targets, sources)  # many small ones in one call
         self.used = used
         if tail:
             _write(self.tail[: len(used)], used)
-            _write(self.tail[len(used) :], flags or [False] * closing)
+            _write(self.tail[len(used) :], closing or [False] * self.closing)
         self.launched = True
         self._version = self.buffer._version
-        return self.buffer
 
     def check_untouched(self, tower: int) -> None:
         """When backward is done: see that the gradients are those that were packed.
@@ -318,24 +287,26 @@ class Bucket:
                 "change the others before backward(), or when it has returned"
             )
 
-    def _make_ready(self, channel: Communicator, closing: int) -> None:
-        """Once in a backward, before anything is written into the buffer: see that it is nobody else's."""
+    def _make_ready(self, channel: Communicator) -> None:
+        """Once in a backward, before the buffer is written to: see that nobody else holds its memory.
+
+        See [Note: gradients lie in buckets].
+        """
         if self._ready:
             return
         self._ready = True
         gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
-        ours = sum(slot.is_in_view(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
+        ours = sum(slot.is_installed(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
         moved = self.buffer is not None and self.buffer.data_ptr() != self._address
-        if self.buffer is None or moved or storage_holders(self.buffer) > self._own_holders + ours:
-            # Somebody keeps a gradient of an earlier backward, which must not change under his hands.
-            self._allocate(channel, closing)
+        if self.buffer is None or moved or storage_holders(self.buffer) > self._holders + ours:
+            self._allocate(channel)
 
     def settle(self, tail: Callable[[], Tensor], number: int, tower: int) -> None:
-        """After the sum: parameters that only other towers used get their gradient too.
+        """After the reduction: parameters that only other towers used get their gradient too.
 
         Args:
-            tail: gives the sum of all towers' tails.
+            tail: gives the sum of all towers' tails; asking for it may make the host wait.
             number: of this backward.
             tower: this one, for messages.
 
@@ -345,7 +316,7 @@ class Bucket:
         for slot, used in zip(self.slots, self.used, strict=True):
             if used:
                 slot.averaged = number
-        if all(self.used):  # reading the counts may make the host wait
+        if all(self.used):
             return
         counts = tail()[: len(self.slots)].tolist()
         for slot, count, used in zip(self.slots, counts, self.used, strict=True):
@@ -358,17 +329,17 @@ class Bucket:
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
             slot.averaged = number
-            if not slot.apart and not slot.is_in_view(parameter.grad):
-                slot.hand_out(parameter)
+            if not slot.kept_in_place and not slot.is_installed(parameter.grad):
+                slot.install(parameter)
 
     def closing_counts(self, tail: Tensor) -> list[float]:
         """After the sum of a bucket that closed a backward: for each of its flags, how many towers have set it."""
         counts: list[float] = tail[len(self.slots) :].tolist()
         return counts
 
-    def _allocate(self, channel: Communicator, closing: int) -> None:
-        tail = len(self.slots) + closing
-        self.buffer = channel.allocate(self.key, self.numel + tail, self.dtype, self.device)
+    def _allocate(self, channel: Communicator) -> None:
+        numel = self.numel + len(self.slots) + self.closing
+        self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
             parameter = slot.parameter
@@ -376,7 +347,7 @@ class Bucket:
                 slot.view = view_like(parameter, self.buffer[slot.start :])
             else:
                 slot.view = self.buffer[:0]
-        self._own_holders = storage_holders(self.buffer)
+        self._holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()
 
 
@@ -390,7 +361,7 @@ def _write(target: Tensor, flags: Sequence[bool]) -> None:
         target.copy_(torch.tensor(flags, dtype=target.dtype, device="cpu"))
 
 
-def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
+def distribute(parameters: Sequence[Named], bucket_bytes: int, slot_type: type[DenseSlot] = DenseSlot) -> list[Bucket]:
     """Distribute parameters over buckets of about ``bucket_bytes``, one dtype and device each.
 
     The last parameter comes first, since backward usually reaches it first; the first bucket is small, so that the
@@ -410,7 +381,7 @@ def lay_out(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
             if bucket is None or bucket.nbytes >= min(limit, bucket_bytes):
                 bucket = filling[key] = Bucket(len(buckets), *key)
                 buckets.append(bucket)
-            bucket.add(named)
+            bucket.add(named, slot_type)
     if not buckets:
         buckets.append(Bucket(0, torch.float32, torch.device("cpu")))
     return buckets

@@ -1,4 +1,4 @@
-"""Which parameters' gradients are averaged, and where each of them travels."""
+"""Which parameters' gradients are averaged, and in which bucket each of them travels."""
 
 from __future__ import annotations
 
@@ -8,43 +8,41 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
-from towers.gradients.buckets import Bucket, DenseSlot, lay_out
-from towers.gradients.pairing import FLAGS
+from towers.gradients.buckets import Bucket, DenseSlot, distribute
+from towers.gradients.pairing import BITS
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import SparseSlot
 from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype
 
 
-class Layout:
-    """Slots for the gradients of some parameters: in buckets, and of sparse gradients by themselves.
+class BucketLayout:
+    """Slots for the gradients of some parameters: dense ones in buckets, sparse ones by themselves.
+
+    Args:
+        bucket_bytes: size of a bucket.
+        slot_type: of the dense slots.
 
     Attributes:
-        buckets: of the dense ones.
+        buckets: of the dense gradients.
         dense, sparse, slots: the slots of either kind, and all.
+        units: how many buckets and sparse gradients there are.
     """
 
-    def __init__(self, parameters: Sequence[Named], bucket_bytes: int) -> None:
+    def __init__(self, parameters: Sequence[Named], bucket_bytes: int, slot_type: type[DenseSlot] = DenseSlot) -> None:
         self._names = [named.name for named in parameters]
-        self.buckets: list[Bucket] = lay_out([named for named in parameters if not named.sparse], bucket_bytes)
+        self.buckets: list[Bucket] = distribute([n for n in parameters if not n.sparse], bucket_bytes, slot_type)
         self.dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
         self.sparse = [SparseSlot(named) for named in parameters if named.sparse]
         self.slots: list[Slot] = [*self.dense, *self.sparse]
+        self.units = len(self.buckets) + len(self.sparse)
+        for bucket in self.buckets:
+            bucket.closing = self.units + BITS
         self._by_id = {id(slot.parameter): slot for slot in self.slots}
         self._kinds = self._present_kinds()
 
-    @property
-    def units(self) -> int:
-        """How many buckets and sparse gradients there are."""
-        return len(self.buckets) + len(self.sparse)
-
-    @property
-    def closing(self) -> int:
-        """How many flags the bucket that closes a backward carries."""
-        return self.units + FLAGS
-
     def trainable(self) -> tuple[int, ...]:
-        """Indices of the buckets that a first backward may bring gradients for."""
+        """Indices of the buckets that a first backward may have gradients for."""
         return tuple(bucket.index for bucket in self.buckets if any(slot.trainable for slot in bucket.slots)) or (0,)
 
     def touched(self) -> list[bool]:

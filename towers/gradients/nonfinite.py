@@ -7,6 +7,7 @@ contributions whose sum overflows are not seen.)
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 
@@ -15,26 +16,16 @@ import torch
 from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
 from towers.gradients.slots import Slot
-from towers.mirroring.equality import name_towers
 from towers.mirroring.extremes import extremes, joined, what_is_not_finite
 from towers.mirroring.mirror import Named
+from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
+from towers.system.text import name_towers
 from towers.system.torch_private import current_graph_task_id, disable_dynamo, queue_callback
 
 log = get_logger("towers")
 
 _NAMED = 3
-_ACTIONS = ("ignore", "warn", "raise")
-
-
-def check_action(action: str) -> None:
-    """See that ``action`` is one of those that there are.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if action not in _ACTIONS:
-        raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")
 
 
 class GradientWatch:
@@ -61,7 +52,7 @@ class GradientWatch:
             self._names += [name for name, _ in gradients]
             self._highest.append(extremes([gradient for _, gradient in gradients]))
 
-    def tell(self) -> None:
+    def exchange(self) -> None:
         """At the end of a backward: tell the others what was found. All towers call it.
 
         Raises:
@@ -110,7 +101,7 @@ class LoneWatch:
     """Watches the gradients of a single tower, which nobody averages.
 
     Args:
-        watch: what looks at them.
+        watch: looks at them.
     """
 
     def __init__(self, watch: GradientWatch) -> None:
@@ -122,18 +113,10 @@ class LoneWatch:
         """Watch the gradients of these too."""
         for named in parameters:
             if named.tensor.is_floating_point() or named.tensor.is_complex():
-                self._hook(Slot(named))
-
-    def _hook(self, slot: Slot) -> None:
-        parameter = slot.parameter
-        assert parameter is not None
-        trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch hooks no others, and a frozen one may be thawed
-        parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(slot))
-        parameter.requires_grad_(trainable)
+                GradientHook(named.tensor, functools.partial(self._arrive, Slot(named)))
 
     @disable_dynamo
-    def _arrive(self, slot: Slot) -> None:
+    def _arrive(self, slot: Slot, parameter: torch.Tensor) -> None:
         task = current_graph_task_id()
         if task != self._task:  # also after a backward that ended in an exception
             self._task = task
@@ -147,4 +130,4 @@ class LoneWatch:
         arrived, self._arrived = self._arrived, []
         with torch.no_grad():
             self._watch.look(arrived)
-        self._watch.tell()
+        self._watch.exchange()

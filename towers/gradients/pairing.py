@@ -2,8 +2,14 @@
 
 A backward is known by the run that it is in (``strategy.run`` calls are counted) and by its number among the
 averaged backwards of that run. The two travel with the gradients, in the tail of the bucket that closes a backward.
-There they are written as flags, each bit followed by its opposite: after a sum over towers exactly one of the two is
-zero where all towers agree, and zero is exact in every dtype, however the sum was rounded.
+There each bit is followed by its opposite: after a sum over towers exactly one of the two is zero where all towers
+agree, and zero is exact in every dtype, however the sum was rounded.
+
+[Note: backwards are paired by run and number] Collectives pair by the order in which they begin. So a tower that skips
+a backward would have its next one averaged with the one that it skipped, and every later one as well. No collective was
+added to find that out: with virtual towers and in ``strategy.grad`` the two numbers are in the announcement. A
+reentrant checkpoint runs a backward within the backward; the outermost one counts
+(:mod:`towers.system.autograd_hooks`), so the number of checkpoints may differ between towers.
 """
 
 from __future__ import annotations
@@ -14,14 +20,14 @@ from collections.abc import Sequence
 from towers.collectives.communicator import Communicator
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 from towers.health.status import Health
-from towers.mirroring.equality import name_towers
+from towers.system.text import name_towers
 
-_BITS = 16  # of the run's number, and as many of the backward's in its run; the first difference is a small one
+_WIDTH = 16  # bits of the run's number, and of the backward's in its run; the first difference is a small one
 
-_OF_BYTE = [[flag for bit in range(8) for flag in (bool(byte >> bit & 1), not byte >> bit & 1)] for byte in range(256)]
+_OF_BYTE = [[bit for i in range(8) for bit in (bool(byte >> i & 1), not byte >> i & 1)] for byte in range(256)]
 
-FLAGS = 4 * _BITS
-"""How many flags tell one backward from the others."""
+BITS = 4 * _WIDTH
+"""How many bits tell one backward from the others, opposites included."""
 
 
 class BackwardCounter:
@@ -44,10 +50,10 @@ class BackwardCounter:
         self._step = self._health.step
         self._number += 1
 
-    def flags(self) -> list[bool]:
-        """The present backward, as :data:`FLAGS` flags."""
+    def bits(self) -> list[bool]:
+        """The present backward, as :data:`BITS` bits."""
         return [
-            flag for number in (self._run, self._number) for half in (0, 8) for flag in _OF_BYTE[number >> half & 255]
+            bit for number in (self._run, self._number) for half in (0, 8) for bit in _OF_BYTE[number >> half & 255]
         ]
 
     def __str__(self) -> str:
@@ -56,15 +62,19 @@ class BackwardCounter:
 
 
 def agree(counts: Sequence[float]) -> bool:
-    """Whether all towers are in the same backward, of the sums of all towers' flags."""
+    """Whether all towers are in the same backward.
+
+    Args:
+        counts: for each of the :data:`BITS` bits, how many towers have set it.
+    """
     return all(yes == 0 or no == 0 for yes, no in zip(counts[::2], counts[1::2], strict=True))
 
 
 def difference(channel: Communicator, backward: BackwardCounter) -> DisagreementError:
     """The error of towers that are in different backwards, with one text on all of them; all towers call it."""
     towers: dict[str, list[int]] = {}
-    for tower, said in enumerate(channel.all_gather_bytes(json.dumps(str(backward)).encode())):
-        towers.setdefault(json.loads(said), []).append(channel.towers[tower])
+    for tower, text in enumerate(channel.all_gather_bytes(json.dumps(str(backward)).encode())):
+        towers.setdefault(json.loads(text), []).append(channel.towers[tower])
     places = ", ".join(f"{place} on {name_towers(where)}" for place, where in towers.items())
     return DisagreementError(
         f"gradients of different backwards would be averaged: {places}. Some tower has left out a backward(), or has "

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype
+from towers.system.torch_private import DisableTorchFunctionSubclass
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def handles_gradients(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorates what works on gradients itself: autograd records nothing, and a lazily gathered gradient is memory."""
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            return method(*args, **kwargs)
+
+    return wrapper
 
 
 class Slot:
@@ -17,8 +36,8 @@ class Slot:
         name, trainable: as of :class:`towers.mirroring.mirror.Named`.
         shape: the parameter's, also when it is gone.
         dtype: of its gradient.
-        arrived: its gradient of this backward is there.
-        unsynced: gradients of its own tower alone were accumulated in it (``no_sync``).
+        arrived: autograd has finished its gradient of this backward.
+        unsynced: gradients of this tower alone were accumulated in it (``no_sync``).
         averaged: the number of the last backward that any tower had a gradient for it in.
     """
 

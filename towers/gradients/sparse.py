@@ -21,49 +21,34 @@ class SparseSlot(Slot):
         The result is sparse and coalesced, unless some tower's gradient is dense (the embedding is also used
         as an ordinary matrix): then it is dense on all.
         """
-        gradient, all_sparse = self._gradient(channel)
+        gradient, all_sparse = self.contribution(channel)
         if all_sparse:
             mean = average_rows(channel, gradient)
         else:
             mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             channel.all_reduce(mean)
             mean /= channel.size
-        self._hand_out(mean)
+        self.replace(mean)
 
-    def sum_by_tree(self, channel: Communicator) -> None:
-        """Replace the gradient by the sum over towers, in the order of a balanced tree, as :meth:`average` does."""
-        gradient, all_sparse = self._gradient(channel)
-        if all_sparse:
-            level = self._everybodys(channel, gradient.coalesce())
-            while len(level) > 1:
-                level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
-            total = level[0]
-        else:
-            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
-            channel.sum_by_tree([total.view(-1)])
-        self._hand_out(total)
-
-    def _gradient(self, channel: Communicator) -> tuple[Tensor, bool]:
-        """What this tower contributes, and whether all towers' are sparse."""
+    def contribution(self, channel: Communicator) -> tuple[Tensor, bool]:
+        """What this tower contributes, and whether all towers' can be reduced row by row."""
         parameter = self.parameter
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             gradient = without_rows(self.shape, self.dtype, channel.device)
-        dense_somewhere = channel.all_gather(torch.tensor([0 if gradient.is_sparse else 1], device="cpu"))
+        dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
         return gradient, not dense_somewhere.any()
 
-    def _hand_out(self, gradient: Tensor) -> None:
+    def replace(self, gradient: Tensor) -> None:
+        """Give the parameter the reduced gradient."""
         if (parameter := self.parameter) is not None:
             parameter.grad = gradient
         self.arrived = self.unsynced = False
 
-    def _everybodys(self, channel: Communicator, gradient: Tensor) -> list[Tensor]:
-        """The coalesced gradient of every tower."""
-        indices, rows, counts = _gather_rows(channel, gradient)
-        return [
-            _from_rows(i, r, gradient.shape, is_coalesced=True)
-            for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
-        ]
+
+def has_rows(gradient: Tensor) -> bool:
+    """Whether a gradient can be reduced row by row: it is sparse, in its first dimension alone."""
+    return gradient.is_sparse and gradient.sparse_dim() == 1
 
 
 def without_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,6 +68,15 @@ def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
     """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
     indices, rows, _ = _gather_rows(channel, gradient.coalesce())
     return _from_rows(indices, rows / channel.size, gradient.shape).coalesce()
+
+
+def rows_of_towers(channel: Communicator, gradient: Tensor) -> list[Tensor]:
+    """Every tower's tensor that is sparse in its first dimension on all of them; coalesced."""
+    indices, rows, counts = _gather_rows(channel, gradient.coalesce())
+    return [
+        _from_rows(i, r, gradient.shape, is_coalesced=True)
+        for i, r in zip(indices.split(counts), rows.split(counts), strict=True)
+    ]
 
 
 def _from_rows(indices: Tensor, rows: Tensor, shape: torch.Size, is_coalesced: bool = False) -> Tensor:

@@ -1,22 +1,57 @@
-"""Sums of what comes one after the other, in the order of a balanced binary tree."""
+"""Sums in the order of a balanced binary tree: within a tower, and over the towers.
+
+[Note: trees need whole leaves] Virtual towers' gradients are added up when all of them are computed, not while the last
+one's backward runs: a tree needs its leaves whole. On CPUs nothing is lost by that; on GPUs communication is not hidden
+behind the last backward. The buckets, the usage flags and the shared memory are those of averaging.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from towers.gradients.sparse import add_sparse
+from towers.collectives.communicator import Communicator
+from towers.gradients.buckets import Bucket
+from towers.gradients.reductions import Reduction
+from towers.gradients.sparse import SparseSlot, add_sparse, rows_of_towers, to_dense
 from towers.system.torch_private import foreach_add_
 
 Leaf = Sequence[Tensor | None]
 
 
+class TreeSum(Reduction):
+    """Sums over the towers, added in the order of a balanced tree (see [Note: trees need whole leaves])."""
+
+    def __init__(self, channel: Communicator) -> None:
+        self._channel = channel
+
+    def start(self, bucket: Bucket) -> None:
+        pass
+
+    def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        self._channel.sum_by_tree([bucket.buffer for bucket in buckets if bucket.buffer is not None])
+        return [bucket.tail for bucket in buckets if bucket.tail is not None]
+
+    def reduce_sparse(self, slot: SparseSlot) -> None:
+        gradient, all_sparse = slot.contribution(self._channel)
+        if all_sparse:
+            level = rows_of_towers(self._channel, gradient)
+            while len(level) > 1:
+                level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
+            total = level[0]
+        else:
+            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
+            self._channel.sum_by_tree([total.view(-1)])
+        slot.replace(total)
+
+
 class Subtree:
     """The sum of 2^k leaves, in the memory of k + 1 of them: ``((0 + 1) + (2 + 3)) + …``.
 
-    With the sums of several such subtrees added up in the same way (``Communicator.sum_by_tree``) the bits of the whole
-    do not depend on how the leaves were shared out. Every sum is rounded to the tensors' dtype.
+    With the sums of several such subtrees added up in the same way (:class:`TreeSum`) the bits of the whole do not
+    depend on how the leaves were distributed. Every sum is rounded to the tensors' dtype.
     """
 
     def __init__(self) -> None:
@@ -56,7 +91,7 @@ def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor 
             for a, b in zip(left, right, strict=True)
         ]
     joined = [b if a is None else a for a, b in zip(left, right, strict=True)]
-    for a, b, one in zip(left, right, joined, strict=True):
-        if one is not None and (a is None or b is None) and not one.is_sparse:
-            one.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
+    for a, b, total in zip(left, right, joined, strict=True):
+        if total is not None and (a is None or b is None) and not total.is_sparse:
+            total.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
     return joined

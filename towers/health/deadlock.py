@@ -1,9 +1,12 @@
 """Deadlocks: towers that wait for each other in different collectives, of which none can go on.
 
-A tower that waits in a collective waits for those of its towers that have not begun it: each communicator counts the
-collectives that its tower has begun. Where such waits form a cycle, nobody in it can go on. What is known of a tower
-comes with its heartbeats. Two of each tower, between which it has been in the same wait, show that all waits of the
-cycle were there at once.
+[Note: deadlocks] Each communicator counts the collectives that its tower has begun, and a tower's heartbeats say in
+which collective it waits. It waits for those towers of that collective that have not begun it. Where such waits form a
+cycle, no tower in it can go on. While some tower keeps waiting, the chief's heartbeat thread reads everybody's
+heartbeats and looks for a cycle. It counts when it was there at two heartbeats of all its towers, between which each
+has been in the same wait. Then all towers raise the same ``DeadlockError``. A slow tower does not wait, so it is never
+part of a cycle. Gloo is waited for in slices of half a second, between which a tower looks whether a deadlock has been
+published.
 """
 
 from __future__ import annotations
@@ -13,63 +16,48 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.errors import DECIDE_TOGETHER
-from towers.health.status_record import Place
+from towers.health.peers import Status, Wait
 
 
 @dataclasses.dataclass(frozen=True)
-class Wait:
-    """A collective that a tower waits in.
+class Beat:
+    """What a heartbeat of a tower says.
 
     Attributes:
-        communicator: its name, equal on all towers.
-        number: which of the communicator's collectives it is.
-        towers: who takes part in it.
-    """
-
-    communicator: str
-    number: int
-    towers: Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """Where a tower was at a heartbeat.
-
-    Attributes:
-        beat: the heartbeat's number.
-        place: run, step, phase and collective.
+        number: of the heartbeat.
+        status: run, step, phase and collective.
         begun: by name of the communicator, how many collectives the tower has begun.
         wait: what it waits in; None where it does not wait.
     """
 
-    beat: int
-    place: Place
+    number: int
+    status: Status
     begun: Mapping[str, int]
     wait: Wait | None
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values that :func:`from_json` reads."""
+        """JSON values that :meth:`from_json` reads."""
         wait = self.wait and {**dataclasses.asdict(self.wait), "towers": list(self.wait.towers)}
-        return {"beat": self.beat, "place": dataclasses.asdict(self.place), "begun": dict(self.begun), "wait": wait}
+        return {**dataclasses.asdict(self), "begun": dict(self.begun), "wait": wait}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Beat:
+        """The heartbeat that :meth:`as_json` was asked of.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+        wait = Wait(**values["wait"]) if values["wait"] is not None else None
+        return Beat(values["number"], Status(**values["status"]), values["begun"], wait)
 
 
-def from_json(said: Mapping[str, Any]) -> Standing:
-    """What :meth:`Standing.as_json` has given.
-
-    Raises:
-        KeyError, TypeError: it is something else.
-    """
-    wait = Wait(**said["wait"]) if said["wait"] is not None else None
-    return Standing(said["beat"], Place(**said["place"]), said["begun"], wait)
-
-
-def find(before: Mapping[int, Standing], now: Mapping[int, Standing]) -> list[int] | None:
-    """Towers of which each waits for the next one, and the last for the first; None where nobody is stuck so.
+def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int] | None:
+    """Towers of which each waits for the next one, and the last for the first; None where there are none.
 
     Args:
-        before, now: what was known of the towers at two times, the earlier one first.
+        before, now: the towers' newest heartbeats at two times, the earlier one first.
     """
-    stuck = {tower: wait for tower, there in now.items() if (wait := _kept_waiting(before.get(tower), there))}
+    stuck = {tower: wait for tower, beat in now.items() if (wait := _kept_waiting(before.get(tower), beat))}
     waits_for = {
         tower: [
             other
@@ -92,21 +80,21 @@ def find(before: Mapping[int, Standing], now: Mapping[int, Standing]) -> list[in
     return path[path.index(following) :]
 
 
-def _kept_waiting(before: Standing | None, now: Standing) -> Wait | None:
+def _kept_waiting(before: Beat | None, now: Beat) -> Wait | None:
     """The wait that a tower was in during all of the time between two heartbeats."""
-    if before is None or before.beat == now.beat or before.wait != now.wait:
+    if before is None or before.number == now.number or before.wait != now.wait:
         return None
     return now.wait
 
 
-def describe(cycle: Sequence[int], towers: Mapping[int, Standing]) -> str:
-    """Who waits where, for whom, and what was left out."""
+def describe(cycle: Sequence[int], towers: Mapping[int, Beat]) -> str:
+    """Which tower waits where, and for which one, and the call that was left out."""
     pairs = list(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
-    waits = "; ".join(f"tower {one} is {towers[one].place}, and waits for tower {other}" for one, other in pairs)
+    waits = "; ".join(f"tower {a} is {towers[a].status}, and waits for tower {b}" for a, b in pairs)
     left_out = [
-        f"tower {other} has gone on without {_call(towers[one].place)}"
-        for one, other in pairs
-        if _progress(towers[one].place) < _progress(towers[other].place)
+        f"tower {b} has gone on without {_call(towers[a].status)}"
+        for a, b in pairs
+        if _progress(towers[a].status) < _progress(towers[b].status)
     ]
     reason = f": {'; '.join(left_out)}" if left_out else ""
     return (
@@ -115,10 +103,10 @@ def describe(cycle: Sequence[int], towers: Mapping[int, Standing]) -> str:
     )
 
 
-def _progress(place: Place) -> tuple[int, bool]:
-    return place.run, not place.running
+def _progress(status: Status) -> tuple[int, bool]:
+    return status.run, not status.running
 
 
-def _call(place: Place) -> str:
-    what = place.call or place.phase or "its collective"
-    return f"{what} {place.when}" if place.run else what
+def _call(status: Status) -> str:
+    call = status.call or status.phase or "its collective"
+    return f"{call} {status.when}" if status.run else call

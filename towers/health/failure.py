@@ -1,18 +1,31 @@
-"""How a tower that fails tells why, so that its exception is the last thing a person reads.
+"""How a tower that fails ends: its report, which is the last thing that a person reads, and the end of its process.
 
-A tower that ends with an uncaught exception leaves a report in the file that torchrun's agent names
-(``TORCHELASTIC_ERROR_FILE``), in the form torchrun itself reads. Our own agent prints the first of the
-reports; under the user's own torchrun the report gives torchrun's summary its traceback.
+A tower that ends with an uncaught exception leaves a report in the file that its agent names
+(``TORCHELASTIC_ERROR_FILE``), in the form that torchrun reads. Our own agent prints the first of the reports; under the
+user's own torchrun the report gives torchrun's summary its traceback.
+
+[Note: a tower that has failed ends itself] Its interpreter may wait for a thread, a pool or an exit handler for ever,
+and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
+s after the report, or 2.5 s after it where only exit handlers and the interpreter's end are left, which takes a second
+of a core with torch. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
+agent. Reports are written under another name and renamed, so that they are whole or absent.
+
+[Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
+the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
+told it to end: then it has seen the cause.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
 import functools
 import json
 import math
+import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import signal
@@ -22,19 +35,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from towers import topology
 from towers.errors import PeerLostError
-
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+from towers.system.log import get_logger
+from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 
 _SHORT = 200  # characters
 
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
-_LAST_SECONDS = 2.5  # what threads and exit handlers of a process that has failed may take
+_LAST_SECONDS = 1.5  # what threads of a process that has failed may take
+_EXIT_SECONDS = 2.5  # the same with exit handlers and the interpreter, whose end takes a second of a core with torch
 
 SAVING_SECONDS = 30.0
 """How long a checkpoint that is being written may still take when the job has failed."""
@@ -45,85 +58,193 @@ EXIT_PREEMPTED = 75
 All towers end with it together. (``EX_TEMPFAIL`` of sysexits.h: try again later.)
 """
 
+log = get_logger("towers")
+
 
 def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
     if isinstance(error, PeerLostError):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(text in _said_by(error) for text in _PEER_LOST)
+    return isinstance(error, (RuntimeError, OSError)) and any(text in _text_of(error) for text in _PEER_LOST)
 
 
 def signal_name(number: int) -> str:
-    """``"SIGKILL"`` for 9; signals without a name are told by number."""
+    """``"SIGKILL"`` for 9; a number for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def report(error: BaseException, trace: str = "") -> dict[str, object]:
-    """The report of an exception, in torchrun's form with a finer clock and whether it is a consequence.
+# -- reports -------------------------------------------------------------------------------------------------
 
-    Args:
-        trace: comes before an exception that was raised nowhere.
+
+@dataclasses.dataclass(frozen=True)
+class FailureReport:
+    """Why a tower has failed. One that was read is foreign data: any process may have written its file.
+
+    Attributes:
+        text: the exception's type and text.
+        trace: its traceback.
+        time: when it came, in seconds since 1970 by the tower's clock.
+        consequence: whether the tower failed only because another one was gone.
     """
-    text = f"{type(error).__name__}: {_said_by(error)}"
-    try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-    except Exception:  # whatever a stranger's exception does
-        lines = [*traceback.format_tb(error.__traceback__), f"{text}\n"]
-    return {
-        "message": {
-            "message": text,
-            "extraInfo": {
-                "py_callstack": "".join([trace, *lines]),
-                "timestamp": str(int(time.time())),
-                "time": time.time(),
-                "consequence": is_peer_lost(error),
-                "short": in_short(text),
-            },
+
+    text: str
+    trace: str
+    time: float
+    consequence: bool
+
+    @classmethod
+    def of(cls, error: BaseException, trace: str = "") -> FailureReport:
+        """The report of an exception.
+
+        Args:
+            trace: comes before an exception that was raised nowhere.
+        """
+        text = f"{type(error).__name__}: {_text_of(error)}"
+        try:
+            lines = traceback.format_exception(type(error), error, error.__traceback__)
+        except Exception:  # whatever a foreign exception does
+            lines = [*traceback.format_tb(error.__traceback__), f"{text}\n"]
+        return cls(text, "".join([trace, *lines]), time.time(), is_peer_lost(error))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> FailureReport | None:
+        """The report in this file; None where there is none, or something else."""
+        try:
+            with open(path) as file:
+                message = json.load(file)["message"]
+            extra = message["extraInfo"]
+            when = float(extra.get("time") or extra["timestamp"])
+            if not math.isfinite(when):
+                return None
+            return cls(str(message["message"]), str(extra["py_callstack"]), when, extra.get("consequence") is True)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+            return None
+
+    def write(self, path: str) -> bool:
+        """Write the report whole, in torchrun's form with a finer clock, or not at all; whether it was written."""
+        extra = {
+            "py_callstack": self.trace,
+            "timestamp": str(int(self.time)),
+            "time": self.time,
+            "consequence": self.consequence,
         }
-    }
+        unfinished = f"{path}.{os.getpid()}"
+        try:
+            with open(unfinished, "w") as file:
+                json.dump({"message": {"message": self.text, "extraInfo": extra}}, file)
+            os.replace(unfinished, path)
+        except OSError:  # a full disk, a directory that is gone
+            with contextlib.suppress(OSError):
+                os.unlink(unfinished)
+            return False
+        log.debug("failure reported in %s: %s", path, self.short)
+        return True
+
+    @property
+    def short(self) -> str:
+        """The exception as part of a sentence: its first line, and of a long one the first sentence."""
+        first = self.text.strip().partition("\n")[0]
+        if len(first) > _SHORT:
+            first = first.partition(". ")[0]
+        return first if len(first) <= 2 * _SHORT else f"{first[: 2 * _SHORT]}…"
 
 
-def _said_by(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # a stranger's
+    except Exception as broken:  # a foreign exception's
         return f"(its text cannot be had: {type(broken).__name__})"
 
 
-def _write_report(path: str, found: dict[str, object]) -> bool:
-    """Write a report whole, or not at all; whether it was written."""
-    unfinished = f"{path}.{os.getpid()}"
-    try:
-        with open(unfinished, "w") as file:
-            json.dump(found, file)
-        os.replace(unfinished, path)
-    except OSError:  # a full disk, a directory that is gone
-        with contextlib.suppress(OSError):
-            os.unlink(unfinished)
-        return False
-    return True
+def report_path(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
+    """The file of the report of ``tower`` in the directory of the process that starts it."""
+    return pathlib.Path(directory) / f"error{tower}.json"
 
 
 def leave_report(error: Exception, trace: str) -> None:
     """Leave a report of an exception that was raised nowhere, before this process ends at once.
 
     Args:
-        trace: where the process was.
+        trace: the stack of this process.
     """
-    _give_way(error)
+    _wait_if_consequence(error)
     path = os.environ.get(ERROR_FILE)
-    written = path is not None and _write_report(path, report(error, trace))
-    if not written or topology.WHEREABOUTS not in os.environ:  # nobody of ours prints it
+    written = path is not None and FailureReport.of(error, trace).write(path)
+    if not written or STATUS_RECORD not in os.environ:  # no launcher of ours prints it
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def _give_way(error: BaseException) -> None:
-    """Let the launcher, which is about to end this process, first see whose failure was the cause."""
-    if is_peer_lost(error):
+def mark_seen_by_launcher(error: BaseException) -> None:
+    """The launcher has told this process to end, so it has seen the cause of ``error``."""
+    with contextlib.suppress(Exception):  # a foreign exception, which takes no attributes
+        error.seen_by_launcher = True  # type: ignore[attr-defined]
+
+
+def _wait_if_consequence(error: BaseException) -> None:
+    """See [Note: consequences wait]."""
+    if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
         time.sleep(_LAUNCHER_SECONDS)
+
+
+# -- the end of a process ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def install_hooks() -> None:
+    """From now on an uncaught exception leaves its report and ends this process, and so does the end of its agent."""
+    under_agent = RUN_ID in os.environ
+    _report_uncaught_exceptions(quiet=under_agent and STARTED_BY in os.environ)
+    if under_agent:
+        end_with_parent()
+
+
+def _report_uncaught_exceptions(*, quiet: bool) -> None:
+    """From now on, an uncaught exception leaves its report for the agent, if there is one, and ends this process.
+
+    Args:
+        quiet: do not print the traceback as well (our own agent prints it, whole and last), and let only the
+            machine's first tower tell of an interruption (Ctrl-C reaches all of them).
+    """
+    path = os.environ.get(ERROR_FILE)
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, Exception):
+            _wait_if_consequence(error)
+            written = path is not None and FailureReport.of(error).write(path)
+            end_soon()
+            if written and quiet:
+                return
+        if quiet and issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0":
+            return
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """Kill this process as soon as the one that started it has ended, however it ended: the parent watchdog.
+
+    Towers of torchrun's agent have sessions of their own, and towers of the fork server are its children, not
+    the caller's: no signal reaches them when the process that started them is killed. A thread watches for it.
+    """
+    parent = multiprocessing.parent_process()
+    # Not the parent as it is now: the agent may be gone already.
+    agent = int(os.environ.get(AGENT) or os.getppid())
+
+    def watch() -> None:
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+        else:
+            while os.getppid() == agent:
+                time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="towers-parent-watchdog", daemon=True).start()
 
 
 class _Saves:
@@ -157,20 +278,30 @@ def saving(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def end_soon() -> None:
-    """See that this process, which has failed, ends with exit code 1, whatever its threads and exit handlers wait for.
+    """See that this process, which has failed, ends with exit code 1.
 
-    The end is left to faulthandler's own thread, which needs no interpreter.
+    See [Note: a tower that has failed ends itself].
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
+    started = time.monotonic()
+
+    def end_in(seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+
+    def when_threads_have_ended() -> None:
+        if not _saves.count:
+            end_in(max(_EXIT_SECONDS - (time.monotonic() - started), _EXIT_SECONDS - _LAST_SECONDS))
+
+    atexit.register(when_threads_have_ended)
     if not _saves.count:
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
         return
-    faulthandler.dump_traceback_later(SAVING_SECONDS + _LAST_SECONDS, exit=True, file=nowhere)
+    end_in(SAVING_SECONDS + _LAST_SECONDS)
 
     def watch() -> None:
         while _saves.count:
             time.sleep(0.05)
-        faulthandler.dump_traceback_later(_LAST_SECONDS, exit=True, file=nowhere)
+        end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
 
@@ -181,82 +312,3 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
             stream.flush()
     os._exit(code)
-
-
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What a tower's report says, which is foreign data: whoever finds the file may have written it.
-
-    Attributes:
-        short: the exception, as part of a sentence.
-        trace: its traceback.
-        time: when it came, in seconds since 1970 by the tower's clock.
-        consequence: whether the tower failed only because another one was gone.
-    """
-
-    short: str
-    trace: str
-    time: float
-    consequence: bool
-
-
-def report_in(directory: str | os.PathLike[str], tower: int) -> pathlib.Path:
-    """Where the report of ``tower`` lies in its starter's directory."""
-    return pathlib.Path(directory) / f"error{tower}.json"
-
-
-def read_report(path: str | os.PathLike[str]) -> Told | None:
-    """The report in this file; None where there is none, or something else."""
-    try:
-        with open(path) as file:
-            return told_by(json.load(file))
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
-        return None
-
-
-def told_by(report: Any) -> Told:
-    """What a report says.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError, OverflowError: it is none.
-    """
-    message = report["message"]
-    found = message["extraInfo"]
-    when = float(found.get("time") or found["timestamp"])
-    if not math.isfinite(when):
-        raise ValueError(f"{when} is no time")
-    short = str(found.get("short") or in_short(str(message["message"])))
-    return Told(short, str(found["py_callstack"]), when, found.get("consequence") is True)
-
-
-def in_short(error: str) -> str:
-    """An error as part of a sentence: its first line, and of a long one the first sentence."""
-    first = error.strip().partition("\n")[0]
-    if len(first) > _SHORT:
-        first = first.partition(". ")[0]
-    return first if len(first) <= 2 * _SHORT else f"{first[: 2 * _SHORT]}…"
-
-
-@functools.cache
-def leave_report_on_failure(*, quiet: bool) -> None:
-    """From now on, an uncaught exception leaves its report for the agent, if there is one, and ends this process.
-
-    Args:
-        quiet: do not print the traceback as well (our own agent prints it, whole and last), and let only the
-            machine's first tower tell of an interruption (Ctrl-C reaches all of them).
-    """
-    path = os.environ.get(ERROR_FILE)
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Exception):
-            _give_way(error)
-            written = path is not None and _write_report(path, report(error))
-            end_soon()
-            if written and quiet:
-                return
-        if quiet and issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0":
-            return
-        previous(kind, error, trace)
-
-    sys.excepthook = hook

@@ -1,17 +1,23 @@
-"""Heartbeats between towers, through the store where they met.
+"""Threads beside training: heartbeats between towers through the store where they met, and the deadline of a step.
 
-About once a second every tower lays down where it is. A tower that waits for another in vain reads that, and asks it
-for its stack. A thread does it, over a connection of its own; when the store is gone it is silent.
+About once a second every tower stores its heartbeat: what it does, and what it waits for. A tower that waits for
+another one until the deadline reads the other's heartbeat, and asks it for its stack. A thread sends the heartbeats and
+answers, over a connection of its own; when the store is gone it ends. That costs the store two requests per tower and
+second. Towers make more requests only while they keep waiting, when the chief looks for deadlocks
+(:mod:`towers.health.deadlock`).
 
-The chief's thread looks for deadlocks (:mod:`towers.health.deadlock`) as long as some tower says that it waits and
-waits, and lays down what it finds for all. So the other towers make more requests only while they wait.
+[Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
+its newest heartbeat stay the newest.
+
+[Note: the deadline of a step] A thread watches it, so code that holds the interpreter's lock is found only by the other
+towers' collectives.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import dataclasses
+import os
 import socket
 import sys
 import threading
@@ -22,75 +28,54 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
-from towers.health import deadlock
-from towers.health.deadlock import Standing, Wait
-from towers.health.status import Health
-from towers.health.status_record import Place, Record
-from towers.joining import messages
-from towers.joining.messages import Card, NotACardError
-from towers.system.run_with_timeout import within
+from towers.errors import StepTimeoutError
+from towers.health import deadlock, failure
+from towers.health.deadlock import Beat
+from towers.health.peers import PeerStatus, Wait
+from towers.health.status import AVERAGING, Health, StatusRecord
+from towers.health.timeout_messages import in_other_calls, listed
+from towers.joining.store import Message, SignedStore
+from towers.system.log import get_logger
+from towers.system.timeouts import Countdown, run_with_timeout
 from towers.topology import Topology
 
 INTERVAL = 1.0
 """Seconds between two heartbeats."""
 
-_FAST = 0.25  # seconds between two heartbeats while some tower waits and waits
+_FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
-_ANSWER = 1.6  # seconds in which a tower that lives answers, which it does when it gives its next sign
-_SILENT = 2.5  # seconds without a sign after which a tower that does not answer counts as gone
-_WATCHED = 1.3  # the same where heartbeats come through the store, which are watched while an answer is awaited
-_PATIENCE = 0.5  # seconds for the store beyond that
+_ANSWER = 1.6  # seconds in which a tower that lives answers, which it does at its next heartbeat
+_SILENT_ON_HOST = (
+    2.5  # seconds without a heartbeat after which a tower of this host that does not answer counts as gone
+)
+_SILENT = 1.3  # the same where heartbeats come through the store, which are watched while an answer is awaited
+_STORE_SECONDS = 0.5  # seconds for the store beyond that
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
+_HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
 
 _T = TypeVar("_T")
 
+log = get_logger("towers")
 
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """What one tower can see of another.
 
-    Attributes:
-        tower: the other.
-        host: where it runs, if that is another host.
-        place: where it is, or was last seen; None when it was never seen.
-        seconds: for how long it has been there.
-        silent: seconds since its last heartbeat; where that came through the store, as far as this tower has watched,
-            for the clocks of hosts differ.
-        stack: what its main thread does, if it could say.
-        patience: so many silent seconds mean that it is gone.
+def start(health: Health, topology: Topology, step_seconds: float) -> None:
+    """Start the threads of this tower; they end with ``health``.
+
+    Args:
+        topology: this tower's place; its ``address`` is the store's.
+        step_seconds: how long a step may take; infinite for no limit.
     """
-
-    tower: int
-    host: str = ""
-    place: Place | None = None
-    seconds: float = 0.0
-    silent: float = 0.0
-    stack: str = ""
-    patience: float = _WATCHED
-
-    @property
-    def lives(self) -> bool:
-        """Whether it has answered, or gave a sign of life a moment ago."""
-        return bool(self.stack) or (self.place is not None and self.silent < self.patience)
-
-    def __str__(self) -> str:
-        name = f"tower {self.tower}{self.host and f' on {self.host}'}"
-        if self.place is None:
-            return f"nothing is known of {name}"
-        if self.lives:
-            return f"{name} is {self.place}, for {self.seconds:.0f} s"
-        return (
-            f"{name} gives no sign of life for {self.silent:.0f} s (stopped, or its host is gone); it was last seen "
-            f"{self.place}"
-        )
+    assert health.record is not None
+    health.heartbeat = Heartbeat(health, health.record, topology)
+    StepDeadline(health, health.record, topology.index, step_seconds)
 
 
 class Heartbeat:
-    """This tower's signs of life, and its view of the others'.
+    """This tower's heartbeats, and its view of the other towers'.
 
     Args:
         health: of this tower; the heartbeat ends with it.
@@ -98,20 +83,20 @@ class Heartbeat:
         topology: this tower's place; its ``address`` is the store's.
     """
 
-    def __init__(self, health: Health, record: Record, topology: Topology) -> None:
+    def __init__(self, health: Health, record: StatusRecord, topology: Topology) -> None:
         self._health = weakref.ref(health)
         self._record = record
         self._topology = topology
         self._stopping = False
         self._wake = threading.Event()
-        self._call: Callable[[Store], object] | None = None  # what the thread is asked to do
+        self._call: Callable[[SignedStore], object] | None = None  # what the thread is asked to do
         self._called = threading.Event()
-        self._store: Store | None = None
-        self._beat = 0
+        self._store: SignedStore | None = None
+        self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
-        self._blocked = 0  # how often towers have said that they wait and wait
-        self._standings: dict[int, Standing] = {}
-        self._observed: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
+        self._blocked = 0  # how often towers have said that they keep waiting
+        self._beats: dict[int, Beat] = {}
+        self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
         self._host = socket.gethostname()
         self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
@@ -121,20 +106,21 @@ class Heartbeat:
         """A thread inside the store would be in the way of an interpreter that is taken down."""
         self._stopping = True
         self._wake.set()
-        self._thread.join(_PATIENCE)
+        self._thread.join(_STORE_SECONDS)
 
-    # -- giving ------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        me = self._topology.index
         try:
             store, self._store = self._connect()
+            log.debug("tower %d has begun its heartbeats", me)
             answered = 0
             while (health := self._health()) is not None:
-                self._lay_down(store, f"sign{self._topology.index}", self._sign(health))
-                asked = store.add(f"questions{self._topology.index}", 0)
+                store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
+                asked = store.store.add(f"queries{me}", 0)
                 if asked > answered:
-                    answer = {"question": asked, "stack": main_stack()}
-                    self._lay_down(store, f"answer{self._topology.index}", answer)
+                    store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
                     answered = asked
                 hurries = self._look_for_deadlock(store, health)
                 del health
@@ -146,12 +132,12 @@ class Heartbeat:
                     self._called.set()
                 if self._stopping:
                     return
-        except (RuntimeError, OSError):  # the store has ended, with its host or in the normal way: nobody asks any more
+        except (RuntimeError, OSError):  # the store has ended, with its host or at the job's end: nobody asks any more
             pass
         finally:
             atexit.unregister(self._stop)
 
-    def _connect(self) -> tuple[Store, Store]:
+    def _connect(self) -> tuple[SignedStore, SignedStore]:
         """The store, twice, for two threads."""
         assert self._topology.address is not None
         host, port = self._topology.address
@@ -159,78 +145,62 @@ class Heartbeat:
         prefix = f"towers/attempt{self._topology.attempt}/health"
         # A script may make several strategies, all towers in the same order.
         number = PrefixStore(prefix, tcp).add(f"strategies{self._topology.index}", 1)
-        one, other = (PrefixStore(f"{prefix}/{number}", store) for store in (tcp, tcp.clone()))  # type: ignore[attr-defined]
-        return one, other
+        first, second = (
+            SignedStore(PrefixStore(f"{prefix}/{number}", store), self._topology.token)
+            for store in (tcp, tcp.clone())  # type: ignore[attr-defined]
+        )
+        return first, second
 
-    def _lay_down(self, store: Store, place: str, card: Card) -> None:
-        store.set(place, messages.seal(self._topology.token, place, card))
+    def _beat(self, health: Health) -> Beat:
+        status = self._record.read()
+        status = dataclasses.replace(status, since=time.monotonic() - status.since if status.since else 0.0)
+        self._number += 1
+        return Beat(self._number, status, health.begun(), health.waits)
 
-    def _read(self, store: Store, place: str) -> Card | None:
-        """What another tower has laid down there; None where nothing lies, or what a stranger has put there."""
-        try:
-            return messages.unseal(self._topology.token, place, store.get(place)) if store.check([place]) else None
-        except NotACardError:
-            return None
-
-    def _sign(self, health: Health) -> Card:
-        place = self._record.read()
-        now = dataclasses.replace(place, since=time.monotonic() - place.since if place.since else 0.0)
-        self._beat += 1
-        standing = Standing(self._beat, now, health.begun(), health.waits)
-        return {**standing.as_json(), "host": self._host}
-
-    def _look_for_deadlock(self, store: Store, health: Health) -> bool:
-        """Say so if this tower waits and waits, and hear whether that has an end; whether heartbeats are to be fast."""
+    def _look_for_deadlock(self, store: SignedStore, health: Health) -> bool:
+        """Say so if this tower keeps waiting, and read whether that has an end; whether heartbeats are to be fast."""
         waits, waited = health.waits, self._waited
         self._waited = waits
         if waits is not None and waits == waited:
-            store.add(_BLOCKED, 1)
-            found = self._read(store, _DEADLOCK)
-            health.deadlock = found["towers"] if found is not None else None
+            store.store.add(_BLOCKED, 1)
+            published = store.read(_DEADLOCK)
+            health.deadlock = published["towers"] if published is not None else None
         return self._find_deadlock(store) if self._topology.is_chief else waits is not None
 
-    def _find_deadlock(self, store: Store) -> bool:
-        """The chief's part; whether some tower waits and waits."""
-        before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
+    def _find_deadlock(self, store: SignedStore) -> bool:
+        """The chief's part, see [Note: deadlocks]; whether some tower keeps waiting."""
+        before, self._blocked = self._blocked, store.store.add(_BLOCKED, 0)
         if self._blocked == before:
-            self._standings = {}
+            self._beats = {}
             return False
-        standings = self._standings_of_all(store)
-        cycle = deadlock.find(self._standings, standings)
+        messages = store.read_all([f"beat{tower}" for tower in range(self._topology.size)])
+        beats = {tower: Beat.from_json(message) for tower, message in enumerate(messages) if message is not None}
+        cycle = deadlock.find_cycle(self._beats, beats)
         if cycle is not None:
-            self._lay_down(store, _DEADLOCK, {"towers": deadlock.describe(cycle, standings)})
-        self._standings = standings
+            store.write(_DEADLOCK, {"towers": deadlock.describe(cycle, beats)})
+        self._beats = beats
         return True
-
-    def _standings_of_all(self, store: Store) -> dict[int, Standing]:
-        """Where all towers were at their last heartbeats; empty where some have not given one yet."""
-        places = [f"sign{tower}" for tower in range(self._topology.size)]
-        found = {}
-        for tower, data in enumerate(store.multi_get(places) if store.check(places) else ()):
-            with contextlib.suppress(NotACardError):
-                found[tower] = standing_of(messages.unseal(self._topology.token, places[tower], data))
-        return found
 
     # -- leaving -----------------------------------------------------------------------------------------
 
-    def leave(self, name: str, card: Card) -> list[Card] | None:
-        """Lay down a last card under ``name``.
+    def leave(self, name: str, message: Message) -> list[Message] | None:
+        """Store a last message under ``name``.
 
         Returns:
-            The cards of all towers, in order, if this tower is the last one to leave its own; else None, at once. (A
+            The messages of all towers, in order, if this tower is the last one to leave its own; else None, at once. (A
             tower whose own process serves the store stays for a moment until all others have left theirs.)
         """
-        found: list[Card] = []
+        messages: list[Message] = []
 
-        def leave(store: Store) -> None:
-            self._lay_down(store, f"{name}{self._topology.index}", card)
-            left = store.add(f"left {name}", 1)
+        def leave(store: SignedStore) -> None:
+            store.write(f"{name}{self._topology.index}", message)
+            left = store.store.add(f"left {name}", 1)
             towers = range(self._topology.size)
             if left == len(towers):
-                found.extend(c for tower in towers if (c := self._read(store, f"{name}{tower}")) is not None)
+                messages.extend(m for m in store.read_all([f"{name}{tower}" for tower in towers]) if m is not None)
             end = time.monotonic() + _SERVING
             serves = self._topology.serves_store and self._topology.is_chief
-            while serves and time.monotonic() < end and store.add(f"left {name}", 0) < len(towers):
+            while serves and time.monotonic() < end and store.store.add(f"left {name}", 0) < len(towers):
                 time.sleep(0.05)
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
@@ -238,80 +208,124 @@ class Heartbeat:
         self._call = leave
         self._wake.set()
         if self._thread.is_alive():
-            self._called.wait(_PATIENCE + (_SERVING if self._topology.serves_store else 0.0))
-        return found if len(found) == self._topology.size else None
+            self._called.wait(_STORE_SECONDS + (_SERVING if self._topology.serves_store else 0.0))
+        return messages if len(messages) == self._topology.size else None
 
-    # -- seeing ------------------------------------------------------------------------------------------
+    # -- querying ----------------------------------------------------------------------------------------
 
     def others(self) -> list[int]:
         """All towers but this one."""
         return [tower for tower in range(self._topology.size) if tower != self._topology.index]
 
-    def look(self, towers: Sequence[int], *, ask: bool) -> list[Sight]:
-        """What can be seen of other towers, within two seconds or so.
+    def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
+        """What is known of other towers, within two seconds or so.
 
         Args:
-            ask: ask them for their stacks, too.
+            stacks: ask them for their stacks, too.
         """
-        seen = self._see(towers)
-        asked = [sight.tower for sight in seen if sight.lives] if ask else []
+        peers = self._peers(towers)
+        asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         if not asked:
-            return seen
-        answers = _patiently(_ANSWER + _PATIENCE, lambda: self._ask(asked)) or {}
-        return [dataclasses.replace(sight, stack=answers.get(sight.tower, "")) for sight in self._see(towers)]
+            return peers
+        answers = _in_time(_ANSWER + _STORE_SECONDS, lambda: self._ask(asked)) or {}
+        return [dataclasses.replace(peer, stack=answers.get(peer.tower, "")) for peer in self._peers(towers)]
 
-    def _see(self, towers: Sequence[int]) -> list[Sight]:
-        signs = _patiently(_PATIENCE, lambda: self._signs(towers)) or {}
-        now, found = time.monotonic(), []
+    def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
+        by_store = _in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
+        now, peers = time.monotonic(), []
         for tower in towers:
-            sight = signs.get(tower, Sight(tower))
-            if (record := self._record.beside(tower)) is not None:  # fresher than what came through the store
-                place = record.read()
-                since = now - place.since if place.since else 0.0
-                silent = now - record.sign
-                sight = dataclasses.replace(sight, place=place, seconds=since, silent=silent, patience=_SILENT)
-            found.append(sight)
-        return found
+            peer = by_store.get(tower, PeerStatus(tower))
+            if (record := self._record.of_peer(tower)) is not None:  # fresher than what came through the store
+                status = record.read()
+                seconds = now - status.since if status.since else 0.0
+                silent = now - record.last_beat
+                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_SILENT_ON_HOST)
+            peers.append(peer)
+        return peers
 
     def _ask(self, towers: Sequence[int]) -> dict[int, str]:
         store = self._store
         if store is None:
             return {}
-        questions = {tower: store.add(f"questions{tower}", 1) for tower in towers}
+        queries = {tower: store.store.add(f"queries{tower}", 1) for tower in towers}
         answers: dict[int, str] = {}
         end = time.monotonic() + _ANSWER
-        while len(answers) < len(questions) and time.monotonic() < end:
+        while len(answers) < len(queries) and time.monotonic() < end:
             time.sleep(0.05)
-            for tower, question in questions.items():
-                answer = self._read(store, f"answer{tower}") if tower not in answers else None
-                if answer is not None and answer["question"] >= question:
+            for tower, query in queries.items():
+                answer = store.read(f"answer{tower}") if tower not in answers else None
+                if answer is not None and answer["query"] >= query:
                     answers[tower] = answer["stack"]
         return answers
 
-    def _silence(self, tower: int, beat: int) -> float:
-        """For how many seconds this heartbeat has been the newest of a tower, as far as this one has looked."""
+    def _silence(self, tower: int, number: int) -> float:
+        """For how many seconds this heartbeat has been a tower's newest; see [Note: hosts' clocks are not compared]."""
         now = time.monotonic()
-        newest, since = self._observed.get(tower, (beat, now))
-        if newest != beat:
+        newest, since = self._newest.get(tower, (number, now))
+        if newest != number:
             since = now
-        self._observed[tower] = (beat, since)
+        self._newest[tower] = (number, since)
         return now - since
 
-    def _signs(self, towers: Sequence[int]) -> dict[int, Sight]:
+    def _read_beats(self, towers: Sequence[int]) -> dict[int, PeerStatus]:
         store = self._store
-        found: dict[int, Sight] = {}
+        peers: dict[int, PeerStatus] = {}
         for tower in towers if store is not None else ():
-            if (sign := self._read(store, f"sign{tower}")) is not None:  # type: ignore[arg-type]
-                standing = standing_of(sign)
-                silent = self._silence(tower, standing.beat)
-                host = "" if sign["host"] == self._host else sign["host"]
-                found[tower] = Sight(tower, host, standing.place, standing.place.since + silent, silent)
-        return found
+            if (message := store.read(f"beat{tower}")) is not None:  # type: ignore[union-attr]
+                beat = Beat.from_json(message)
+                silent = self._silence(tower, beat.number)
+                host = "" if message["host"] == self._host else message["host"]
+                peers[tower] = PeerStatus(
+                    tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT
+                )
+        return peers
 
 
-def standing_of(sign: Card) -> Standing:
-    """What a tower says of itself in a heartbeat."""
-    return deadlock.from_json(sign)
+class StepDeadline:
+    """Ends this tower when a step of it takes too long; see [Note: the deadline of a step].
+
+    Args:
+        health: of this tower; the watch ends with it.
+        record: its record.
+        tower: its index.
+        seconds: how long a step may take; infinite for no limit.
+    """
+
+    def __init__(self, health: Health, record: StatusRecord, tower: int, seconds: float) -> None:
+        self._health = weakref.ref(health)
+        self._record = record
+        self._tower = tower
+        self._seconds = seconds
+        threading.Thread(target=self._run, name="towers-step-deadline", daemon=True).start()
+
+    def _run(self) -> None:
+        pause = min(INTERVAL, self._seconds / 10)
+        watched, countdown = 0, Countdown(self._seconds, 2 * pause)
+        while self._health() is not None:
+            time.sleep(pause)
+            self._record.beat()
+            status, left = self._record.read(), countdown.remaining()
+            if not status.running or status.run != watched:
+                watched, left = status.run, countdown.start()
+            # A tower that waits for others leaves it to those to say what they do.
+            waits = status.phase == AVERAGING or bool(status.call)
+            if left <= (-_HEAD_START if waits else 0.0):
+                self._end(waits)
+
+    def _end(self, waits: bool) -> None:
+        health = self._health()
+        assert health is not None
+        trace = f"Stack (most recent call last):\n{main_stack()}\n"
+        others = in_other_calls(health, stacks=waits)
+        listing = f"; {listed(others)}" if others else ""
+        failure.leave_report(
+            StepTimeoutError(
+                f"tower {self._tower} has been in one run for {self._seconds:.0f} s, {health.status}{listing} "
+                "(CommunicationOptions.step_timeout_seconds)"
+            ),
+            trace,
+        )
+        os._exit(1)
 
 
 def main_stack() -> str:
@@ -322,9 +336,9 @@ def main_stack() -> str:
     return "".join(left_out + lines[-_FRAMES:]).rstrip()
 
 
-def _patiently(seconds: float, look: Callable[[], _T]) -> _T | None:
-    """What ``look`` returns, if it does so in time: a store whose host is gone may not answer at all."""
+def _in_time(seconds: float, call: Callable[[], _T]) -> _T | None:
+    """What ``call`` returns, if it does so in time: a store whose host is gone may not answer at all."""
     try:
-        return within(seconds, look)
+        return run_with_timeout(seconds, call)
     except Exception:  # the store is gone, or silent
         return None

@@ -1,24 +1,32 @@
-"""What a tower says of itself while it trains: step, phase, collective.
+"""What a tower does while it trains: step, phase, collective; and the record of it that other processes read.
 
-It costs some tenths of a microsecond to say, and is read when something goes wrong: by the process that started the
-towers (:mod:`towers.health.status_record`) and by the towers that wait for this one (:mod:`towers.health.heartbeat`).
+Writing it costs some tenths of a microsecond. It is read when something goes wrong: by the process that started the
+towers, and by towers that wait for this one (:mod:`towers.health.heartbeat`).
+
+[Note: status records] A record is a small file in the private directory of the process that started the towers
+(``TOWERS_STATUS_RECORD``, which our launchers set), mapped into the tower: what the tower has written stays when it is
+killed, for half a microsecond a change. Other hosts, and towers under the user's own torchrun, learn it from heartbeats
+through the store. At one tower nothing is written. A tower that holds the interpreter's lock sends no heartbeat and
+answers no query, so it reads as stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
+import os
+import pathlib
+import struct
+import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from towers.errors import DeadlockError
 from towers.health import failure
-from towers.health.deadlock import Wait
-from towers.health.status_record import Place, Record
-
-if TYPE_CHECKING:
-    from towers.health.heartbeat import Heartbeat
+from towers.health.peers import Peers, Status, Wait
+from towers.topology import STATUS_RECORD
 
 IN_STEP = "in the step's function"
 IN_EVALUATION = "in the evaluation's function"
@@ -28,8 +36,99 @@ AVERAGING = "averaging gradients"
 OPTIMIZER = "optimizer.step()"
 AFTER_OPTIMIZER = "after optimizer.step()"
 
+_BYTES = 256
+_BEAT = struct.Struct("=qd")  # process id, last heartbeat
+_STATUS = struct.Struct("=qq??d64s")  # run, step, whether it runs, whether it evaluates, since when, phase
+_CALL = struct.Struct("=96s")
+_STATUS_AT = 16
+_CALL_AT = 128
+_SAVING_AT = 224
+
 _T = TypeVar("_T")
 _END = object()
+
+
+class StatusRecord:
+    """One tower's record, as the tower writes it or as another process reads it; see [Note: status records].
+
+    Args:
+        path: its file; None keeps it in this process.
+        create: make the file anew, as the tower does when it starts.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, create: bool = False) -> None:
+        self._path = pathlib.Path(path) if path else None
+        self._memory: mmap.mmap | bytearray = bytearray(_BYTES)
+        if self._path is not None:
+            # Never made shorter: an earlier strategy of this process may have it mapped.
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
+            try:
+                if create:
+                    os.ftruncate(descriptor, _BYTES)
+                self._memory = mmap.mmap(descriptor, _BYTES)
+            finally:
+                os.close(descriptor)
+            if create:
+                self.enter(0, 0, False, False, b"")
+                self.call(b"")
+                self.save(False)
+        if create or path is None:
+            self.beat()
+
+    @classmethod
+    def find(cls, directory: os.PathLike[str] | str, tower: int) -> StatusRecord | None:
+        """The record of ``tower`` in the directory of the process that started it; None where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return cls(record_path(directory, tower))
+        return None
+
+    def of_peer(self, tower: int) -> StatusRecord | None:
+        """The record of another tower that the same process has started; None where there is none."""
+        return None if self._path is None else self.find(self._path.parent, tower)
+
+    def enter(self, run: int, step: int, running: bool, evaluates: bool, phase: bytes) -> None:
+        """The tower enters another phase."""
+        _STATUS.pack_into(self._memory, _STATUS_AT, run, step, running, evaluates, time.monotonic(), phase)
+
+    def call(self, name: bytes) -> None:
+        """The tower is in a collective of this name; empty: in none."""
+        _CALL.pack_into(self._memory, _CALL_AT, name)
+
+    def save(self, saving: bool) -> None:
+        """The tower is writing a checkpoint, or no longer."""
+        self._memory[_SAVING_AT] = saving
+
+    def beat(self) -> None:
+        """A heartbeat of the tower."""
+        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic())
+
+    @property
+    def saving(self) -> bool:
+        """Whether the tower is writing a checkpoint."""
+        return self._memory[_SAVING_AT] != 0
+
+    @property
+    def last_beat(self) -> float:
+        """When the tower had its last heartbeat, in ``time.monotonic()`` seconds of its host."""
+        return float(_BEAT.unpack_from(self._memory)[1])
+
+    def read(self) -> Status:
+        """What the tower does, or did when it ended."""
+        run, step, running, evaluates, since, phase = _STATUS.unpack_from(self._memory, _STATUS_AT)
+        (call,) = _CALL.unpack_from(self._memory, _CALL_AT)
+        return Status(run, step, running, evaluates, _text(phase), since, _text(call))
+
+
+def record_path(directory: os.PathLike[str] | str, tower: int) -> pathlib.Path:
+    """The file of the record of ``tower`` in the directory of the process that starts it."""
+    return pathlib.Path(directory) / f"status{tower}"
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="ignore")
 
 
 class Counted(Protocol):
@@ -45,28 +144,28 @@ class Counted(Protocol):
 
 
 class Health:
-    """Where this tower is.
+    """What this tower does, and what it knows of the others.
 
     Attributes:
-        run: how many runs (calls of ``strategy.run``) have begun; by it towers find out what belongs together.
+        run: how many runs (calls of ``strategy.run``) have begun; towers match their backwards by it.
         step: the training step that runs, else the last one; this is the count that people see, also in checkpoints.
             A run is a training step when it has a backward or an optimizer's step; at one tower each is.
         evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
         phase: what the tower does now; empty where it is in the script's own code.
-        record: where others read it; None where there are no others, and nothing is written.
-        heartbeat: asks the other towers where they are, where there are any.
+        record: where other processes read it; None where there are none, and nothing is written.
+        heartbeat: the other towers, where there are any.
         exit_code: what this tower is about to end with, without having failed.
         waits: what this tower waits in; None where it does not wait.
         deadlock: why a wait will never end, once that is known.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
+    def __init__(self, record: StatusRecord | None = None) -> None:
         self.run = 0
         self.step = 0
         self.evaluates = False
         self.phase = ""
         self.record = record
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: Peers | None = None
         self.exit_code = 0
         self.waits: Wait | None = None
         self.deadlock: str | None = None
@@ -74,10 +173,21 @@ class Health:
         self._running = False
         self._trains = False
         self._done = 0  # training steps
-        self._told = False  # how many those are
+        self._counted_by_script = False
+
+    @classmethod
+    def of_this_tower(cls, phase: str) -> Health:
+        """With a new record, in the file that the process that started this tower reads, where there is one."""
+        path = os.environ.get(STATUS_RECORD)
+        record = StatusRecord()
+        with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
+            record = StatusRecord(path, create=path is not None)
+        health = cls(record)
+        health.enter(phase)
+        return health
 
     def enter(self, phase: str) -> None:
-        """From now on the tower does this ("writing the checkpoint"). Empty: nothing that has a name."""
+        """From now on the tower is in this phase ("writing the checkpoint"). Empty: in none that has a name."""
         self.phase = phase
         if self.record is not None:
             self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
@@ -108,7 +218,7 @@ class Health:
         self.evaluates = not self._trains
         if self.evaluates:
             self.step = self._done
-        elif not self._told:
+        elif not self._counted_by_script:
             self._done = self.step
         self.enter("")
 
@@ -120,10 +230,10 @@ class Health:
     def count(self, steps: int) -> None:
         """So many training steps are done, which the script counts itself from now on."""
         self.go_on_after(steps)
-        self._told = True
+        self._counted_by_script = True
 
     def watch(self, communicator: Counted) -> None:
-        """Tell the other towers how many of its collectives this tower has begun, while it lives."""
+        """While it lives, the other towers learn how many of its collectives this tower has begun."""
         self._counted.add(communicator)
 
     def begun(self) -> dict[str, int]:
@@ -143,11 +253,11 @@ class Health:
             raise DeadlockError(self.deadlock)
 
     @property
-    def place(self) -> Place:
-        """Where the tower is."""
+    def status(self) -> Status:
+        """What the tower does."""
         if self.record is not None:
             return self.record.read()
-        return Place(self.run, self.step, self._running, self.evaluates, self.phase)
+        return Status(self.run, self.step, self._running, self.evaluates, self.phase)
 
     def during(self, phase: str) -> _During:
         """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""

@@ -1,72 +1,70 @@
-"""What a tower that waits in vain says: for whom, and where that one is."""
+"""Error messages for collectives that time out or lose a peer: which towers are elsewhere, and what they do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towers.errors import CollectiveTimeoutError, PeerLostError, waited_in_vain
-from towers.health.heartbeat import Heartbeat, Sight
+from towers.errors import CollectiveTimeoutError, PeerLostError, collective_timeout
+from towers.health.peers import PeerStatus, Status
 from towers.health.status import Health
-from towers.health.status_record import Place
 
-_SHOWN = 4  # towers of which a message tells
+_SHOWN = 4  # towers that a message tells of
 
 
-def timeout_error(health: Health, tower: int, seconds: float, whom: int | None = None) -> CollectiveTimeoutError:
+def timeout_error(health: Health, tower: int, seconds: float, awaited: int | None = None) -> CollectiveTimeoutError:
     """The error of ``tower``, after a collective's deadline.
 
     Args:
-        whom: the tower it waits for; None when its backend does not tell.
+        awaited: the tower it waits for; None when its backend does not tell.
     """
+    name = "the other towers" if awaited is None else f"tower {awaited}"
     if health.heartbeat is None:
-        return waited_in_vain(tower, seconds, _name(whom))
-    seen = health.heartbeat.look([whom], ask=True) if whom is not None else elsewhere(health, health.heartbeat)
-    return waited_in_vain(tower, seconds, _name(whom), str(health.place), listed(seen), stacks(seen))
+        return collective_timeout(tower, seconds, name)
+    peers = in_other_calls(health) if awaited is None else health.heartbeat.query([awaited], stacks=True)
+    return collective_timeout(tower, seconds, name, str(health.status), listed(peers), stacks(peers))
 
 
-def elsewhere(health: Health, heartbeat: Heartbeat, *, ask: bool = True) -> list[Sight]:
-    """The towers that are not where this one is.
+def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
+    """The towers that are in another call than this one, or do not live.
 
     Args:
-        ask: ask them for their stacks, which takes seconds.
+        stacks: ask them for their stacks, which takes seconds.
     """
-    place = health.place
+    if health.heartbeat is None:
+        return []
+    mine = health.status
 
-    def is_here(other: Place) -> bool:
-        return (other.run, other.phase, other.call) == (place.run, place.phase, place.call)
+    def is_here(other: Status) -> bool:
+        return (other.run, other.phase, other.call) == (mine.run, mine.phase, mine.call)
 
-    seen = heartbeat.look(heartbeat.others(), ask=ask)
-    return [sight for sight in seen if not sight.lives or sight.place is None or not is_here(sight.place)]
+    peers = health.heartbeat.query(health.heartbeat.others(), stacks=stacks)
+    return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]
 
 
 def connection_lost(health: Health, tower: int, error: Exception) -> PeerLostError:
     """The error of ``tower``, whose connection to some other has broken."""
-    silent: list[Sight] = []
+    silent: list[PeerStatus] = []
     if health.heartbeat is not None:
-        silent = [sight for sight in health.heartbeat.look(health.heartbeat.others(), ask=True) if not sight.stack]
-    first = (str(error).splitlines() or [""])[0]
-    said = f"; {listed(silent)}" if silent else ""
-    return PeerLostError(f"tower {tower} lost its connection to another tower in a collective ({first}){said}")
+        silent = [peer for peer in health.heartbeat.query(health.heartbeat.others(), stacks=True) if not peer.stack]
+    reason = (str(error).splitlines() or [""])[0]
+    listing = f"; {listed(silent)}" if silent else ""
+    return PeerLostError(f"tower {tower} lost its connection to another tower in a collective ({reason}){listing}")
 
 
 def last_seen(health: Health, towers: Sequence[int]) -> str:
-    """Where towers that have ended were last."""
+    """What towers that have ended did last."""
     if health.heartbeat is None:
         return ""
-    seen = health.heartbeat.look(towers, ask=False)
-    return "".join(f"; tower {sight.tower} was last seen {sight.place}" for sight in seen[:_SHOWN] if sight.place)
+    peers = health.heartbeat.query(towers, stacks=False)
+    return "".join(f"; tower {peer.tower} was last seen {peer.status}" for peer in peers[:_SHOWN] if peer.status)
 
 
-def listed(seen: Sequence[Sight]) -> str:
-    """Where towers are, as part of a sentence."""
-    more = [f"and {len(seen) - _SHOWN} more"] if len(seen) > _SHOWN else []
-    return "; ".join([*map(str, seen[:_SHOWN]), *more])
+def listed(peers: Sequence[PeerStatus]) -> str:
+    """What towers do, as part of a sentence."""
+    more = [f"and {len(peers) - _SHOWN} more"] if len(peers) > _SHOWN else []
+    return "; ".join([*map(str, peers[:_SHOWN]), *more])
 
 
-def stacks(seen: Sequence[Sight]) -> str:
-    """What towers do."""
-    return "\n".join(f"tower {s.tower}, most recent call last:\n{s.stack}" for s in seen[:_SHOWN] if s.stack)
-
-
-def _name(tower: int | None) -> str:
-    return "the other towers" if tower is None else f"tower {tower}"
+def stacks(peers: Sequence[PeerStatus]) -> str:
+    """The stacks of towers that have answered."""
+    return "\n".join(f"tower {p.tower}, most recent call last:\n{p.stack}" for p in peers[:_SHOWN] if p.stack)

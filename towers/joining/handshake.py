@@ -1,40 +1,34 @@
-"""Everyone who should come has come, once, and belongs here: checked before the first collective.
+"""All processes that should come have come, once, and belong together: checked before the first collective.
 
-Used twice: workers (machines) meet when the agents start, towers meet when their strategies are built. Each
-lays a card into the store, waits for everybody's, and compares. Whoever sees something wrong writes a verdict
-that all the others read, so that all fail with one text within seconds.
+The handshake is used twice: between workers (machines) when the agents start, and between towers when their strategies
+are built. Each process publishes a message in the store, waits for everybody's, and compares them. The first that finds
+something wrong publishes the result, which all the others read, so that all fail with one text within seconds.
 
-A store takes what anybody writes. So cards and verdicts are sealed (:mod:`towers.joining.messages`): who has another
-job token than the store's owner is refused before it writes anything, and what others have written counts as not there.
-Cards of an earlier meeting count as not there, too: see :class:`towers.joining.exchange.Table`.
+[Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
+by somebody else. So a process that has found all messages confirms it by a digest of all their nonces, in which that of
+its own new message is. The first process confirms last, when all others have: then every process knows that all are
+there.
 """
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import importlib.metadata
-import ipaddress
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store
 
-from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
-from towers.joining import messages
-from towers.joining.exchange import Table, lay_down
-from towers.joining.messages import Card, OtherJobError, plain
-from towers.system import network
-from towers.system.run_with_timeout import within
+from towers.errors import HandshakeError, StartupError, TowersError
+from towers.joining.store import Message, SignedStore
+from towers.system.text import printable
 
-Compare = Callable[[int, Card, int, Card], str | None]
-"""(an index, its card, another index, its card) → what is wrong between the two, or None."""
-
-_OWNER = "towers/owner"
+Compare = Callable[[int, Message, int, Message], str | None]
+"""(an index, its message, another index, its message) → what is wrong between the two, or None."""
 
 
 def versions() -> dict[str, str]:
@@ -50,152 +44,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def serve_store(
-    host: str, port: int, timeout: timedelta, origin: str, token: str, others: Sequence[str] = ()
-) -> TCPStore:
-    """Start the store at ``host:port`` (port 0: any free one), listening on that address only, where it can be.
-
-    Args:
-        token: the job's; whoever has another is refused by :func:`join_store`.
-        others: hosts from which others will come. They tell where to listen when ``host`` is a name that leads
-            elsewhere from here than from there.
-
-    Returns:
-        The store; this machine's own processes reach it at its ``host`` and ``port``.
-
-    Raises:
-        PortInUseError, StartupError: as of :func:`listen`.
-    """
-    listener, host = listen(host, port, origin, others)
-    port = listener.getsockname()[1]
-    # The store closes the socket it is given by number, so the Python object must let go of it.
-    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-    store.set(_OWNER, messages.seal(token, _OWNER, {"host": socket.gethostname()}))
-    return store
-
-
-def listen(host: str, port: int, origin: str, others: Sequence[str] = ()) -> tuple[socket.socket, str]:
-    """A socket that listens where the others expect the chief, and the host at which this machine reaches it.
-
-    Args:
-        others: as of :func:`serve_store`.
-
-    Raises:
-        PortInUseError: something listens there already.
-        StartupError: ``host`` cannot be resolved, or the address cannot be used.
-    """
-    at = _join(host, port)
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:  # the latter for what cannot be a name
-        raise StartupError(f"the chief's address {at} (from {origin}) cannot be resolved: {error}") from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        reached = _bind(listener, host, address, others)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                errno.EADDRINUSE,
-                f"EADDRINUSE: {at} (from {origin}), where the towers must meet, is in use by another process; "
-                "end that process (an earlier run, or a second one that claims to be the chief), or name "
-                "another port",
-            ) from None
-        raise StartupError(f"cannot listen on {at} (from {origin}): {error.strerror}") from None
-    return listener, reached
-
-
-def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str]) -> str:
-    """Bind to ``address``, or to what it stands for. Returns the host at which this machine reaches it."""
-    # The machine's own name, which Debian's /etc/hosts takes to loopback; others know it by another address.
-    own_name = ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0])
-    towards = network.own_address(others) if own_name else None
-    if not own_name or (towards and ipaddress.ip_address(towards).is_loopback):
-        try:
-            listener.bind(address)
-            return host
-        except OSError as error:
-            # The name may lead to an address that no interface here has (a service address in front of this machine).
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            towards = network.own_address(others)
-    if towards and (":" in towards) == (listener.family == socket.AF_INET6):
-        listener.bind((towards, address[1]))
-        return towards
-    listener.bind(("::" if listener.family == socket.AF_INET6 else "0.0.0.0", address[1]))
-    return host
-
-
-def join_store(
-    host: str, port: int, timeout: timedelta, deadline: float, who: str, origin: str, token: str, name: str
-) -> TCPStore:
-    """Connect to the store that the chief serves at ``host:port``, waiting for it until ``deadline``.
-
-    Args:
-        deadline: in ``time.monotonic()`` seconds.
-        who: who serves it, for the message.
-        token: the job's.
-        name: who this is, for the message.
-
-    Raises:
-        StartupError: nobody listened there before the deadline.
-        HandshakeError: the store is another job's. Nothing was written there.
-    """
-    started = time.monotonic()
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2.0).close()
-            break
-        except UnicodeError as error:
-            raise StartupError(f"{_join(host, port)} (from {origin}) is no address: {error}") from None
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise StartupError(
-                    f"{who} did not answer at {_join(host, port)} within {time.monotonic() - started:.0f} s "
-                    f"({error.strerror or error}); the address comes from {origin}: start it, or correct that"
-                ) from None
-        time.sleep(0.1)
-    store = _connect(host, port, timeout, deadline, who, origin)
-    # Who serves it has said whose it is; torchrun has not: there, who comes first says it.
-    try:
-        lay_down(store, token, _OWNER, {"host": socket.gethostname()}, refuses_others=True)
-    except OtherJobError as other:
-        raise HandshakeError(
-            f"{name} (on {socket.gethostname()}) is not of the job that meets at {_join(host, port)}: there lies "
-            f"{other}; the address comes from {origin}. All processes of a job have the same {messages.JOB_TOKEN} "
-            "or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables left over from "
-            "another job"
-        ) from None
-    except TowersError:
-        raise
-    except RuntimeError as error:
-        raise StartupError(f"{who} went away during the start-up: {plain(str(error))}") from None
-    return store
-
-
-def _connect(host: str, port: int, timeout: timedelta, deadline: float, who: str, origin: str) -> TCPStore:
-    """Connect to what listens there, which may be no store: then torch waits without end, or throws frames."""
-    reason = ""
-    try:
-        return within(
-            max(1.0, deadline - time.monotonic()),
-            lambda: TCPStore(host, port, None, False, timeout, wait_for_workers=False),
-        )
-    except TimeoutError:
-        pass
-    except RuntimeError as error:
-        reason = f" ({str(error).splitlines()[0]})"
-    raise StartupError(
-        f"what listens at {_join(host, port)} does not answer as {who} would{reason}: another program has the port; "
-        f"the address comes from {origin}: start {who} there, or correct that"
-    )
-
-
-def meet(
+def exchange(
     store: Store,
-    card: Card,
+    message: Message,
     *,
     kind: str,
     index: int,
@@ -205,91 +56,191 @@ def meet(
     token: str,
     compare: Compare,
     serves: bool,
-) -> list[Card]:
-    """Lay down ``card``, wait for everybody's, and return all of them in order.
+) -> list[Message]:
+    """Publish ``message``, wait for everybody's, and return all of them in order.
 
     Args:
-        card: what the others should know; JSON values. All processes of a version have the same fields, with values
-            of one type or None.
-        kind: "worker" or "tower", for keys and messages.
-        index: this one's index among ``names``.
-        names: how messages call each of those who should come.
+        message: JSON values. All processes of a version have the same fields, with values of one type or None.
+        kind: "worker" or "tower", for keys and texts.
+        index: this process's index among ``names``.
+        names: how error messages call each of the processes that should come.
         deadline: in ``time.monotonic()`` seconds.
-        origin: where it was read who should come.
-        token: the job's. Cards with another count as not there.
-        compare: what is wrong between two cards; versions and fields are compared before.
-        serves: whether the store ends with this process: on failure it then waits until the others know.
+        origin: where it was read which processes should come.
+        token: the job's. Messages with another one count as absent.
+        compare: what is wrong between two messages; versions and fields are compared before.
+        serves: whether the store ends with this process: on failure it then waits until the others have read why.
 
     Raises:
-        StartupError: not all came before the deadline; the message lists who is missing.
-        HandshakeError: ``index`` is taken by another process, or two cards do not fit together.
+        StartupError: not all came before the deadline; the text lists those that are missing.
+        HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
     """
-    table = Table(store, kind, index, token)
+    board = _Board(SignedStore(store, token), kind, index)
     started = time.monotonic()
     pause = 0.005
-    found: dict[int, Card] = {}
+    messages: dict[int, Message] = {}
     try:
-        mine = found[index] = table.claim({"host": socket.gethostname(), "versions": versions(), **card})
+        mine = messages[index] = board.claim({"host": socket.gethostname(), "versions": versions(), **message})
         while True:
-            table.read_verdict()
-            table.stay()
+            board.raise_result()
+            board.republish()
             for i in range(len(names)):
-                if i not in found and (theirs := table.card(i)) is not None:
-                    found[i] = theirs
-                    table.judge(_compare(kind, compare, i, theirs, index, mine))
-                    if len(found) == len(names):
-                        # All compare all with the first, so that nobody goes on where two others found a difference.
+                if i not in messages and (theirs := board.message(i)) is not None:
+                    messages[i] = theirs
+                    board.fail_together(_compare(kind, compare, i, theirs, index, mine))
+                    if len(messages) == len(names):
+                        # All compare all with the first, so that none goes on where two others found a difference.
                         for other in range(1, len(names)):
-                            table.judge(_compare(kind, compare, other, found[other], 0, found[0]))
+                            board.fail_together(_compare(kind, compare, other, messages[other], 0, messages[0]))
                         pause = 0.005
             late = time.monotonic() >= deadline
-            missing = [i for i in range(len(names)) if i not in found]
+            missing = [i for i in range(len(names)) if i not in messages]
             if not missing:
-                missing = table.not_here(len(names), late=late)
+                in_order = [messages[i] for i in range(len(names))]
+                missing = board.unconfirmed(in_order, late=late)
                 if not missing:
-                    return [found[i] for i in range(len(names))]
+                    return in_order
             if late:
-                described = ", ".join(f"{kind} {i} ({names[i]})" + table.instead_of(i) for i in missing)
+                described = ", ".join(f"{kind} {i} ({names[i]})" + board.rejected(i) for i in missing)
                 waited = time.monotonic() - started
-                table.judge(
+                board.fail_together(
                     f"{len(missing)} of {len(names)} {kind}s did not come within {waited:.0f} s: "
-                    f"{described}; who should come was read from {origin}",
+                    f"{described}; the list of {kind}s was read from {origin}",
                     StartupError,
                 )
             time.sleep(pause)
             pause = min(0.2, pause * 1.5)
     except TowersError:
         if serves:
-            table.wait_until_read([i for i in found if i != index])
+            board.wait_until_read([i for i in messages if i != index])
         raise
     except RuntimeError as error:  # what torch's store raises when its server is gone
-        raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {plain(str(error))}") from None
+        raise StartupError(f"{kind} 0 ({names[0]}) went away during the start-up: {printable(str(error))}") from None
 
 
-def _compare(kind: str, compare: Compare, index: int, card: Card, other: int, reference: Card) -> str | None:
-    """What is wrong between two cards: versions first, since they say what is in a card."""
-    here, there = (plain(one.get("host"), 64) for one in (card, reference))
-    mine, theirs = card.get("versions"), reference.get("versions")
+class _Board:
+    """The messages of one handshake in the store, as the process with index ``index`` sees them."""
+
+    def __init__(self, store: SignedStore, kind: str, index: int) -> None:
+        self._store = store
+        self._kind = kind
+        self._index = index
+        self._mine: Message = {}
+        self._confirmed: set[int] = set()  # processes that have found the same messages
+
+    def claim(self, message: Message) -> Message:
+        """Publish this process's message.
+
+        Raises:
+            HandshakeError: another process of this job has this index.
+        """
+        self._mine = {"nonce": uuid.uuid4().hex, **message}
+        stored = self._store.publish(self._key(self._index), self._mine)
+        if stored["nonce"] != self._mine["nonce"]:
+            other = printable(stored.get("host"), 64)
+            raise HandshakeError(
+                f"{self._kind} {self._index} is already taken by a process on {other}; this one, on {message['host']}, "
+                f"claims the same index: give each {self._kind} an index of its own"
+            )
+        return self._mine
+
+    def republish(self) -> None:
+        """Store this process's message again if something else has been stored in its place."""
+        stored = self.message(self._index)
+        if stored is None or stored["nonce"] != self._mine["nonce"]:
+            self._store.write(self._key(self._index), self._mine)
+
+    def message(self, index: int) -> Message | None:
+        """The message of process ``index``; None when there is none of this job."""
+        return self._store.read(self._key(index))
+
+    def unconfirmed(self, messages: Sequence[Message], *, late: bool) -> list[int]:
+        """Processes that have not confirmed yet that they have found the same ``messages``; see [Note: replayed
+        messages].
+
+        Args:
+            late: ask all; else all but the first process wait for the first only.
+        """
+        digest = hashlib.sha256("\0".join(str(message["nonce"]) for message in messages).encode()).hexdigest()
+        others = [other for other in range(1, len(messages)) if other != self._index]
+        if self._index == 0:
+            missing = self._without(others, digest)
+            if not missing:
+                self._confirm(digest)
+        else:
+            self._confirm(digest)
+            missing = self._without([0], digest)
+            if missing and late:
+                missing = self._without(others, digest) or missing
+        for other in missing:
+            self._store.rejected[self._key(other)] = "a message of an earlier handshake, or of a process that has ended"
+        return missing
+
+    def _without(self, others: Sequence[int], digest: str) -> list[int]:
+        """Those of ``others`` that have not confirmed ``digest``."""
+        for other in others:
+            confirmation = self._store.read(self._key(f"confirmed{other}")) if other not in self._confirmed else None
+            if confirmation is not None and confirmation.get("digest") == digest:
+                self._confirmed.add(other)
+        return [other for other in others if other not in self._confirmed]
+
+    def _confirm(self, digest: str) -> None:
+        self._store.write(self._key(f"confirmed{self._index}"), {"digest": digest})
+
+    def rejected(self, index: int) -> str:
+        """What an error message adds about a message that was rejected in the place of process ``index``."""
+        reason = self._store.rejected.get(self._key(index))
+        return f", in whose place there is {reason}" if reason else ""
+
+    def fail_together(self, problem: str | None, error: type[TowersError] = HandshakeError) -> None:
+        """If there is a problem, publish it as the result, and raise the result that was published first."""
+        if problem is not None:
+            result = {"error": error.__name__, "text": printable(problem)}
+            self._fail(self._store.publish(self._key("result"), result))
+
+    def raise_result(self) -> None:
+        """Fail if a process of this job has published that something is wrong."""
+        if (result := self._store.read(self._key("result"))) is not None:
+            self._fail(result)
+
+    def wait_until_read(self, others: Sequence[int]) -> None:
+        """Give the others a moment to read the result."""
+        end, keys = time.monotonic() + 2.0, [self._key(f"read{other}") for other in others]
+        while others and time.monotonic() < end and not self._store.store.check(keys):
+            time.sleep(0.02)
+
+    def _fail(self, result: Message) -> None:
+        self._store.store.set(self._key(f"read{self._index}"), "")
+        error = StartupError if result.get("error") == StartupError.__name__ else HandshakeError
+        raise error(printable(result.get("text")))
+
+    def _key(self, what: int | str) -> str:
+        return f"{self._kind}/{what}"
+
+
+def _compare(kind: str, compare: Compare, index: int, message: Message, other: int, reference: Message) -> str | None:
+    """What is wrong between two messages: versions first, since they say what is in a message."""
+    mine, theirs = message.get("versions"), reference.get("versions")
     if mine != theirs:
-        a, b = (_said(one) for one in (mine, theirs))
-        return f"different versions: {a} on {kind} {index} (on {here}), {b} on {kind} {other} (on {there})"
+        return (
+            f"different versions: {_list_versions(mine)} on {kind} {index}{_on_host(message)}, "
+            f"{_list_versions(theirs)} on {kind} {other}{_on_host(reference)}"
+        )
     for field, value in reference.items():
         fits = (str if value is None else type(value), type(None))
-        if field not in card or not isinstance(card[field], fits):
-            return (
-                f"the card of {kind} {index} (on {here}) is damaged: {plain(field, 64)} is missing or of another kind"
-            )
+        if field not in message or not isinstance(message[field], fits):
+            damage = f": {printable(field, 64)} is missing or of another kind"
+            return f"the message of {kind} {index}{_on_host(message)} is damaged{damage}"
     try:
-        return compare(index, card, other, reference)
+        return compare(index, message, other, reference)
     except RecursionError:  # hundreds of lists in one another
-        return f"the card of {kind} {index} (on {here}) is damaged"
+        return f"the message of {kind} {index}{_on_host(message)} is damaged"
 
 
-def _said(stated: object) -> str:
-    if not isinstance(stated, dict):
+def _on_host(message: Message) -> str:
+    return f" (on {printable(message.get('host'), 64)})"
+
+
+def _list_versions(versions: object) -> str:
+    if not isinstance(versions, dict):
         return "unknown ones"
-    return ", ".join(f"{plain(name, 32)} {plain(number, 64)}" for name, number in stated.items())
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return ", ".join(f"{printable(name, 32)} {printable(number, 64)}" for name, number in versions.items())

@@ -1,1 +1,30 @@
-"""How one program becomes several towers: the agent that starts them, watches them and says how the job ended."""
+"""How one program becomes several towers: which process executes which command, with which variables.
+
+``python train.py`` on a machine with two GPUs; a user's own script, so it can be run again::
+
+    python train.py
+    │   MirroredStrategy() → mirrored/strategy/kinds.py, _find_towers → job.become
+    └─ exec, same process id ──▶ python …/towers '{"towers": 2}' python train.py            agent.main
+         │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
+         │   OMP_NUM_THREADS (cores / towers) and, where they were named, DEVICES
+         ├─ python train.py    terminal as it is
+         └─ python train.py    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
+                 RANK, WORLD_SIZE, LOCAL_RANK, …, MASTER_ADDR, MASTER_PORT, RUN_ID (torchrun's), ERROR_FILE,
+                 STATUS_RECORD MirroredStrategy() → _find_towers → mirrored/cluster/torchrun.py →
+                 collectives/connecting.py, connect
+
+The other ways to the same towers:
+
+- ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; its devices are named.
+- ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 0, "workers": 2,
+  "addresses": […]}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's. ``mirrored
+  cluster`` starts such workers on one machine (``play_cluster.py``).
+- ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
+- ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
+  with
+  the variables that torchrun would set (``launch.py``).
+
+``agent.py`` runs torchrun's engine, ``supervision.py`` decides when towers end, ``failure_broadcast.py`` tells the
+other workers, and ``exit_report.py`` says how the job ended. ``processes.py`` is what the agent and ``launch`` have in
+common. The names of the variables are in :mod:`towers.topology`.
+"""

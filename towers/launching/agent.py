@@ -1,23 +1,26 @@
 """The process that a several-tower program becomes: torchrun's agent, with one terminal and one voice.
 
-Starting, watching and collecting the towers is :mod:`torch.distributed.elastic`'s, the engine of ``torchrun``. What is
-added is how they end (:mod:`towers.launching.supervision`), and what a person sees: the chief's output plain, the other
-towers silent but for prefixed warnings and errors (:mod:`towers.launching.console`), the first exception whole, and
-last who failed where (:mod:`towers.launching.exit_report`), its exit code, and workers that find each other with a
-deadline and say who is missing (:mod:`towers.launching.rendezvous`).
+[Note: the agent is torchrun's] Starting, watching and collecting the towers is :mod:`torch.distributed.elastic`'s, the
+engine of ``torchrun``. Plain ``python -m torch.distributed.run`` prints each failure as a banner without its cause,
+exits with 1 whatever the script's exit code was, leaves a temporary directory behind at each start, can silence
+standard output only into files, and meets workers with a time-out that names none of them. What is added here:
 
-``python train.py`` on a machine with two GPUs becomes::
-
-    python …/towers --towers 2 … -- python train.py
+- how towers end (:mod:`towers.launching.supervision`);
+- the chief's output plain, the other towers silent but for prefixed warnings and errors
+  (:mod:`towers.launching.console`);
+- the first exception whole, last which tower failed where, and its exit code (:mod:`towers.launching.exit_report`);
+- workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.rendezvous`).
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
 import logging
 import os
+import pathlib
 import secrets
+import shlex
 import signal
 import sys
 import uuid
@@ -25,37 +28,44 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
-from towers import topology
 from towers.errors import TowersError
 from towers.health.failure import leave
-from towers.joining.messages import JOB_TOKEN
-from towers.launching import console, job_control, rendezvous
-from towers.launching.agent_logs import TowerLogs
-from towers.launching.exit_report import Outcome, ended_well, judge
-from towers.launching.failure_broadcast import News
+from towers.launching import console, processes, rendezvous
+from towers.launching.exit_report import ExitReport, first_good_end, make_exit_report
+from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.supervision import Supervisor
-from towers.system import machine, network
+from towers.system import machine
+from towers.system.log import get_logger
+from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
+
+log = get_logger("towers")
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """What ``python …/towers …`` does: :func:`run`, as :func:`towers.launching.job.agent_command` has written it down.
+    """What the command line of :func:`towers.launching.job.agent_command` runs.
 
-    The interpreter is not taken down at the end: a thread that comes back from a store meanwhile, as those of
-    :mod:`towers.launching.failure_broadcast` do, would abort the process ("terminate called without an active
-    exception").
+    The interpreter is not taken down at the end: Python would end a thread that comes back from a store in C++ just
+    then, as those of :mod:`towers.launching.failure_broadcast` do, by unwinding code that must not throw, and the
+    process would abort ("terminate called without an active exception").
     """
-    leave(run(*_parse(arguments)))
+    try:
+        word, *program = arguments
+        job = Job.from_json(word)
+    except (ValueError, TypeError, AttributeError):
+        sys.exit("usage: python …/towers JOB PROGRAM …, as mirrored starts it; by hand: mirrored run --towers N SCRIPT")
+    leave(run(job, program))
 
 
 def run(job: Job, program: Sequence[str]) -> int:
     """Run the towers to their end. Returns the exit code: the first failing tower's, 0 when none failed."""
     _set_environment(job)
-    job_control.stop_and_continue_together()
+    _stop_and_continue_together()
+    log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     try:
-        outcome = _run(job, program)
+        report = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
@@ -63,53 +73,34 @@ def run(job: Job, program: Sequence[str]) -> int:
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
-    if outcome.died_of is not None:
-        _die_by(outcome.died_of)
-    if outcome.text:
-        print(outcome.text, file=sys.stderr, flush=True)
-    return outcome.code
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Job, list[str]]:
-    parser = argparse.ArgumentParser(prog="towers", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--towers", type=int, required=True)
-    parser.add_argument("--worker", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--addresses", type=_comma_separated, default=())
-    parser.add_argument("--devices", type=_comma_separated, default=())
-    parser.add_argument("--origin", default="the command line")
-    parser.add_argument("--started-by", default="python")
-    parser.add_argument("--startup-seconds", type=float, default=300.0)
-    parser.add_argument("--log-dir")
-    parser.add_argument("program", nargs="+")
-    parsed = vars(parser.parse_args(arguments))
-    program = parsed.pop("program")
-    return Job(**parsed), program
-
-
-def _comma_separated(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+    log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, report.code)
+    if report.died_of is not None:
+        _die_by(report.died_of)
+    if report.text:
+        print(report.text, file=sys.stderr, flush=True)
+    return report.code
 
 
 def _set_environment(job: Job) -> None:
     """What all towers of this machine inherit."""
-    os.environ[topology.STARTED_BY] = job.started_by
-    os.environ[topology.AGENT] = str(os.getpid())
+    os.environ[STARTED_BY] = job.started_by
+    os.environ[AGENT] = str(os.getpid())
     if job.devices:
-        os.environ[topology.DEVICES] = ",".join(job.devices)
+        os.environ[DEVICES] = ",".join(job.devices)
     if job.workers == 1:
         os.environ[JOB_TOKEN] = secrets.token_hex()
-        network.keep_to_loopback()
+        machine.listen_on()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
-    # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
-    logging.disable(logging.CRITICAL)
+    if not log.isEnabledFor(logging.DEBUG):
+        # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
+        logging.disable(logging.CRITICAL)
 
 
-def _run(job: Job, program: Sequence[str]) -> Outcome:
-    """Start the towers and wait for their end; when it is judged, all that they have printed has been passed on."""
+def _run(job: Job, program: Sequence[str]) -> ExitReport:
+    """Start the towers and wait for their end; on return, all that they have printed has been passed on."""
     token = os.environ.get(JOB_TOKEN, "")
-    news = News(token)
+    broadcast = FailureBroadcast(token)
     with console.Relay() as relay:
         handler = rendezvous.Rendezvous(job, uuid.uuid4().hex, token)
         # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
@@ -124,16 +115,51 @@ def _run(job: Job, program: Sequence[str]) -> Outcome:
             monitor_interval=0.1,
         )
         logs = TowerLogs(relay, job.log_dir)
-        well = functools.partial(ended_well, job, records=relay.directory)
-        supervisor = Supervisor(spec, logs, _ignored_signals(), news, well, relay.directory)
+        good_end = functools.partial(first_good_end, job, directory=relay.directory)
+        supervisor = Supervisor(spec, logs, _ignored_signals(), broadcast, good_end, relay.directory)
         result = supervisor.run()
-        outcome = judge(job, supervisor, result, relay.directory, news)
-    news.wait_until_heard()
-    return outcome
+        report = make_exit_report(job, supervisor, result, relay.directory, broadcast)
+    broadcast.wait_until_received()
+    return report
+
+
+class TowerLogs(LogsSpecs):
+    """The first tower of the machine keeps the terminal; the others are silent but for prefixed errors.
+
+    Args:
+        relay: carries the other towers' standard error.
+        log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers; None: no files.
+    """
+
+    def __init__(self, relay: console.Relay, log_dir: str | None) -> None:
+        super().__init__(log_dir=log_dir)
+        self._relay = relay
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._root_log_dir or os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Name every stream's destination, for the towers whose environments are given (by local index)."""
+        folder = pathlib.Path(self._root_log_dir) if self._root_log_dir else None
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        stdouts, stderrs, error_files = {}, {}, {}
+        for local, variables in envs.items():
+            tower = int(variables["RANK"])
+            variables.update(processes.file_variables(self._relay.directory, tower))
+            error_files[local] = ""  # torch would end with an error where a report is none
+            if local == 0:
+                stdouts[local] = stderrs[local] = ""  # as they are: the terminal
+                continue
+            stdouts[local] = str(folder / f"tower{tower}.out") if folder else os.devnull
+            copy = folder / f"tower{tower}.err" if folder else None
+            stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
 
 
 def _ignored_signals() -> frozenset[signal.Signals]:
-    """What whoever started us had ignored (``nohup``) stays ignored."""
+    """Signals that this process was started to ignore (``nohup``), and goes on to."""
     ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     return frozenset(number for number in ending if signal.getsignal(number) == signal.SIG_IGN)
 
@@ -143,3 +169,31 @@ def _die_by(number: int) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)
+
+
+def _stop_and_continue_together() -> None:
+    """When this agent is suspended (Ctrl-Z), suspend its towers; when it goes on, let them go on.
+
+    torchrun's agent gives every tower a session of its own, which the terminal's stop signal does not reach.
+    Linux only: elsewhere the towers run on while the agent is suspended.
+    """
+
+    def stop(_number: int, _frame: object) -> None:
+        towers = _children()
+        processes.send(signal.SIGSTOP, towers, groups=True)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        try:
+            os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
+        finally:  # another signal may have come with the one that continues
+            signal.signal(signal.SIGTSTP, stop)
+            processes.send(signal.SIGCONT, towers, groups=True)
+
+    signal.signal(signal.SIGTSTP, stop)
+
+
+def _children() -> list[int]:
+    children: list[int] = []
+    for path in pathlib.Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children += map(int, path.read_text().split())
+    return children

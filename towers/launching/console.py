@@ -1,7 +1,7 @@
 """Many towers, one terminal: the chief's output plain, the others' warnings and errors with their name.
 
-Towers write into named pipes; a :class:`Relay` in the process that started them reads the pipes and prints.
-Nothing is kept on disk unless asked for.
+Towers write into named pipes. A :class:`Relay` in the process that started them reads the pipes and prints. Nothing is
+kept on disk unless asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def standard(stream: str) -> Sink:
 
 
 def leave_terminal() -> None:
-    """When the terminal is gone: let what is printed there go nowhere, instead of ending who prints."""
+    """After the terminal is gone: send output to it nowhere, so that printing does not end this process."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):
@@ -94,7 +94,7 @@ def _undrawn(line: str) -> str | None:
 
 
 class _Pipe:
-    """One named pipe, what becomes of what is written into it, and a copy on disk if wanted."""
+    """One named pipe, the sink of what is written into it, and a copy on disk if wanted."""
 
     def __init__(self, path: pathlib.Path, sink: Sink, copy: pathlib.Path | None) -> None:
         os.mkfifo(path, 0o600)
@@ -106,10 +106,10 @@ class _Pipe:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def drain(self) -> None:
-        """Pass on all that lies in the pipe.
+        """Pass on all that is in the pipe.
 
         Where that fails (nobody reads our output any more, a full disk) it is no longer passed on there, but
-        still read: a tower must not stand still because its words have nowhere to go.
+        still read: a full pipe would stop the tower.
         """
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.reader, 65536):
@@ -123,7 +123,7 @@ class _Pipe:
     def _pass_on(self, write: Callable[..., None], *text: str) -> None:
         try:
             write(*text)
-        except Exception:  # whatever a stranger's stream raises
+        except Exception:  # whatever a foreign stream raises
             self._sink = _nowhere
 
     def close(self) -> None:
@@ -139,12 +139,12 @@ class _Pipe:
 class Relay:
     """Reads the towers' pipes in a thread and prints what comes.
 
-    Use as a context manager. ``directory`` is a private temporary directory that lives as long as the relay;
-    the pipes lie in it.
+    Use as a context manager. ``directory`` is a private temporary directory that exists as long as the relay; the pipes
+    are in it.
     """
 
     def __init__(self) -> None:
-        _clear_away()
+        _remove_leftovers()
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
         self._held = os.open(self.directory, os.O_RDONLY)
         fcntl.flock(self._held, fcntl.LOCK_EX)
@@ -161,13 +161,18 @@ class Relay:
         return self
 
     def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
-        """Make a pipe and return its path; what is written there goes to ``sink`` (and to file ``copy``)."""
+        """Make a pipe and return its path; what is written into it goes to ``sink`` (and to file ``copy``)."""
         pipe = _Pipe(self.directory / name, sink, copy)
         with self._lock:
             self._pipes.append(pipe)
             self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
         os.write(self._wake_writer, b".")
         return str(self.directory / name)
+
+    def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
+        """A pipe whose lines go to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""
+        sink = PrefixedLines(f"[{name}] ", standard(stream))
+        return self.pipe(f"{stream} {name}", sink, copy)
 
     def _run(self) -> None:
         while not self._stopping:
@@ -190,8 +195,8 @@ class Relay:
         os.close(self._held)
 
 
-def _clear_away() -> None:
-    """Remove the directories of relays that were killed: nobody holds them."""
+def _remove_leftovers() -> None:
+    """Remove the directories of relays that were killed: no process holds them."""
     for directory in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

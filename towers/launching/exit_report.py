@@ -1,4 +1,4 @@
-"""How a job ended, as its agent says it: what to print, last of all, and the exit code."""
+"""How a job ended, as its agent says it: the exit code, and the text that is printed last."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
-from towers.health import status_record
-from towers.health.failure import EXIT_PREEMPTED, read_report, report_in, signal_name
-from towers.launching.failure_broadcast import News
+from towers.health.failure import EXIT_PREEMPTED, FailureReport, report_path, signal_name
+from towers.health.status import StatusRecord
+from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.supervision import Supervisor, died_of
+from towers.system.log import get_logger
+
+log = get_logger("towers")
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ExitReport:
     """How a job ended.
 
     Attributes:
@@ -32,81 +35,87 @@ class Outcome:
     died_of: signal.Signals | None = None
 
 
-def judge(job: Job, supervisor: Supervisor, result: RunResult, records: os.PathLike[str], news: News) -> Outcome:
-    """Say how the towers of this worker ended.
+def make_exit_report(
+    job: Job, supervisor: Supervisor, result: RunResult, directory: os.PathLike[str], broadcast: FailureBroadcast
+) -> ExitReport:
+    """How the towers of this worker ended.
 
     Args:
-        result: what torchrun's agent says of them.
-        records: the directory of the towers' whereabouts.
-        news: tells other workers of a failure, or is told.
+        result: of torchrun's agent.
+        directory: with the towers' reports and status records.
+        broadcast: to and from the other workers.
     """
-    endings, told = supervisor.endings, supervisor.told
-    if supervisor.elsewhere is None:
+    endings, forwarded = supervisor.endings, supervisor.forwarded
+    if supervisor.failed_elsewhere is None:
         codes = set(endings.values())
-        if told is not None and codes & died_of(told):
-            return Outcome(128 + told, died_of=told)
+        if forwarded is not None and codes & died_of(forwarded):
+            return ExitReport(128 + forwarded, died_of=forwarded)
         if codes <= {0}:
-            return Outcome()
+            return ExitReport()
         if codes <= {0, EXIT_PREEMPTED} and len(endings) == job.towers:
-            return Outcome(EXIT_PREEMPTED, _preempted(supervisor, records))
-    return _failure(job, supervisor, result, records, news)
+            return ExitReport(EXIT_PREEMPTED, _preempted(supervisor, directory))
+    return _failure(job, supervisor, result, directory, broadcast)
 
 
-def _preempted(supervisor: Supervisor, records: os.PathLike[str]) -> str:
+def _preempted(supervisor: Supervisor, directory: os.PathLike[str]) -> str:
     tower = min(tower for tower, code in supervisor.endings.items() if code == EXIT_PREEMPTED)
-    by = f" by {supervisor.told.name}" if supervisor.told is not None else ""
-    return f"towers: preempted{by}: the towers ended {_place(records, tower)}, with exit code {EXIT_PREEMPTED}"
+    by = f" by {supervisor.forwarded.name}" if supervisor.forwarded is not None else ""
+    return f"towers: preempted{by}: the towers ended {_status(directory, tower)}, with exit code {EXIT_PREEMPTED}"
 
 
-def _failure(job: Job, supervisor: Supervisor, result: RunResult, records: os.PathLike[str], news: News) -> Outcome:
+def _failure(
+    job: Job, supervisor: Supervisor, result: RunResult, directory: os.PathLike[str], broadcast: FailureBroadcast
+) -> ExitReport:
     codes = {tower: code for tower, code in supervisor.endings.items() if code}
     if not codes:
-        return Outcome(1, f"towers: {supervisor.elsewhere}")
-    reports = {tower: read_report(report_in(records, tower)) for tower in codes}
+        return ExitReport(1, f"towers: {supervisor.failed_elsewhere}")
+    reports = {tower: FailureReport.read(report_path(directory, tower)) for tower in codes}
 
     def order(tower: int) -> tuple[bool, float]:
         report = reports[tower]
         return (False, result.failures[tower].timestamp) if report is None else (report.consequence, report.time)
 
+    for tower, report in reports.items():
+        log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
     first = min(codes, key=order)
     report, code = reports[first], codes[first]
-    name, place = f"tower {first}{_host(job)}", _place(records, first)
+    name, status = f"tower {first}{_host(job)}", _status(directory, first)
     lines = []
     if report is not None:
         lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
-        sentence = f"{name} failed {place}: {report.short}"
+        sentence = f"{name} failed {status}: {report.short}"
     elif code < 0:
-        sentence = f"{name} was ended by {signal_name(-code)} {place}"
+        sentence = f"{name} was ended by {signal_name(-code)} {status}"
     elif code == EXIT_PREEMPTED:
-        sentence = f"{name} ended with exit code {code} {place}, and others did not, so nothing was saved together"
+        sentence = f"{name} ended with exit code {code} {status}, and others did not, so nothing was saved together"
     else:
-        sentence = f"{name} ended with exit code {code} {place}"
+        sentence = f"{name} ended with exit code {code} {status}"
     lines.append(f"towers: {sentence}")
     is_consequence = report is not None and report.consequence
-    cause = _cause(job, supervisor, records, news) if is_consequence else news.say(sentence)
+    cause = _cause(job, supervisor, directory, broadcast) if is_consequence else broadcast.publish_failure(sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
-    return Outcome(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
+    return ExitReport(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
 
 
-def _cause(job: Job, supervisor: Supervisor, records: os.PathLike[str], news: News) -> str | None:
+def _cause(job: Job, supervisor: Supervisor, directory: os.PathLike[str], broadcast: FailureBroadcast) -> str | None:
     """Why the towers of this worker have failed, which only say that another tower is gone."""
-    if (sentence := ended_well(job, supervisor.endings, records)) is not None:
-        return news.say(sentence)
-    if (said := news.await_what_was_said()) is not None:
-        return said
-    return news.say(ended[0]) if (ended := news.ended()) else None
+    if (sentence := first_good_end(job, supervisor.endings, directory)) is not None:
+        return broadcast.publish_failure(sentence)
+    if (failure := broadcast.await_failure()) is not None:
+        return failure
+    return broadcast.publish_failure(ends[0]) if (ends := broadcast.ends()) else None
 
 
-def ended_well(job: Job, endings: Mapping[int, int], records: os.PathLike[str]) -> str | None:
-    """Which tower of this worker was the first to end without failing, and where; for those that went on."""
+def first_good_end(job: Job, endings: Mapping[int, int], directory: os.PathLike[str]) -> str | None:
+    """Which tower of this worker was the first to end without failing, and what it did last; for those that went on."""
     for tower, code in endings.items():
         if code in (0, EXIT_PREEMPTED):
-            record = status_record.find(records, tower)
-            place = _place(records, tower)
+            record = StatusRecord.find(directory, tower)
             whole = code == 0 and record is not None and record.read().is_between_runs
             call = " and made a call that it did not make: look for one under `if strategy.is_chief:`" if whole else ""
-            return f"tower {tower}{_host(job)} ended with exit code {code} {place}, while others went on{call}"
+            status = _status(directory, tower)
+            return f"tower {tower}{_host(job)} ended with exit code {code} {status}, while others went on{call}"
     return None
 
 
@@ -114,6 +123,6 @@ def _host(job: Job) -> str:
     return f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
 
 
-def _place(records: os.PathLike[str], tower: int) -> str:
-    record = status_record.find(records, tower)
+def _status(directory: os.PathLike[str], tower: int) -> str:
+    record = StatusRecord.find(directory, tower)
     return str(record.read()) if record is not None else "before its strategy was made"

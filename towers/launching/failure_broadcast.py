@@ -1,4 +1,10 @@
-"""What the agents of several workers tell each other: which tower of the job failed first, and whose have ended."""
+"""What the agents of several workers tell each other: which tower of the job failed first, and whose towers have ended.
+
+[Note: failures of other workers] The first failure goes to all workers through the agents' store. An agent whose towers
+have not failed ends them, and one whose towers have only lost a peer says whose failure was first. An agent whose
+towers have ended well publishes that and waits for the others: when a tower that ended early turns out to be the cause,
+its worker fails with the rest.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +14,28 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import PrefixStore, Store
 
-from towers.joining import messages
-from towers.joining.messages import NotACardError
+from towers.joining.store import SignedStore
+from towers.system.text import printable
 
-_FIRST, _HEARD, _ENDED = "first", "heard", "ended"
-_INTERVAL = 0.5  # seconds between two looks
-_PATIENCE = 1.5  # seconds for the store to answer, and for the others to read what is said
+_FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
+_INTERVAL = 0.5  # seconds between two reads
+_SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
 
-class News:
-    """One worker's part of it. With one worker there is nothing to tell.
+class FailureBroadcast:
+    """One worker's part of it. With one worker there are no others.
 
     Args:
         token: the job's.
 
     Attributes:
-        heard: what another worker has said, once it has been heard.
+        received: the failure that was published first, once it has been received.
     """
 
     def __init__(self, token: str) -> None:
         self._token = token
-        self.heard: str | None = None
-        self._store: Store | None = None
+        self.received: str | None = None
+        self._store: SignedStore | None = None
         self._workers = 1
         self._worker = 0
 
@@ -42,116 +48,87 @@ class News:
         """
         if store is None or workers == 1:
             return
-        self._store = PrefixStore("towers/news", store.clone())  # type: ignore[attr-defined]
+        self._store = signed = SignedStore(PrefixStore("towers/failures", store.clone()), self._token)  # type: ignore[attr-defined]
         self._worker, self._workers = worker, workers
-        self._in_thread(self._listen)
 
-    def _listen(self) -> None:
-        assert self._store is not None
-        while not self._store.check([_FIRST]):
-            time.sleep(_INTERVAL)
-        self.heard = self._read(_FIRST, self._store.get(_FIRST))
-        self._store.add(_HEARD, 1)
+        def listen() -> None:
+            while (message := signed.read(_FAILURE)) is None:
+                time.sleep(_INTERVAL)
+            self.received = printable(message.get("sentence"))
+            signed.store.add(_RECEIVED, 1)
 
-    def say(self, sentence: str) -> str:
-        """Tell the others what has failed here; returns what failed first anywhere.
+        _in_thread(listen)
 
-        The worker that serves the store stays until the others have heard it.
-        """
-        if self._store is None or self.heard is not None:
-            return self.heard or sentence
-        found: list[str] = []
+    def publish_failure(self, sentence: str) -> str:
+        """Tell the others what has failed here; returns what was published first by any worker."""
+        if (store := self._store) is None or self.received is not None:
+            return self.received or sentence
 
-        def say() -> None:
-            assert self._store is not None
-            card = messages.seal(self._token, _FIRST, {"sentence": sentence})
-            found.append(self._read(_FIRST, self._store.compare_set(_FIRST, "", card)))
+        first: list[str] = []
 
-        self._in_thread(say).join(_PATIENCE)
-        self.heard = found[0] if found else sentence
-        return self.heard
+        def publish() -> None:
+            first.append(printable(store.publish(_FAILURE, {"sentence": sentence}).get("sentence")))
 
-    def _read(self, place: str, card: bytes) -> str:
-        try:
-            return messages.plain(messages.unseal(self._token, place, card).get("sentence"))
-        except NotACardError:
-            return "towers: another process, which is none of this job, says that something has failed"
+        _in_thread(publish).join(_SECONDS)
+        self.received = first[0] if first else sentence
+        return self.received
 
-    def await_what_was_said(self) -> str | None:
-        """What another worker says has failed first; None when none says anything for a moment."""
-        end = time.monotonic() + _PATIENCE
-        while self._store is not None and self.heard is None and time.monotonic() < end:
+    def await_failure(self) -> str | None:
+        """What another worker publishes as the first failure; None when none does for a moment."""
+        end = time.monotonic() + _SECONDS
+        while self._store is not None and self.received is None and time.monotonic() < end:
             time.sleep(0.05)
-        return self.heard
+        return self.received
 
-    def say_ended(self, sentence: str) -> None:
-        """Tell the others that the towers of this worker have ended well, and where the first of them was."""
+    def publish_end(self, sentence: str) -> None:
+        """Tell the others that the towers of this worker have ended well, and what the first of them did last."""
+        if (store := self._store) is not None:
+            _in_thread(lambda: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence})).join(_SECONDS)
 
-        def say() -> None:
-            assert self._store is not None
-            place = f"{_ENDED}{self._worker}"
-            self._store.set(place, messages.seal(self._token, place, {"sentence": sentence}))
+    def ends(self) -> Sequence[str]:
+        """What the other workers have published of towers that have ended well."""
+        if (store := self._store) is None:
+            return []
+        sentences: list[str] = []
 
-        if self._store is not None:
-            self._in_thread(say).join(_PATIENCE)
+        def read() -> None:
+            for worker in range(self._workers):
+                if worker != self._worker and (message := store.read(f"{_ENDED}{worker}")) is not None:
+                    sentences.append(printable(message.get("sentence")))
 
-    def ended(self) -> Sequence[str]:
-        """What the others have told of towers that have ended well."""
-        found: list[str] = []
-
-        def look() -> None:
-            assert self._store is not None
-            for place in (f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker):
-                if self._store.check([place]):
-                    found.append(self._read(place, self._store.get(place)))
-
-        if self._store is not None:
-            self._in_thread(look).join(_PATIENCE)
-        return list(found)
+        _in_thread(read).join(_SECONDS)
+        return list(sentences)
 
     def await_ends(self, seconds: float) -> None:
-        """Wait until all workers have told that their towers have ended well, or one that something has failed."""
+        """Wait until all workers have published that their towers have ended well, or one that something has failed."""
+        if (store := self._store) is None:
+            return
         end = time.monotonic() + seconds
-
-        def all_ended() -> bool:
-            return len(self.ended()) == self._workers - 1
-
-        while self._store is not None and self.heard is None and time.monotonic() < end and not all_ended():
+        while self.received is None and time.monotonic() < end and len(self.ends()) < self._workers - 1:
             time.sleep(_INTERVAL / 2)
-        if self._store is not None and self.heard is None:
-            self._leave_together()
+        if self.received is None:  # the store stays until all have seen that all have ended, for a moment at most
+            _in_thread(lambda: self._await_count(store, _LEFT, 1)).join(_SECONDS)
 
-    def _leave_together(self) -> None:
-        """The store stays until all have seen that all have ended, for a moment at most."""
+    def wait_until_received(self) -> None:
+        """Where this worker serves the store: until all have received the failure, for a moment at most."""
+        if (store := self._store) is not None and self.received is not None and self._worker == 0:
+            _in_thread(lambda: self._await_count(store, _RECEIVED, 0)).join(_SECONDS)
 
-        def leave() -> None:
-            assert self._store is not None
-            self._store.add("left", 1)
-            while self._worker == 0 and self._store.add("left", 0) < self._workers:
-                time.sleep(0.05)
+    def _await_count(self, store: SignedStore, key: str, mine: int) -> None:
+        """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
+        count = store.store.add(key, mine)
+        while self._worker == 0 and count < self._workers:
+            time.sleep(0.05)
+            count = store.store.add(key, 0)
 
-        self._in_thread(leave).join(_PATIENCE)
 
-    def wait_until_heard(self) -> None:
-        """Where this worker serves the store: until all have heard what was said, for a moment at most."""
-        if self._store is None or self._worker != 0 or self.heard is None:
+def _in_thread(work: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        try:
+            work()
+        except Exception:  # the store is gone, and with it the worker that served it
             return
 
-        def wait() -> None:
-            assert self._store is not None
-            while self._store.add(_HEARD, 0) < self._workers:
-                time.sleep(0.05)
-
-        self._in_thread(wait).join(_PATIENCE)
-
-    @staticmethod
-    def _in_thread(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except Exception:  # the store is gone, and with it the worker that served it
-                return
-
-        thread = threading.Thread(target=run, name="towers-news", daemon=True)
-        thread.start()
-        return thread
+    thread = threading.Thread(target=run, name="towers-broadcast", daemon=True)
+    thread.start()
+    return thread

@@ -1,26 +1,37 @@
-"""A job of several towers, as the agents that run it have to know it."""
+"""A job of several towers, and how a program becomes one: it is replaced by an agent that runs it once per tower.
+
+Only a user's own script can be run again like that. Everything else gets an error that names the other ways.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import multiprocessing
+import os
 import pathlib
 import sys
+import sysconfig
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from towers.errors import CannotStartError
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be started on this machine, as part of what.
+    """The towers of this machine, as part of a job.
 
     Attributes:
         towers: towers on this machine.
         worker, workers: this machine's index among the cluster's workers, and how many there are.
         addresses: ``host:port`` of every worker, in order; empty for a job on one machine.
         origin: where the cluster was read from, for messages.
-        started_by: what the person typed, for the log.
+        started_by: the command that a person typed, for the log.
         devices: this machine's devices, one per tower; empty to leave the choice to the script.
         startup_seconds: how long workers wait for each other.
-        log_dir: where the other towers' output is kept; None keeps nothing.
+        log_dir: a directory for the output of the other towers than the first; None: it is not kept.
     """
 
     towers: int
@@ -33,17 +44,134 @@ class Job:
     startup_seconds: float = 300.0
     log_dir: str | None = None
 
+    def to_json(self) -> str:
+        """One word for a command line, with the attributes that are not the default."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps({name: value for name, value in values.items() if value != getattr(Job, name, None)})
+
+    @classmethod
+    def from_json(cls, word: str) -> Job:
+        """The job that :meth:`to_json` has made ``word`` of.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+        """
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(word).items()
+        }
+        return cls(**values)
+
 
 def agent_command(job: Job, program: Sequence[str]) -> list[str]:
     """The command line of an agent (:mod:`towers.launching.agent`) that runs ``program``, a whole command, in every
     tower."""
-    words = [sys.executable, str(pathlib.Path(__file__).resolve().parents[1]), "--towers", str(job.towers)]
-    if job.workers > 1:
-        words += ["--worker", str(job.worker), "--workers", str(job.workers)]
-        words += ["--addresses", ",".join(job.addresses), "--startup-seconds", str(job.startup_seconds)]
-    if job.devices:
-        words += ["--devices", ",".join(job.devices)]
-    if job.log_dir:
-        words += ["--log-dir", job.log_dir]
-    words += ["--origin", job.origin, "--started-by", job.started_by]
-    return [*words, "--", *program]
+    return [sys.executable, str(pathlib.Path(__file__).resolve().parents[1]), job.to_json(), *program]
+
+
+def become(job: Job) -> NoReturn:
+    """Replace this process by an agent that runs :func:`own_command` as several towers. Does not return.
+
+    Raises:
+        CannotStartError: see :func:`own_command`.
+    """
+    command = agent_command(job, own_command())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)
+
+
+def own_command() -> list[str]:
+    """The command that runs this program again: same interpreter, same flags, same arguments.
+
+    Raises:
+        CannotStartError: this process is not a user's own script (or ``-m`` module), started by ``python``.
+    """
+    if multiprocessing.parent_process() is not None:
+        raise _cannot("this is a child process of multiprocessing")
+    if sys.flags.interactive or hasattr(sys, "ps1"):
+        raise _cannot("this is an interactive session")
+    main = sys.modules.get("__main__")
+    kind, at = _find_program(sys.orig_argv)
+    if kind == "module":
+        return _rerun_module(main, at)
+    if kind == "script":
+        return _rerun_script(main, at)
+    raise _cannot(f"python was started with {kind}, not with a script")
+
+
+def _find_program(argv: Sequence[str]) -> tuple[str, int]:
+    """What ``python`` runs by this command line, and where in it that is.
+
+    Returns ("script", position of its path), ("module", position of ``-m`` or of the word that holds it) or
+    (a description of something else, -1). Follows the grammar of ``python --help``: ``-W`` and ``-X`` take an
+    argument, ``-c`` and ``-m`` end the options, single letters may be joined.
+    """
+    position = 1
+    while position < len(argv):
+        word = argv[position]
+        if word == "-":
+            return "a program on standard input", -1
+        if not word.startswith("-"):
+            return "script", position
+        if word.startswith("--"):
+            position += 2 if word == "--check-hash-based-pycs" else 1
+            continue
+        for offset, letter in enumerate(word[1:], start=1):
+            if letter == "c":
+                return "-c", -1
+            if letter == "m":
+                return "module", position
+            if letter in "WX":
+                if offset == len(word) - 1:
+                    position += 1
+                break
+        position += 1
+    return "no program", -1
+
+
+def _rerun_module(main: ModuleType | None, at: int) -> list[str]:
+    word = sys.orig_argv[at]
+    name = word[word.index("m") + 1 :] or sys.orig_argv[at + 1]
+    spec = getattr(main, "__spec__", None)
+    if spec is None or spec.name not in (name, f"{name}.__main__"):
+        raise _cannot(f"python was started with -m {name}, which runs other programs")
+    _check_is_users(getattr(main, "__file__", None))
+    if sys.path[0] and pathlib.Path(sys.path[0]).is_dir() and not pathlib.Path(sys.path[0]).samefile("."):
+        raise _cannot(
+            f"-m {name} was found in {sys.path[0]}, but the current directory is another one by now; make the "
+            "strategy before os.chdir"
+        )
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _rerun_script(main: ModuleType | None, at: int) -> list[str]:
+    typed = pathlib.Path(sys.orig_argv[at])
+    file = getattr(main, "__file__", None)
+    _check_is_users(file)
+    script = pathlib.Path(str(file))
+    program = script.parent if script.name == "__main__.py" and typed.name != script.name else script
+    # A runner (a debugger, a profiler) puts another file in __main__'s place: its command is not the script's.
+    if typed.name != program.name:
+        raise _cannot(f"{script.name} is run by {typed}")
+    # A program that has changed its directory before it came here is found by its full path.
+    path = str(typed) if typed.exists() and typed.samefile(program) else str(program)
+    return [sys.executable, *sys.orig_argv[1:at], path, *sys.orig_argv[at + 1 :]]
+
+
+def _check_is_users(file: str | None) -> None:
+    if file is None or not file.endswith(".py"):
+        raise _cannot("the running program is no .py file")
+    path = pathlib.Path(file).resolve()
+    for place in ("stdlib", "platstdlib", "purelib", "platlib"):
+        if path.is_relative_to(pathlib.Path(sysconfig.get_path(place)).resolve()):
+            raise _cannot(f"{path} is an installed program")
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        raise _cannot(f"{path} is an installed program")
+
+
+def _cannot(why: str) -> CannotStartError:
+    return CannotStartError(
+        f"several towers are wanted, but this program cannot be started again as several: {why}. "
+        "From a notebook or a test call mirrored.launch(fn, towers=N); from a shell use "
+        "'mirrored run --towers N script.py'; or take one device with devices=['cpu:0'] or ['cuda:0']."
+    )

@@ -19,14 +19,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from towers import topology
 from towers.errors import CannotStartError, TowerFailedError
-from towers.health import failure, status_record
-from towers.joining import handshake
-from towers.joining.messages import JOB_TOKEN
-from towers.launching import console, job_control, parent_watchdog
-from towers.system import devices, machine, network
+from towers.health import failure
+from towers.health.failure import FailureReport
+from towers.health.status import StatusRecord
+from towers.joining.store import serve_store
+from towers.launching import console, processes
+from towers.system import devices, machine
 from towers.system.torch_private import COMPILER, is_in_bad_fork
+from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
 DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up when it was given no timeout."""
@@ -42,7 +43,7 @@ class Failure:
     Attributes:
         tower: its index.
         exception: the exception itself; None when the tower died of something else or it does not pickle.
-        traceback: the traceback as text, or a sentence that says how the tower ended.
+        traceback: the traceback as text, or a sentence on how the tower ended.
         consequence: whether it failed only because another tower was gone.
     """
 
@@ -81,7 +82,7 @@ def launch(
         TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
             traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No process is left.
         SystemExit: this process was sent SIGTERM or SIGHUP, which went on to the towers, and they have saved and ended
-            with exit code 75, which is this one's. (Towers that have not end it by the signal.)
+            with exit code 75, with which this process ends, too. (Else it ends by the signal.)
         ValueError: ``towers`` is not positive or does not match ``devices``.
         TypeError: ``fn`` or its arguments do not pickle.
         CannotStartError: called inside a tower.
@@ -97,41 +98,44 @@ def launch(
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
     context.set_forkserver_preload(["towers.launching.launch", COMPILER])
     token = secrets.token_hex()
-    store = handshake.serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
-    processes: list[ForkServerProcess] = []
-    with job_control.PassedOn(processes) as told, console.Relay() as relay, contextlib.ExitStack() as opened:
-        reports: list[Connection] = []
+    store = serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
+    started: list[ForkServerProcess] = []
+    with (
+        processes.SignalForwarding(lambda: [process.pid for process in started if process.pid]) as forwarding,
+        console.Relay() as relay,
+        contextlib.ExitStack() as opened,
+    ):
+        replies: list[Connection] = []
         try:
             for tower in range(count):
                 receiver, sender = context.Pipe(duplex=False)
                 opened.callback(receiver.close)
                 variables = _environment(tower, count, store.port, token, names)
-                variables[failure.ERROR_FILE] = str(failure.report_in(relay.directory, tower))
-                variables[topology.WHEREABOUTS] = str(status_record.path_in(relay.directory, tower))
+                variables |= processes.file_variables(relay.directory, tower)
                 arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
                 process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
                 with _importable_main():
                     process.start()
                 sender.close()
-                processes.append(process)
-                reports.append(receiver)
+                started.append(process)
+                replies.append(receiver)
             deadline = time.monotonic() + limit
-            results, failures = _await(processes, reports, deadline, limit)
-            places = {failed.tower: status_record.find(relay.directory, failed.tower) for failed in failures}
+            results, failures = _await(started, replies, deadline, limit)
+            records = {failed.tower: StatusRecord.find(relay.directory, failed.tower) for failed in failures}
             failures = [_with_report(failed, relay.directory) for failed in failures]
             if not failures:  # threads may have something left to do, as in any program
-                _join(processes, deadline - time.monotonic())
+                _join(started, deadline - time.monotonic())
         finally:
             if start_method is None:  # starting a process has decided on one
                 multiprocessing.set_start_method(None, force=True)
-            _end(processes, relay.directory)
-    told.end(preempted=any(_is_preempted(failed) for failed in failures))
+            _end(started, relay.directory)
+    forwarding.end(preempted=any(_is_preempted(failed) for failed in failures))
     if failures:
         first = min(failures, key=lambda f: f.consequence)
-        record = places[first.tower]
-        where = f", {record.read()}" if record is not None else ""
+        record = records[first.tower]
+        status = f", {record.read()}" if record is not None else ""
         raise TowerFailedError(
-            f"tower {first.tower} of {count} failed{where}:\n{first.traceback.rstrip()}",
+            f"tower {first.tower} of {count} failed{status}:\n{first.traceback.rstrip()}",
             first.tower,
             tuple(failures),
         ) from first.exception
@@ -160,12 +164,12 @@ def _environment(tower: int, count: int, port: int, token: str, names: Sequence[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        topology.STARTED_BY: "launch",
+        STARTED_BY: "launch",
         JOB_TOKEN: token,
-        **network.variables(machine.loopback_interface(), os.environ),
+        **machine.interface_variables(machine.loopback_interface(), os.environ),
     }
     if names:
-        variables[topology.DEVICES] = ",".join(names)
+        variables[DEVICES] = ",".join(names)
     return variables
 
 
@@ -176,8 +180,7 @@ def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
             relay.pipe("stdout0", console.standard("stdout")),
             relay.pipe("stderr0", console.standard("stderr")),
         )
-    errors = console.PrefixedLines(f"[tower {tower}] ", console.standard("stderr"))
-    return os.devnull, relay.pipe(f"stderr{tower}", errors)
+    return os.devnull, relay.prefixed("stderr", f"tower {tower}")
 
 
 def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> bytes:
@@ -231,7 +234,7 @@ def _be_tower(
     payload: bytes,
 ) -> None:
     """What the process of a tower runs."""
-    parent_watchdog.end_with_parent()
+    failure.end_with_parent()
     os.register_at_fork(after_in_child=sender.close)  # or this tower's end would go unseen while its child lives
     for number, path in enumerate(streams, start=1):
         target = os.open(path, os.O_WRONLY)
@@ -245,15 +248,19 @@ def _be_tower(
     # datasets would have to pickle.
     multiprocessing.set_start_method(start_method, force=True)
     gc.freeze()  # what the fork server has loaded is no garbage: looking at it takes a tenth of a second each time
+    failed = False
     try:
-        _check_gpus(variables.get(topology.DEVICES, ""))
+        _check_gpus(variables.get(DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
         message = ("result", pickle.dumps(fn(*args, **kwargs)))
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
         message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+        failed = isinstance(error, Exception)
     sender.send(message)
+    if failed:
+        failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
 
 
 def _check_gpus(names: str) -> None:
@@ -272,22 +279,22 @@ def _check_gpus(names: str) -> None:
 
 
 def _describe(tower: int, error: BaseException) -> Failure:
-    told = failure.told_by(failure.report(error))
+    report = FailureReport.of(error)
     carried: BaseException | None = error
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a stranger's exception class does when it is copied
+    except Exception:  # whatever a foreign exception class does when it is copied
         carried = None
-    return Failure(tower, carried, told.trace, told.consequence)
+    return Failure(tower, carried, report.trace, report.consequence)
 
 
 def _await(
-    processes: Sequence[ForkServerProcess], reports: Sequence[Connection], deadline: float, limit: float
+    towers: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: float, limit: float
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Collect results and failures; after the first failure only for a short grace."""
     results: dict[int, Any] = {}
     failures: list[Failure] = []
-    open_towers = set(range(len(processes)))
+    open_towers = set(range(len(towers)))
     while open_towers:
         now = time.monotonic()
         if now >= deadline:
@@ -296,69 +303,65 @@ def _await(
                 text = f"it was not done after {limit:.0f} s (not done: towers {missing}); see launch's timeout"
                 failures.append(Failure(min(open_towers), TimeoutError(text), text))
             break
-        waiting = [reports[tower] for tower in open_towers]
+        waiting = [replies[tower] for tower in open_towers]
         ready = wait(waiting, timeout=min(deadline - now, 60.0))
         for tower in sorted(open_towers):
-            if reports[tower] not in ready:
+            if replies[tower] not in ready:
                 continue
             open_towers.remove(tower)
-            outcome = _receive(tower, processes[tower], reports[tower])
-            if isinstance(outcome, Failure):
-                failures.append(outcome)
+            reply = _receive(tower, towers[tower], replies[tower])
+            if isinstance(reply, Failure):
+                failures.append(reply)
                 deadline = min(deadline, time.monotonic() + _GRACE)
             else:
-                results[tower] = outcome[0]
+                results[tower] = reply[0]
     return results, failures
 
 
-def _receive(tower: int, process: ForkServerProcess, report: Connection) -> tuple[Any] | Failure:
+def _receive(tower: int, process: ForkServerProcess, connection: Connection) -> tuple[Any] | Failure:
     try:
-        kind, data = report.recv()
-    except EOFError:  # the process is gone without a word
+        kind, data = connection.recv()
+    except EOFError:  # the process is gone without a reply
         process.join(_END)
         code = process.exitcode
         how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
         hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
         return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
     try:
-        outcome = pickle.loads(data)
+        reply = pickle.loads(data)
     except Exception as error:
         return Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
-    return outcome if kind == "failure" else (outcome,)
+    return reply if kind == "failure" else (reply,)
 
 
 def _with_report(failed: Failure, directory: pathlib.Path) -> Failure:
-    """Of a tower that ended without a word, what it has left in its report."""
-    told = failure.read_report(failure.report_in(directory, failed.tower))
-    return failed if told is None else dataclasses.replace(failed, traceback=told.trace, consequence=told.consequence)
+    """With the report that a tower has left which sent no reply, if it has left one."""
+    report = FailureReport.read(failure.report_path(directory, failed.tower))
+    if report is None:
+        return failed
+    return dataclasses.replace(failed, traceback=report.trace, consequence=report.consequence)
 
 
 def _is_preempted(failed: Failure) -> bool:
     return isinstance(failed.exception, SystemExit) and failed.exception.code == failure.EXIT_PREEMPTED
 
 
-def _end(processes: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
+def _end(started: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
     """Leave no process behind: wait for those that are done, and for checkpoints under way, and end the others."""
-    _join(processes, 0.5)
-    end = time.monotonic() + failure.SAVING_SECONDS
-    while any(_saves(process, directory, tower) for tower, process in enumerate(processes)) and time.monotonic() < end:
-        time.sleep(0.05)
-    for ask in (ForkServerProcess.terminate, ForkServerProcess.kill):
-        alive = [process for process in processes if process.is_alive()]
-        for process in alive:
-            ask(process)
-        _join(alive, _END)
-    for process in processes:
+
+    def living() -> dict[int, int]:
+        return {tower: process.pid for tower, process in enumerate(started) if process.is_alive() and process.pid}
+
+    _join(started, 0.5)
+    processes.wait_until(lambda: not processes.towers_saving(directory, living()), failure.SAVING_SECONDS)
+    if living():
+        processes.end(lambda number: processes.send(number, living().values()), lambda: not living(), _END)
+    for process in started:
         if not process.is_alive():
             process.close()
 
 
-def _saves(process: ForkServerProcess, directory: pathlib.Path, tower: int) -> bool:
-    record = status_record.find(directory, tower) if process.is_alive() else None
-    return record is not None and record.saves
-
-
-def _join(processes: Sequence[ForkServerProcess], seconds: float) -> None:
+def _join(started: Sequence[ForkServerProcess], seconds: float) -> None:
     end = time.monotonic() + seconds
-    for process in processes:
+    for process in started:
         process.join(None if math.isinf(end) else max(0.0, end - time.monotonic()))

@@ -47,8 +47,7 @@ def play(program: Sequence[str], workers: int) -> int:
             streams: dict[str, int] = {}
             if index:
                 for stream in ("stdout", "stderr"):
-                    sink = console.PrefixedLines(f"[worker {index}] ", console.standard(stream))
-                    streams[stream] = os.open(relay.pipe(f"{stream}{index}", sink), os.O_WRONLY)
+                    streams[stream] = os.open(relay.prefixed(stream, f"worker {index}"), os.O_WRONLY)
             stdout, stderr = streams.get("stdout"), streams.get("stderr")
             jobs.append(subprocess.Popen(program, env=_environment(index, addresses), stdout=stdout, stderr=stderr))
             for number in streams.values():

@@ -1,7 +1,7 @@
 """How workers (machines) find each other: torchrun's rendezvous, with a deadline and names.
 
-The chief worker serves a store at its own address of the cluster; everyone lays down what it believes the
-cluster is, and all compare. The same store then serves the agents and the towers, so one address is enough.
+The chief worker serves a store at its own address of the cluster. Every worker publishes the cluster as it was given to
+it, and all compare. The same store then serves the agents and the towers, so one address is enough.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from torch.distributed.elastic.rendezvous import (
 
 from towers.errors import StartupError
 from towers.joining import handshake
-from towers.joining.messages import Card
+from towers.joining.store import Message, join_store, serve_store
 from towers.launching.job import Job
-from towers.system import machine, network
+from towers.system import machine
+from towers.system.log import get_logger
+from towers.system.text import canonical_address, split_address
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 
+log = get_logger("towers")
+
 
 class Rendezvous(RendezvousHandler):
-    """Meets the workers that :class:`towers.launching.job.Job` lists; one alone is met at once, on loopback.
+    """Meets the workers that :class:`towers.launching.job.Job` lists; a single worker serves a store on loopback.
 
     Args:
-        token: the job's, which workers and towers must have.
+        token: of the job.
     """
 
     def __init__(self, job: Job, run_id: str, token: str) -> None:
         self._job = job
-        self._host, self._port = network.split_address(job.addresses[0]) if job.addresses else ("127.0.0.1", 0)
+        self._host, self._port = split_address(job.addresses[0]) if job.addresses else ("127.0.0.1", 0)
         self._run_id = run_id
         self._token = token
-        self._round = 0
-        self._store: TCPStore | None = None
         self._doubt = ""
 
     def get_backend(self) -> str:
@@ -50,7 +52,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet all workers.
+        """Meet all workers. Called once, since the agent restarts nothing.
 
         Raises:
             StartupError: the address cannot be used, the chief does not answer, or workers are missing.
@@ -58,35 +60,11 @@ class Rendezvous(RendezvousHandler):
         """
         job = self._job
         deadline = time.monotonic() + job.startup_seconds
-        chief = job.worker == 0
-        if self._store is None:
-            if chief:
-                others = [network.split_address(address)[0] for address in job.addresses[1:]]
-                self._store = handshake.serve_store(
-                    self._host, self._port, _STORE_TIMEOUT, job.origin, self._token, others
-                )
-                if job.addresses and not machine.is_led_to(self._host, self._port):
-                    self._doubt = (
-                        f"the address of worker 0, {job.addresses[0]} (from {job.origin}), does not lead to this "
-                        "machine, which is worker 0"
-                    )
-                    print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
-            else:
-                self._store = handshake.join_store(
-                    self._host,
-                    self._port,
-                    _STORE_TIMEOUT,
-                    deadline,
-                    "the chief (worker 0)",
-                    job.origin,
-                    self._token,
-                    f"worker {job.worker}",
-                )
-        store = PrefixStore(f"round{self._round}", self._store)
-        self._round += 1
+        tcp = self._serve() if job.worker == 0 else self._join(deadline)
+        store = PrefixStore("workers", tcp)
         if job.workers > 1:
             try:
-                handshake.meet(
+                handshake.exchange(
                     store,
                     {"addresses": list(job.addresses), "origin": job.origin},
                     kind="worker",
@@ -96,12 +74,29 @@ class Rendezvous(RendezvousHandler):
                     origin=job.origin,
                     token=self._token,
                     compare=compare_clusters,
-                    serves=chief,
+                    serves=job.worker == 0,
                 )
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
-        where = RendezvousStoreInfo(self._store.host, self._store.port)
-        return RendezvousInfo(store, job.worker, job.workers, where)
+        log.debug("worker %d of %d has joined the others at %s:%d", job.worker, job.workers, tcp.host, tcp.port)
+        return RendezvousInfo(store, job.worker, job.workers, RendezvousStoreInfo(tcp.host, tcp.port))
+
+    def _serve(self) -> TCPStore:
+        job = self._job
+        others = [split_address(address)[0] for address in job.addresses[1:]]
+        store = serve_store(self._host, self._port, _STORE_TIMEOUT, job.origin, self._token, others)
+        if job.addresses and not machine.is_reached_at(self._host, self._port):
+            self._doubt = (
+                f"the address of worker 0, {job.addresses[0]} (from {job.origin}), does not lead to this "
+                "machine, which is worker 0"
+            )
+            print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
+        return store
+
+    def _join(self, deadline: float) -> TCPStore:
+        job, chief = self._job, "the chief (worker 0)"
+        name = f"worker {job.worker}"
+        return join_store(self._host, self._port, _STORE_TIMEOUT, deadline, chief, job.origin, self._token, name)
 
     def is_closed(self) -> bool:
         return False
@@ -119,15 +114,15 @@ class Rendezvous(RendezvousHandler):
         return True
 
 
-def compare_clusters(index: int, card: Card, other: int, reference: Card) -> str | None:
+def compare_clusters(index: int, message: Message, other: int, reference: Message) -> str | None:
     """What differs between two workers' descriptions of their cluster, or None."""
     if other > index:
-        return compare_clusters(other, reference, index, card)
-    here, there = card["addresses"], reference["addresses"]
-    text = f"the workers were given different clusters (worker {index} by {card['origin']}): "
+        return compare_clusters(other, reference, index, message)
+    here, there = message["addresses"], reference["addresses"]
+    text = f"the workers were given different clusters (worker {index} by {message['origin']}): "
     if len(here) != len(there):
         return f"{text}worker {index} knows {len(here)} workers {here}, worker {other} knows {len(there)} {there}"
     for i, (a, b) in enumerate(zip(here, there, strict=True)):
-        if network.canonical(a) != network.canonical(b):
+        if canonical_address(a) != canonical_address(b):
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
     return None

@@ -14,6 +14,7 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.mirroring.fingerprint import fingerprints
 from towers.system.host_copy import HostCopy
+from towers.system.text import name_towers
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,3 @@ def who_differs(groups: Sequence[Sequence[int]]) -> str:
     odd = sorted(tower for towers in others for tower in towers)
     apart = ", and from each other" if len(others) > 1 else ""
     return f"{name_towers(odd)} differ{'s' * (len(odd) == 1)} from {name_towers(majority)}{apart}"
-
-
-def name_towers(towers: Sequence[int]) -> str:
-    """``tower 2``, ``towers 0, 1 and 3``."""
-    if len(towers) == 1:
-        return f"tower {towers[0]}"
-    return f"towers {', '.join(map(str, towers[:-1]))} and {towers[-1]}"

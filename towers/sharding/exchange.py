@@ -1,9 +1,21 @@
-"""How updated shards of parameters reach the other towers."""
+"""How updated shards of parameters, and the state of their optimizers, reach the other towers.
+
+[Note: two ways to shard] Towers that share memory average their own chunks of the gradients only
+(:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
+state alone (:class:`SharedParameters`). All others (GPUs, several hosts) average whole gradients, and gather shards and
+state by collectives (:class:`GatheredParameters`). :func:`exchange_for` is where that is decided, and nothing else in
+the sharded step asks for it.
+
+[Note: every tower keeps its parameters] The first design let the towers of a host share one copy of the parameters,
+which must then not be updated by code that every tower runs: ``p.data.mul_(0.9)`` leaves no trace that could be
+checked, so that would have been a silent error. Instead every tower has parameters of its own, in a shared region, and
+writes its shards into the others' during a step only.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,15 +23,27 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, WholeCall, as_bytes
-from towers.gradients.averager import GradientAverager
+from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.gradients.buckets import DenseSlot
+from towers.gradients.keys import Keys
+from towers.gradients.reduce_scatter import ReduceScatter
+from towers.gradients.reductions import AllReduce, Reduction
 from towers.sharding.shards import Shard, ranges
+from towers.sharding.state import ReadableState
 from towers.system.memory_layout import ALONE, view_like
 from towers.system.torch_private import storage_holders
 
 
 class Exchange(ABC):
-    """A way for shards to reach the other towers."""
+    """A way for shards to reach the other towers.
+
+    Attributes:
+        reduction: what makes the gradients that shards are updated with.
+        state_is_readable: whether a tower alone can read all towers' state.
+    """
+
+    reduction: Reduction
+    state_is_readable: bool = False
 
     @abstractmethod
     def begin(self, purpose: str) -> None:
@@ -33,105 +57,125 @@ class Exchange(ABC):
         """Whether :meth:`place` may be asked for it."""
         return True
 
-    def place(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027  (nothing to do is a right default)
-        """Prepare for these parameters; all towers, after :meth:`begin`."""
+    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:  # noqa: B027  (a right default)
+        """Prepare for these parameters; all towers, after :meth:`begin`.
 
-    def bring_back(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
+        Args:
+            generation: of the buckets.
+            keys: of memory.
+        """
+
+    def restore_places(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
         """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
+
+    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:  # noqa: B027
+        """See that gradients are there as far as a step needs them; all towers.
+
+        Args:
+            slots: of the parameters that are sharded.
+            whole: whether the step needs any gradient whole.
+        """
+
+    def readable_state(self, key: int) -> ReadableState | None:
+        """Where an optimizer keeps its state so that a tower alone can read all of it, if that can be.
+
+        Args:
+            key: of the memory for it.
+        """
+        return None
 
     @abstractmethod
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         """What brings every tower's shards to all towers, to be called by all when each has updated its own.
 
         Args:
-            shards: of every tower, cut ones only.
+            shards: of every tower; none that is whole.
         """
+
+
+def exchange_for(channel: Communicator) -> Exchange:
+    """The way for the towers of ``channel``, over which their gradients are averaged."""
+    # see [Note: two ways to shard]
+    if isinstance(channel, SharedMemoryCommunicator):
+        return SharedParameters(channel)
+    return GatheredParameters(channel)
 
 
 class GatheredParameters(Exchange):
     """Shards are gathered in one collective."""
 
     def __init__(self, channel: Communicator) -> None:
+        self.reduction = AllReduce(channel)
         self._channel = channel
 
     def begin(self, purpose: str) -> None:
         announce(self._channel, purpose)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        sizes = [[shard.nbytes for shard in own] for own in shards]
-        longest = max(map(sum, sizes))
-        index = self._channel.index
-
-        def spread() -> None:
-            mine = torch.zeros(longest, dtype=torch.uint8, device=self._channel.device)
-            for piece, shard in zip(mine.split(_with_rest(sizes[index], longest)), shards[index], strict=False):
-                piece.copy_(as_bytes(shard.of(shard.parameter)))
-            for tower, row in enumerate(self._channel.all_gather(mine)):
-                pieces = row.split(_with_rest(sizes[tower], longest))
-                for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
-                    here = shard.of(shard.parameter)
-                    here.copy_(piece.clone().view(here.dtype).view(here.shape))
-
-        return spread if longest else lambda: None
-
-
-def _with_rest(sizes: list[int], total: int) -> list[int]:
-    return [*sizes, total - sum(sizes)]
+        return _gathering(self._channel, shards)
 
 
 class SharedParameters(Exchange):
-    """Parameters in windows: towers of one host write their shards into each other's.
+    """Parameters lie in shared regions: towers of one host write their shards into each other's.
 
-    A bucket's window holds its parameters as its buffer holds their gradients.
+    A bucket's region holds its parameters as its buffer holds their gradients.
     """
 
-    def __init__(self, averager: GradientAverager, channel: Communicator) -> None:
-        assert channel.regions is not None
-        self._averager = averager
+    state_is_readable = True
+
+    def __init__(self, channel: SharedMemoryCommunicator) -> None:
+        self.reduction: ReduceScatter = ReduceScatter(channel, channel.regions)
         self._channel = channel
         self._regions = channel.regions
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
-        self._homes = WeakIdKeyDictionary()  # by parameter, the address that it was given
-        self._layouts = WeakIdKeyDictionary()  # by parameter, its shape and strides there, without memory
+        self._addresses = WeakIdKeyDictionary()  # by parameter: where it was put
+        self._templates = WeakIdKeyDictionary()  # by parameter: its shape and strides there, without memory
 
     def begin(self, purpose: str) -> None:
-        self._averager.barrier(purpose)
+        self.reduction.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would not share it any more.
-        return storage_holders(parameter) == ALONE or self._homes.get(parameter) == parameter.data_ptr()
+        return storage_holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
 
-    def place(self, slots: Sequence[DenseSlot]) -> None:
-        if self._generation != self._averager.generation:
-            self._generation = self._averager.generation
+    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:
+        if self._generation != generation:
+            self._generation = generation
             for key in self._keys.values():
-                self._averager.release_key(key)
+                keys.release(key)
             self._keys = {}
-            self._homes, self._layouts = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+            self._addresses, self._templates = WeakIdKeyDictionary(), WeakIdKeyDictionary()
         for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
             if bucket.index not in self._keys:
-                self._keys[bucket.index] = key = self._averager.new_key()
+                self._keys[bucket.index] = key = keys.new()
                 self._regions.allocate(key, bucket.numel, bucket.dtype)
-        self.bring_back(slots)
-        self._regions.barrier.wait()  # now all can be reached
+        self.restore_places(slots)
+        self._regions.barrier.wait()  # now all can be mapped
 
-    def bring_back(self, slots: Sequence[DenseSlot]) -> None:
+    def restore_places(self, slots: Sequence[DenseSlot]) -> None:
         for slot in slots:
             parameter = slot.parameter
             assert parameter is not None
-            if self._homes.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
+            if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
                 continue  # of another dtype, the buckets are laid out anew
             memory = self._regions.piece(self._keys[slot.bucket.index], slot.start, slot.numel)
             if memory is not None:
-                # Its strides stay what they were when it was cut: state is in their order.
-                layout = self._layouts.setdefault(parameter, parameter.detach().to("meta"))
-                home = view_like(layout, memory)
-                self._homes[parameter] = home.data_ptr()
-                parameter.data = home.copy_(parameter.data)
+                # Its strides stay what they were when it was sharded: state is in their order.
+                template = self._templates.setdefault(parameter, parameter.detach().to("meta"))
+                place = view_like(template, memory)
+                self._addresses[parameter] = place.data_ptr()
+                parameter.data = place.copy_(parameter.data)
+
+    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:
+        if whole or self.reduction.holds_moved_gradient(slots):
+            self.reduction.gather()
+
+    def readable_state(self, key: int) -> ReadableState:
+        return ReadableState(self._regions, key)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for own in shards for shard in own}
+        keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for row in shards for shard in row}
         index = self._channel.index
         mine = ranges(shards[index])
 
@@ -139,15 +183,15 @@ class SharedParameters(Exchange):
             with WholeCall(self._regions.barrier):
                 without = write()
             if without:
-                rest = [[shard for shard in own if shard.slot.bucket.index in without] for own in shards]
-                GatheredParameters(self._channel).plan(rest)()
+                rest = [[shard for shard in row if shard.slot.bucket.index in without] for row in shards]
+                _gathering(self._channel, rest)()
 
         def write() -> set[int]:
-            """Write this tower's shards into the others' parameters; returns the buckets that have no window."""
+            """Write this tower's shards into the others' parameters; returns the buckets that have no region."""
             without = set()
             for bucket, key in keys.items():
                 tensors = self._regions.map_peers(key)
-                if tensors is None:  # no room for a window on some tower
+                if tensors is None:  # no room for a region on some tower
                     without.add(bucket)
                     continue
                 for start, end in mine.get(bucket, ()):
@@ -158,3 +202,26 @@ class SharedParameters(Exchange):
             return without
 
         return spread
+
+
+def _gathering(channel: Communicator, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+    """What gathers shards in one collective, as of :meth:`Exchange.plan`."""
+    sizes = [[shard.nbytes for shard in row] for row in shards]
+    longest = max(map(sum, sizes))
+    index = channel.index
+
+    def spread() -> None:
+        mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
+        for piece, shard in zip(mine.split(_with_rest(sizes[index], longest)), shards[index], strict=False):
+            piece.copy_(as_bytes(shard.of(shard.parameter)))
+        for tower, row in enumerate(channel.all_gather(mine)):
+            pieces = row.split(_with_rest(sizes[tower], longest))
+            for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
+                here = shard.of(shard.parameter)
+                here.copy_(piece.clone().view(here.dtype).view(here.shape))
+
+    return spread if longest else lambda: None
+
+
+def _with_rest(sizes: list[int], total: int) -> list[int]:
+    return [*sizes, total - sum(sizes)]

@@ -1,13 +1,13 @@
-"""How an optimizer's parameters are shared out: every tower updates its part of each bucket."""
+"""How an optimizer's parameters are divided: every tower updates its chunk of each bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from towers.collectives.shared_memory.regions import part
+from towers.collectives.arithmetic import chunk_of
 from towers.gradients.buckets import DenseSlot
 
 _PIECE_BYTES = 2**19
@@ -16,13 +16,13 @@ _PIECE_BYTES = 2**19
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of a tower's part of one parameter.
+    """A piece of a tower's chunk of one parameter.
 
     Attributes:
         group: index of the optimizer's parameter group.
         slot: the parameter's place in the buckets.
         start, end: which of its elements, in the order in which they lie in memory.
-        whole: the parameter is not cut; every tower updates all of it.
+        whole: the parameter is not divided; every tower updates all of it.
     """
 
     group: int
@@ -59,28 +59,28 @@ class Shard:
         return place.data_ptr() == tensor.data_ptr() + offset
 
 
-def share_out(
-    groups: Sequence[Sequence[DenseSlot]], whole: Collection[DenseSlot], towers: int, tower: int
+def shards_of(
+    tower: int, groups: Sequence[Sequence[DenseSlot]], whole: Collection[DenseSlot], towers: int
 ) -> list[Shard]:
-    """The shards of one tower, in the order of the optimizer's parameters; all of those that are not to be cut."""
-    return list(_shards(groups, whole, towers, tower))
+    """The shards of one tower, in the order of the optimizer's parameters.
 
-
-def _shards(
-    groups: Sequence[Sequence[DenseSlot]], whole: Collection[DenseSlot], towers: int, tower: int
-) -> Iterator[Shard]:
+    Args:
+        groups: the optimizer's.
+        whole: the parameters that are not to be divided.
+    """
+    shards = []
     for group, slots in enumerate(groups):
         for slot in slots:
             if slot in whole:
-                yield Shard(group, slot, 0, slot.shape.numel(), whole=True)
+                shards.append(Shard(group, slot, 0, slot.shape.numel(), whole=True))
                 continue
-            low, high = part(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
+            low, high = chunk_of(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
             start = (max(low, slot.start) - slot.start) // real
             end = (min(high, slot.start + slot.numel) - slot.start) // real
             step = _PIECE_BYTES // slot.dtype.itemsize
-            for at in range(start, end, step):
-                yield Shard(group, slot, at, min(at + step, end))
+            shards += [Shard(group, slot, at, min(at + step, end)) for at in range(start, end, step)]
+    return shards
 
 
 def ranges(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:

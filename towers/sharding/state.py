@@ -1,8 +1,12 @@
-"""An optimizer's state in shards: cut from the ordinary one, and put together to it again.
+"""An optimizer's state in shards: taken from the ordinary one, and joined to it again.
 
 A tower keeps the state of its shards as one block of bytes, which on one host lies where the others can read it::
 
     | length of the header (8 bytes) | header: JSON, an entry for each value | values |
+
+[Note: one tower can read a sharded state] The block lies in memory that all towers of the host map as soon as it was
+made, and it is written to only after a barrier that every reader has come to. So ``state_dict()`` under ``if
+strategy.is_chief:`` works, also when the other towers have ended. Across hosts it is a collective.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import as_bytes
-from towers.collectives.shared_memory.regions import PART_ALIGNMENT
+from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import DenseSlot
 from towers.sharding.shards import Shard
 
@@ -23,30 +28,34 @@ State = MutableMapping[Any, dict[str, Any]]
 """As ``Optimizer.state``: values by name, for each parameter."""
 
 
-def cut(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """The part of a parameter's state that belongs to a shard; copies.
+def shard_of(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """What of a parameter's state belongs to a shard; copies.
 
     Raises:
         TypeError: a value has neither the parameter's shape nor none.
     """
     parameter = shard.parameter
-    found: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
             laid_out = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            found[name] = shard.of(laid_out).clone()
+            own[name] = shard.of(laid_out).clone()
         elif isinstance(value, Tensor) and value.dim() > 0:
             raise TypeError(
                 f"state {name!r} of parameter {shard.slot.name} has shape {tuple(value.shape)}, not the parameter's: "
-                "the optimizer does not update each element for itself and cannot be shared out"
+                "the optimizer does not update each element for itself and cannot be sharded"
             )
         else:
-            found[name] = value.clone() if isinstance(value, Tensor) else value
-    return found
+            own[name] = value.clone() if isinstance(value, Tensor) else value
+    return own
+
+
+def _zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def encode(
-    state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor], *, move: bool = False
+    state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor] = _zeros, *, move: bool = False
 ) -> Tensor:
     """The state of shards as one block.
 
@@ -67,11 +76,11 @@ def encode(
                 dtype = str(value.dtype).removeprefix("torch.")
                 header.append([number, name, dtype, list(value.shape), value.device == parameter.device, end])
                 tensors.append((number, name, value, end))
-                end += -(-value.nbytes // PART_ALIGNMENT) * PART_ALIGNMENT
+                end += -(-value.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             else:
                 header.append([number, name, value])
     text = json.dumps(header).encode()
-    start = -(-(8 + len(text)) // PART_ALIGNMENT) * PART_ALIGNMENT
+    start = -(-(8 + len(text)) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     block = allocate(start + end)
     block[:8].view(torch.int64)[0] = len(text)
     block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -84,25 +93,25 @@ def encode(
 
 
 def join(
-    shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], layouts: Mapping[DenseSlot, Tensor]
+    shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], templates: Mapping[DenseSlot, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
     """The whole state, by parameter; copies, on the devices where it was.
 
     Args:
         shards, blocks: of every tower.
-        layouts: tensors with the shape and strides that a parameter had when it was cut.
+        templates: tensors with the shape and strides that a parameter had when it was divided.
     """
     whole: dict[Tensor, dict[str, Any]] = {}
-    for own, block in zip(shards, blocks, strict=True):
+    for row, block in zip(shards, blocks, strict=True):
         for number, name, value, on_device in _values(block) if block is not None else ():
-            shard = own[number]
+            shard = row[number]
             if shard.slot.parameter is None:  # its optimizer and its model have dropped it
                 continue
             state = whole.setdefault(shard.parameter, {})
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in state:
-                    like = layouts[shard.slot]
-                    state[name] = torch.empty_like(like, dtype=value.dtype, device=shard.parameter.device)
+                    template = templates[shard.slot]
+                    state[name] = torch.empty_like(template, dtype=value.dtype, device=shard.parameter.device)
                 shard.of(state[name]).copy_(value)
             elif isinstance(value, Tensor):
                 state[name] = value.clone().to(shard.parameter.device if on_device else value.device)
@@ -114,7 +123,7 @@ def join(
 def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
     """What a block holds: number of the shard, name, value (tensors are views), whether on the parameter's device."""
     length = int(block[:8].view(torch.int64)[0])
-    start = -(-(8 + length) // PART_ALIGNMENT) * PART_ALIGNMENT
+    start = -(-(8 + length) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
         if not where:
             yield number, name, value, False
@@ -122,3 +131,43 @@ def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
         dtype, (shape, on_device, at) = getattr(torch, value), where
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         yield number, name, block[start + at : start + at + nbytes].view(dtype).view(shape), on_device
+
+
+class ReadableState:
+    """Keeps the state of one optimizer's shards where other towers can read it, also when this tower has ended.
+
+    See [Note: one tower can read a sharded state].
+
+    Args:
+        key: of the memory for it.
+    """
+
+    def __init__(self, regions: Regions, key: int) -> None:
+        self._regions = regions
+        self._key = key
+        self._block: Tensor | None = None
+        self._blocks: list[Tensor | None] = []
+
+    def keep(self, state: State, parameters: Sequence[nn.Parameter]) -> None:
+        """Move the state of this tower's shards into its block, unless all of it is there already."""
+        inside = range(0)
+        if self._block is not None:
+            inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
+        values = (value for entries in state.values() for value in entries.values())
+        if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
+            self._block = encode(state, parameters, self._allocate, move=True)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        block = self._regions.allocate(self._key, nbytes, torch.uint8)
+        return _zeros(nbytes) if block is None else block
+
+    def map_peers(self) -> None:
+        """After a barrier: map the blocks of all towers, which all call this."""
+        self._blocks = self._regions.blocks(self._key)
+        if self._regions.newly_mapped:
+            self._regions.barrier.wait()
+            self._regions.close_files()
+
+    def blocks(self) -> list[Tensor | None] | None:
+        """Every tower's block (or None: it has no state), if all of them could be had; shapes (bytes,)."""
+        return None if any(block is not None and not block.numel() for block in self._blocks) else self._blocks

@@ -60,9 +60,18 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
     return parsed
 
 
-def visible(gpus: int) -> list[torch.device]:
-    """What a worker uses when nobody says: every one of its ``gpus`` GPUs, else one CPU tower."""
-    return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu", 0)]
+def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
+    """The devices of the towers that a worker is to start: ``requested``, else every visible GPU, else one CPU.
+
+    Raises:
+        TypeError, ValueError: as of :func:`parse_all` and :func:`check_exist`.
+    """
+    gpus = count_gpus()
+    if requested is None:
+        return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu", 0)]
+    parsed = parse_all(requested)
+    check_exist(parsed, gpus)
+    return parsed
 
 
 def check_exist(devices: Sequence[torch.device], gpus: int) -> None:
@@ -83,8 +92,7 @@ def check_exist(devices: Sequence[torch.device], gpus: int) -> None:
 def for_tower(
     local_index: int,
     local_size: int,
-    requested: Sequence[torch.device] | None,
-    gpus: int,
+    requested: Iterable[Device] | None,
     origin: str,
     *,
     sees_all: bool = False,
@@ -92,21 +100,23 @@ def for_tower(
     """The device of tower ``local_index`` among the ``local_size`` towers that a launcher started here.
 
     Args:
-        requested: what the script or ``TOWERS_DEVICES`` names, or None.
-        gpus: how many GPUs this process sees.
+        requested: the devices that the script or ``TOWERS_DEVICES`` names, or None.
         origin: where the number of towers was read, for messages.
         sees_all: the launcher shows every process all GPUs, not its own one alone.
 
     Raises:
+        TypeError: as of :func:`parse_all`.
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """
+    gpus = count_gpus()
+    chosen = parse_all(requested) if requested is not None else None
     shown_one = gpus == 1 and local_size > 1 and not sees_all
-    if shown_one and (requested is None or list(requested) == [torch.device("cuda", 0)]):
+    if shown_one and (chosen is None or chosen == [torch.device("cuda", 0)]):
         # The launcher shows each process its own GPU; if it is the same one after all, the towers find out when
-        # they meet.
+        # they join.
         return torch.device("cuda", 0)
-    if requested is None:
+    if chosen is None:
         if gpus == 0:
             return torch.device("cpu", local_index)
         if local_size > gpus:
@@ -116,10 +126,10 @@ def for_tower(
                 f"devices={[f'cpu:{i}' for i in range(local_size)]!r}"
             )
         return torch.device("cuda", local_index)
-    if len(requested) != local_size:
+    if len(chosen) != local_size:
         raise ValueError(
-            f"devices names {len(requested)} ({', '.join(map(str, requested))}), but {local_size} towers were "
+            f"devices names {len(chosen)} ({', '.join(map(str, chosen))}), but {local_size} towers were "
             f"started on this machine (from {origin}); leave devices out, or start as many towers as it names"
         )
-    check_exist(requested, gpus)
-    return requested[local_index]
+    check_exist(chosen, gpus)
+    return chosen[local_index]

@@ -1,4 +1,11 @@
-"""This machine: its identity, its cores, and the threads a tower may use."""
+"""This machine: its identity, its cores and memory, and the network interfaces that towers use.
+
+[Note: the interface is looked up] Left alone, Gloo listens at the address that the machine's name resolves to: on
+Debian a loopback address, which other machines cannot reach, elsewhere one that the outside can reach. NCCL takes the
+first interface that looks good. So towers that share a machine and a network namespace (the handshake shows it) listen
+on loopback, and other towers on the interface that leads to the chief. The agent and ``launch`` put loopback into the
+environment of the towers of one machine, so that it also holds for groups that a script makes before its strategy.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +16,14 @@ import pathlib
 import re
 import socket
 import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 
-_LEADS_SECONDS = 3.0
+_GLOO = "GLOO_SOCKET_IFNAME"
+_NCCL = "NCCL_SOCKET_IFNAME"
+
+_REACH_SECONDS = 3.0
 
 
 def host_identity() -> str:
@@ -33,6 +44,16 @@ def network_identity() -> str:
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/net")
     return "the machine's own"
+
+
+def identity(towards: tuple[str, int] | None) -> dict[str, str | None]:
+    """What other towers compare this machine by: ``machine``, ``network`` and its own ``address``.
+
+    Args:
+        towards: host and port to which that address leads; None where there are none.
+    """
+    address = address_towards(*towards) if towards is not None else None
+    return {"machine": host_identity(), "network": network_identity(), "address": address}
 
 
 def cores() -> int:
@@ -100,37 +121,37 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
-def is_led_to(host: str, port: int) -> bool:
+def is_reached_at(host: str, port: int) -> bool:
     """Whether an address at which this machine listens is its own, or one in front of it that leads here."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address[0], 0))
         return True
     with contextlib.suppress(OSError):
-        socket.create_connection((host, port), timeout=_LEADS_SECONDS).close()
+        socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
         return True
     return False
 
 
 def interfaces() -> dict[str, str | None]:
-    """The network interfaces of this machine and their IPv4 addresses; None for one that has none that can be told."""
-    found: dict[str, str | None] = {name: None for _, name in socket.if_nameindex()}
+    """The network interfaces of this machine and their IPv4 addresses; None where an address cannot be read."""
+    addresses: dict[str, str | None] = {name: None for _, name in socket.if_nameindex()}
     if not sys.platform.startswith("linux"):
-        return found
+        return addresses
     import fcntl
 
     get_address = 0x8915  # SIOCGIFADDR: struct ifreq in, its address at bytes 20 to 24 out
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for name in found:
+        for name in addresses:
             with contextlib.suppress(OSError):
                 request = name.encode()[:15].ljust(256, b"\0")
                 answer = fcntl.ioctl(probe.fileno(), get_address, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None when it cannot be told."""
+    """The name of the network interface that has ``address``; None when none is known to have it."""
     if ":" in address and sys.platform.startswith("linux"):
         return _interface_of_ipv6(address)
     return next((name for name, own in interfaces().items() if own == address), None)
@@ -140,7 +161,41 @@ def _interface_of_ipv6(address: str) -> str | None:
     wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/net/if_inet6").read_text().splitlines():
-            found, *_, name = line.split()
-            if found == wanted:
+            number, *_, name = line.split()
+            if number == wanted:
                 return name
     return None
+
+
+def own_address(others: Sequence[str]) -> str | None:
+    """This machine's address on the way to all of ``others`` (host names); None when there is not exactly one."""
+    addresses = {address_towards(host, 1) for host in others}
+    return addresses.pop() if len(addresses) == 1 else None
+
+
+def listen_on(interface: str | None = None) -> None:
+    """Let Gloo and NCCL of this process, and of those it starts, listen on ``interface`` alone, by default loopback.
+
+    See [Note: the interface is looked up].
+    """
+    os.environ.update(interface_variables(interface or loopback_interface(), os.environ))
+
+
+def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that have to be set for that; those in ``environ`` are the user's, and stay."""
+    wanted = {_GLOO: interface}
+    if not _nccl_is_configured(environ):
+        wanted[_NCCL] = f"={interface}"  # without the sign it would be the beginning of a name
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _nccl_is_configured(environ: Mapping[str, str]) -> bool:
+    """Whether a file of the user's or the machine's tells NCCL its interface, which a variable would override."""
+    files = [environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf"]
+    for file in files:
+        try:
+            if _NCCL in pathlib.Path(file).read_text(errors="replace"):
+                return True
+        except OSError:  # there is no such file
+            continue
+    return False

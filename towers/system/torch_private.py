@@ -167,6 +167,11 @@ def compiler_traces() -> bool:
     return torch._guards.CompileContext.try_get() is not None
 
 
+# -- the profiler ------------------------------------------------------------------------------------------
+
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler records this thread, in 0.1 µs; torch's RPC asks so, too. A range costs 10 µs when none does."""
+
 # -- processes ---------------------------------------------------------------------------------------------
 
 is_in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork

@@ -23,11 +23,11 @@ from towers.errors import (
     in_words,
     out_of_step,
 )
-from towers.health.deadlock import Wait
+from towers.health.peers import Wait
 from towers.health.status import Health
 from towers.health.timeout_messages import last_seen, timeout_error
 from towers.system import machine
-from towers.system.elapsed import Patience
+from towers.system.timeouts import Countdown
 
 STATUS_BYTES = 512
 """Size of a tower's status slot: twice a tag, which says what the tower has come for, and a failure notice."""
@@ -167,7 +167,7 @@ class Barrier:
         return tag if number == str(self.count) else None
 
     def _await(self, tower: int, address: int) -> None:
-        patience = Patience(self._timeout, _LONGEST)
+        countdown = Countdown(self._timeout, _LONGEST)
         while not semaphores.sleep_until_taken(address, _NAP):
             self._health.waits = Wait(self.name, self.count, self.towers)
             lost = self.lost_peer() or self._broken_off()
@@ -176,7 +176,7 @@ class Barrier:
                     break
                 raise lost
             self._health.check_deadlock()
-            if patience.spend() < 0:
+            if countdown.remaining() < 0:
                 error = timeout_error(self._health, self.towers[self._index], self._timeout, self.towers[tower])
                 self.break_off(error)
                 self._peers.wake(tower)

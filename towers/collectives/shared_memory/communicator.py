@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.arithmetic import check_reducible, reduce_into
+from towers.collectives.arithmetic import check_reducible, chunk_of, reduce_into
 from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes, keep_from_forks, whole
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
-from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions, part
+from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import DisagreementError
@@ -45,7 +45,7 @@ class _Layout:
 class SharedMemoryCommunicator(Communicator):
     """Collectives of towers that are processes of one host; :func:`join` makes it."""
 
-    regions: Regions
+    averages_in_place = True
 
     def __init__(
         self, base: Communicator, timeout: float, segments: Sequence[Segment], processes: Sequence[int]
@@ -132,7 +132,7 @@ class SharedMemoryCommunicator(Communicator):
             slots = self._slots(flat.dtype, piece.numel())
             slots[self.index].copy_(piece)
             self._barrier.wait()
-            bounds = [part(piece.numel(), flat.element_size(), self.size, tower) for tower in range(self.size)]
+            bounds = [chunk_of(piece.numel(), flat.element_size(), self.size, tower) for tower in range(self.size)]
             start, end = bounds[self.index]
             parts = [slot[start:end] for slot in slots]
             total = torch.empty_like(parts[0])

@@ -17,19 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from towers.collectives.arithmetic import add_by_tree, reduce_into
+from towers.collectives.arithmetic import add_by_tree, chunk_of, reduce_into
 from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.segment import Segment
 from towers.system.log import get_logger
 
 log = get_logger("towers")
-
-PART_ALIGNMENT = 256
-"""Bytes; towers' parts of a window begin at multiples of it, and so should what lies in one.
-
-More than a cache line, so that a kernel's vectors of up to 64 bytes, unrolled four times, go over a tensor's part as
-they go over all of the tensor: then an optimizer that updates the part computes the same bits.
-"""
 
 KEYS = 4096
 """Regions have keys below this; there is no shared memory for higher ones."""
@@ -232,7 +225,7 @@ class Regions:
             changed = True
         if changed:
             self.newly_mapped = True
-            start, end = part(region.numel, region.dtype.itemsize, self._size, self._index)
+            start, end = chunk_of(region.numel, region.dtype.itemsize, self._size, self._index)
             step = _PIECE // region.dtype.itemsize
             columns = [tensor[start:end].split(step) for tensor in region.tensors] if start < end else []
             region.pieces = [list(piece) for piece in zip(*columns, strict=True)]
@@ -253,10 +246,3 @@ class Regions:
         for region in self._regions.values():
             if region.segment is not None:
                 region.segment.close_file()
-
-
-def part(numel: int, itemsize: int, towers: int, index: int) -> tuple[int, int]:
-    """Where tower ``index``'s part of ``numel`` elements begins and ends."""
-    step = max(1, PART_ALIGNMENT // itemsize)
-    size = -(-numel // (towers * step)) * step
-    return min(numel, size * index), min(numel, size * (index + 1))

@@ -1,0 +1,33 @@
+"""How a strategy trains, as a user chooses it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+MIRROR_CHECK_INTERVAL = 1000
+"""Runs in which the towers compare all that they hold once, unless a script says otherwise."""
+
+_ACTIONS = ("ignore", "warn", "raise")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingOptions:
+    """The arguments of that name of :class:`mirrored.MirroredStrategy`.
+
+    Raises:
+        ValueError: an option is none of its values.
+    """
+
+    shard_optimizer: bool = False
+    virtual_towers: int | None = None
+    mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL
+    nonfinite_gradients: str = "ignore"
+
+    def __post_init__(self) -> None:
+        interval, action = self.mirror_check_interval, self.nonfinite_gradients
+        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
+            raise ValueError(
+                f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None"
+            )
+        if action not in _ACTIONS:
+            raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")

@@ -1,0 +1,50 @@
+"""What mkdocs does beside what mkdocs.yml says: README, CHANGELOG and SECURITY become pages of the site.
+
+On GitHub every link works as it is written. In the site, whose pages are those of docs/ only, the links to these three
+lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "SECURITY.md": "security.md"}
+
+_METHODS = "backward|check_mirrored|distribute_dataset|distribute_datasets_from_function|mirror|run|scope|state_dict"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that lie beside docs/."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text()
+        text = re.sub(r"\]\(docs/", "](", text)
+        for other, its_page in PAGES.items():
+            text = text.replace(f"]({other}", f"]({its_page}")
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lead links out of docs/ to the pages of these files; leave out what only the tests read."""
+    depth = page.file.src_uri.count("/")
+    for source, target in PAGES.items():
+        markdown = markdown.replace(f"]({'../' * (depth + 1)}{source}", f"]({'../' * depth}{target}")
+    return re.sub(r"^<!-- .* -->\n", "", markdown, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make links of the roles in docstrings, where the reference has what they name."""
+    return re.sub(r":(?:class|func|meth|mod|attr|exc|data):<code>([\w.]+)</code>", _link, html)
+
+
+def _link(role: re.Match[str]) -> str:
+    name = role[1]
+    full = f"mirrored.Strategy.{name}" if re.fullmatch(_METHODS, name) else name
+    full = full if full.split(".")[0] in ("mirrored", "towers") else f"mirrored.{full}"
+    return f'<autoref identifier="{full}" optional><code>{name}</code></autoref>'

@@ -1,0 +1,290 @@
+"""Every program in README and docs/ runs, every link leads somewhere, every path that is named is there.
+
+A comment above a program says how it runs; without one it is a whole program, which runs on two towers.
+
+* ``within: FILE``: it stands in the middle of a program of tests/docs/within/.
+* ``run by: python``: as a program of its own, not in towers; ``run by: pytest``: its tests are run.
+* ``name: FILE``, ``beside: FILE``: it is a file that another program of the page needs.
+* ``needs: PACKAGE``: it is left out where that is not installed.
+* ``prints: TEXT``: the chief prints that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import mirrored
+import towers
+from mirrored import cli
+from tests.support.jobs import ROOT, assert_close, run_program
+
+DOCUMENTS = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
+    key=lambda path: path.relative_to(ROOT),
+)
+WITHIN = pathlib.Path(__file__).parent / "within"
+PLACE = "# The document's lines come here.\n"
+
+_BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_KEY = r"(within|run by|name|beside|needs|prints): "
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program in a document, with what the comment above it says of it."""
+
+    document: pathlib.Path
+    number: int
+    text: str
+    words: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.document.relative_to(ROOT)}-{self.number}"
+
+    def source(self) -> str:
+        if "within" not in self.words:
+            return self.text
+        before, after = (WITHIN / self.words["within"]).read_text().split(PLACE)
+        return before + self.text + after
+
+
+def programs_of(document: pathlib.Path) -> list[Program]:
+    found = []
+    for number, (comment, language, text) in enumerate(_BLOCK.findall(document.read_text()), 1):
+        if language == "python":
+            parts = re.split(rf"(?:^|, ){_KEY}", comment)
+            words = dict(zip(parts[1::2], parts[2::2], strict=True))
+            found.append(Program(document, number, text, words))
+    return found
+
+
+PROGRAMS = [program for document in DOCUMENTS for program in programs_of(document)]
+
+
+def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
+    """Run a program in a tower: the parameters of its ``model``, and what it printed."""
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(source, "a document", "exec"), variables)
+    model = variables.get("model")
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else []
+    return [parameter.detach() for parameter in parameters], printed.getvalue()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one and on two towers; what stands in a program of ours trains to the same parameters on both."""
+    words = program.words
+    if "needs" in words and importlib.util.find_spec(words["needs"]) is None:
+        pytest.skip(f"{words['needs']} is not installed")
+    monkeypatch.chdir(tmp_path)
+    if words.get("run by") == "pytest":
+        [other] = [p for p in programs_of(program.document) if p.words.get("name") == words["beside"]]
+        (tmp_path / words["beside"]).write_text(repaired(other.text))
+        tests: dict[str, Any] = {}
+        exec(program.text, tests)
+        for name in [name for name in tests if name.startswith("test_")]:
+            tests[name]()
+        return
+    if words.get("run by") == "python":
+        (tmp_path / "program.py").write_text(program.source())
+        result = run_program(["program.py"], timeout=200, cwd=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        assert words.get("prints", "") in result.stdout
+        return
+    (first, printed), (second, _) = run_on(2, program)
+    assert words.get("prints", "") in printed
+    assert_close(first, second, 0)
+    if "within" in words:
+        [(one, _)] = run_on(1, program)
+        assert_close(first, one, 1e-2 if "autocast" in program.text else 1e-5)
+
+
+def run_on(count: int, program: Program) -> list[tuple[list[torch.Tensor], str]]:
+    devices = [f"cpu:{i}" for i in range(count)]
+    return mirrored.launch(in_towers, (program.source(),), devices=devices, timeout=100)
+
+
+def repaired(script: str) -> str:
+    """The script of docs/verify.md without its mistake."""
+    right = 'loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))'
+    return script.replace("loss = F.cross_entropy(model(x), y)", right)
+
+
+def test_verify_says_what_its_page_shows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the last digits of the table."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/verify.md").read_text()
+    [script] = [p.text for p in programs_of(ROOT / "docs/verify.md") if p.words.get("name") == "train.py"]
+    [shown] = re.findall(r"^\$ mirrored verify train.py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(script)
+    report = mirrored.verify("train.py")
+    said = f"{report}\n"
+    assert report.exit_code == 1
+    assert said[said.index("Cause") :] == shown[shown.index("Cause") :]
+    losses = re.compile(r"^ +\d+ +\S+", re.MULTILINE)
+    assert losses.findall(said) == losses.findall(shown)
+
+
+def test_the_plan_prints_what_its_page_shows() -> None:
+    """Some tables of each command: those that the page shows, as they are printed."""
+    page = (ROOT / "docs/scaling.md").read_text()
+    commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(commands) == 5
+    for arguments, shown in commands:
+        printed = run_program(["scripts/planning", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
+        assert set(shown.split("\n\n")) <= set(printed.split("\n\n")), arguments
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(document: pathlib.Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub and mkdocs make them alike."""
+    headings = re.findall(r"^#+ (.*)$", without_code(document.read_text()), re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    assert not [heading for heading in words if re.search(r"\s\s|-\s|\s-", heading)], f"{document}: not alike"
+    return {word.replace(" ", "-") for word in words}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(document: pathlib.Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(document.read_text())):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        assert file.is_file(), f"{document}: {target}"
+        assert not anchor or anchor in anchors_of(file), f"{document}: {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_path_is_there(document: pathlib.Path) -> None:
+    """Also those in code and diagrams: ``towers/gradients/averager.py``, ``tests/test_faults.py::test_name``."""
+    text = document.read_text()
+    for path, test in re.findall(
+        r"(?<![\w/.-])((?:mirrored|towers|tests|scripts|examples|docs)/[\w./-]*\w)(?:::(\w+))?", text
+    ):
+        assert (ROOT / path).exists(), f"{document}: {path}"
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{document}: {path}::{test}"
+
+
+def test_the_map_names_what_is_there() -> None:
+    """Functions beside files in the diagrams, and every package in the map."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"([A-Za-z_][\w.]*)(?:\([^()]*\))? {2,}((?:mirrored|towers)/\S+\.py)\b", text)
+    assert len(named) > 25
+    for name, path in named:
+        source = (ROOT / path).read_text()
+        for part in name.split("."):
+            assert re.search(rf"\b(?:def|class) {part}\b|^{part}\b.* = ", source, re.MULTILINE), f"{name} in {path}"
+    packages = {init.parent for top in ("mirrored", "towers") for init in (ROOT / top).rglob("__init__.py")}
+    for package in packages:
+        assert f"{package.relative_to(ROOT)}/" in text, package
+
+
+def test_notes_are_in_the_modules_that_are_named() -> None:
+    """``[Note: title] … in `path```, in one paragraph or one line of a list."""
+    count = 0
+    for document in DOCUMENTS:
+        for paragraph in re.split(r"\n\n|\n(?=- )", document.read_text()):
+            titles = re.findall(r"\[Note:\s([^\]…]*)\]", paragraph)
+            sources = "".join((ROOT / path).read_text() for path in re.findall(r"`([\w/]+\.py)`", paragraph) if titles)
+            for title in titles:
+                count += 1
+                assert f"[Note: {' '.join(title.split())}]" in sources, f"{document}: {title}"
+    assert count > 15
+
+
+def test_the_commands_exist() -> None:
+    for document in DOCUMENTS:
+        for command in re.findall(r"\bscripts/\w+\b(?![./])", document.read_text()):
+            path = ROOT / command
+            assert path.is_dir() or path.stat().st_mode & 0o100, f"{document}: {command}"
+    known: dict[str, set[str]] = {}
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, words: note(parser, known))
+        cli.main(["--help"])
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    for command, options in known.items():
+        section = text.partition(f"## mirrored {command}")[2].partition("\n## ")[0]
+        assert section, f"{command} is not in docs/reference/commands.md"
+        assert options == set(re.findall(r"(?<![\w-])(--?[a-z-]+)", section)) - {"--"}, command
+
+
+def note(parser: argparse.ArgumentParser, known: dict[str, set[str]]) -> None:
+    """Note the commands of a parser, and their options."""
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        options = {option for action in command._actions for option in action.option_strings}
+        known[name] = options - {"-h", "--help"}
+    raise SystemExit
+
+
+def test_the_changelog_names_modules_that_are_there() -> None:
+    """In the column "now": ``towers.joining.handshake``, ``.exchange`` beside it, all of a package (``*``)."""
+    table = (ROOT / "CHANGELOG.md").read_text().partition("| before | now |")[2]
+    rows = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)
+    assert len(rows) > 15
+    for row in rows:
+        package = ""
+        for name in re.findall(r"`([\w.*]+)`", row):
+            full = (package + name if name.startswith(".") else name).removesuffix(".*")
+            package = package if name.startswith(".") else full.rpartition(".")[0]
+            path = ROOT / full.replace(".", "/")
+            assert path.is_dir() or path.with_suffix(".py").is_file(), full
+
+
+def test_every_row_of_bad_inputs_has_a_test_that_cites_it() -> None:
+    """By its name (``row_42``) or in words (``row 42 of docs/bad_inputs.md``)."""
+    rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
+    assert sorted(map(int, rows)) == list(range(1, 51))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    cited = {int(number) for number in re.findall(r"(?<![a-z])row[ _](\d+)", tests, re.IGNORECASE)}
+    assert cited >= set(range(1, 51)), set(range(1, 51)) - cited
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    shown = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    shown[shown.index("mirrored.verification.verify.verify")] = "mirrored.verify"  # which is a module's name, too
+    assert {name for name in shown if name.startswith("mirrored.") and name.count(".") == 1} == {
+        f"mirrored.{name}" for name in mirrored.__all__
+    }
+    for name in towers.__all__:
+        assert f"towers.{name}" in shown or f"mirrored.{name}" in shown, name
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_the_site_builds(tmp_path: pathlib.Path) -> None:
+    """Without a warning: links, anchors, docstrings and what the reference names."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stdout + result.stderr
+    pages = {page.relative_to(tmp_path / "site").as_posix() for page in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", "start.html", "reference/strategies.html", "changes.html", "security.html"} <= pages
+    reference = {page.stem: page.read_text() for page in (tmp_path / "site/reference").glob("*.html")}
+    for method in [name for name in dir(mirrored.Strategy) if not name.startswith(("_", "experimental_"))]:
+        assert f'id="mirrored.Strategy.{method}"' in reference["strategies"], method
+    assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
+    assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
+    shutil.rmtree(tmp_path / "site")

@@ -1,0 +1,57 @@
+"""How soon a tower that has failed ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+
+import pytest
+
+import mirrored
+from mirrored.checkpoint.stopping import StopSignals
+from tests.support.jobs import towers
+from towers.health import failure
+
+
+def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, at_exit, now = [], [], [100.0]
+    monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda seconds, **_: asked.append(seconds))
+    monkeypatch.setattr(failure.atexit, "register", at_exit.append)
+    monkeypatch.setattr(failure.time, "monotonic", lambda: now[0])
+    failure.end_soon()
+    for later in (0.5, 1.4, 30.0):  # the last where a checkpoint was being written
+        now[0] = 100.0 + later
+        at_exit[0]()
+    assert asked == pytest.approx([1.5, 2.0, 1.1, 1.0])
+
+
+def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(failure.time, "sleep", waited.append)
+    for told in (False, True):
+        with (
+            contextlib.suppress(mirrored.PeerLostError),
+            StopSignals([signal.SIGUSR1], 30.0),
+        ):
+            if told:
+                signal.raise_signal(signal.SIGUSR1)
+            raise (error := mirrored.PeerLostError("gone"))
+        failure._wait_if_consequence(error)
+        assert len(waited) == 1
+
+
+def raise_beside_a_thread(strategy: mirrored.Strategy) -> None:
+    if strategy.topology.index == 1:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+        raise ValueError("boom")
+    strategy.reduce("sum", 1)
+
+
+def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
+        towers(raise_beside_a_thread)
+    assert [(failed.tower, failed.consequence) for failed in caught.value.failures] == [(1, False), (0, True)]

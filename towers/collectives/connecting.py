@@ -1,0 +1,247 @@
+"""Connecting the towers: the only place that chooses how they communicate.
+
+All towers have come and belong together (:mod:`towers.joining.handshake`); then they form c10d's default group, and
+share memory where they can.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import asdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from towers.collectives import nccl_watch
+from towers.collectives.communicator import Alone, Communicator
+from towers.collectives.hierarchical import HierarchicalCommunicator
+from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
+from towers.collectives.shared_memory import communicator as shared_memory
+from towers.errors import StartupError
+from towers.health import heartbeat
+from towers.health.status import Health
+from towers.joining import handshake
+from towers.joining.store import Message, join_store, serve_store
+from towers.options import CommunicationOptions
+from towers.system import machine
+from towers.system.log import get_logger
+from towers.system.torch_private import default_store
+from towers.topology import Topology
+
+log = get_logger("towers")
+
+_later = itertools.count()
+_pinned_ring = False
+
+
+def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
+    """Join the other towers, form c10d's default process group with them, and share memory where that is possible.
+
+    A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get
+    a group of their own beside it, and join in its store.
+
+    Args:
+        topology: this tower's place; its ``address`` is that of the store where the towers join.
+        device: this tower's device.
+
+    Raises:
+        StartupError: not all towers came before the deadline, and the text lists the missing; or ``options`` ask for
+            shared memory, and the towers cannot have it.
+        HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
+            has another job token than the others.
+        PortInUseError: the store's address is taken.
+        ValueError: an existing default group has another size, or the options do not fit the device.
+    """
+    health = Health.of_this_tower("joining the other towers")
+    group = _join_process_group(topology, device, options)
+    group.health = health
+    health.watch(group)
+    if group.size > 1:
+        heartbeat.start(health, topology, options.step_timeout_seconds)
+    chosen = _choose(group, device, options)
+    health.enter("")
+    log.debug("tower %d is connected by %s", topology.index, chosen.backend)
+    return chosen
+
+
+def _join_process_group(
+    topology: Topology, device: torch.device, options: CommunicationOptions
+) -> ProcessGroupCommunicator:
+    backend = _backend(options.implementation, device)
+    timeout = timedelta(seconds=options.timeout_seconds)
+    if backend == "nccl":
+        _choose_algorithm(options.algorithm)
+        torch.cuda.set_device(device)
+        nccl_watch.watch(failures)
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
+            raise ValueError(
+                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
+                f"{topology.origin} says tower {topology.index} of {topology.size}"
+            )
+        if topology.local_size == topology.size:
+            machine.listen_on()
+        _handshake(_store_of_default_group(), topology, device, options)
+        return ProcessGroupCommunicator(new_group(backend, timeout), device, backend, timeout, options.wire_dtype)
+    store = _join_store(topology, options)
+    _choose_network(topology, _handshake(store, topology, device, options))
+    c10d = dist.PrefixStore("c10d", store)
+    return join_default_group(c10d, topology.index, topology.size, device, backend, timeout, options.wire_dtype)
+
+
+def _backend(implementation: str, device: torch.device) -> str:
+    """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
+
+    Raises:
+        ValueError: the implementation does not work on this device.
+    """
+    if implementation == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if implementation == "nccl" and device.type != "cuda":
+        raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
+    if implementation == "shared_memory" and device.type != "cpu":
+        raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
+    return "gloo" if implementation == "shared_memory" else implementation
+
+
+def refuse_unknown_peers() -> None:
+    """See that a process that no launcher started has not been given peers by hand.
+
+    Raises:
+        ValueError: torch.distributed has several ranks, but nothing says which towers are on which machine.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"torch.distributed is initialised with {dist.get_world_size()} ranks, but RANK, WORLD_SIZE, MASTER_ADDR, "
+            "MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE are not set: set them, or leave the initialisation to the "
+            "strategy"
+        )
+
+
+def _choose_algorithm(algorithm: str) -> None:
+    """Pin NCCL's ring for the groups that come, or leave the choice to NCCL; NCCL_ALGO in the environment wins."""
+    global _pinned_ring
+    if algorithm == "ring" and "NCCL_ALGO" not in os.environ:
+        os.environ["NCCL_ALGO"] = "Ring"
+        _pinned_ring = True
+    elif algorithm != "ring" and _pinned_ring:
+        os.environ.pop("NCCL_ALGO", None)
+        _pinned_ring = False
+
+
+def _store_of_default_group() -> dist.Store:
+    """The store in which the towers of one more strategy join."""
+    return dist.PrefixStore(f"towers/later{next(_later)}", default_store())
+
+
+def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store:
+    """The store in which the towers of a job join first."""
+    assert topology.address is not None
+    host, port = topology.address
+    timeout = timedelta(seconds=options.startup_timeout_seconds)
+    if topology.serves_store and topology.is_chief:
+        store = serve_store(host, port, timeout, topology.origin, topology.token)
+    else:
+        deadline = time.monotonic() + options.startup_timeout_seconds
+        server, name = "tower 0" if topology.serves_store else "the launcher's store", f"tower {topology.index}"
+        store = join_store(host, port, timeout, deadline, server, topology.origin, topology.token, name)
+    return dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
+
+
+def _handshake(
+    store: dist.Store, topology: Topology, device: torch.device, options: CommunicationOptions
+) -> list[Message]:
+    """Wait until all towers have come to ``store``, and see that they belong together; returns their messages."""
+    return handshake.exchange(
+        store,
+        {
+            **machine.identity(topology.address),
+            "options": asdict(options),
+            "device": str(device),
+            "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        },
+        kind="tower",
+        index=topology.index,
+        names=[f"rank {i}" for i in range(topology.size)],
+        deadline=time.monotonic() + options.startup_timeout_seconds,
+        origin=topology.origin,
+        token=topology.token,
+        compare=compare_towers,
+        serves=topology.serves_store and topology.is_chief,
+    )
+
+
+def compare_towers(index: int, message: Message, other: int, reference: Message) -> str | None:
+    """Why two towers cannot work together, or None."""
+    where = f"tower {index} (on {message['host']})", f"tower {other} (on {reference['host']})"
+    if message["options"] != reference["options"]:
+        return (
+            f"different communication options: {message['options']} on {where[0]}, {reference['options']} on {where[1]}"
+        )
+    if message["gpu"] and (message["gpu"], message["machine"]) == (reference["gpu"], reference["machine"]):
+        return (
+            f"{where[0]} and {where[1]} use the same GPU, {message['device']}; give each a GPU of its own "
+            "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are)"
+        )
+    return None
+
+
+def _choose_network(topology: Topology, messages: list[Message]) -> None:
+    """Listen on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
+    assert topology.address is not None
+    places = [(message["machine"], message["network"]) for message in messages]
+    own = places[topology.index]
+    elsewhere = [message["address"] for message, there in zip(messages, places, strict=True) if there != own]
+    if not elsewhere or topology.local_size == topology.size:
+        machine.listen_on()
+        return
+    # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
+    target = topology.address[0] if own != places[0] else next(filter(None, elsewhere), topology.address[0])
+    address = machine.address_towards(target, topology.address[1])
+    if address and (interface := machine.interface_of(address)):
+        machine.listen_on(interface)
+
+
+def _choose(group: ProcessGroupCommunicator, device: torch.device, options: CommunicationOptions) -> Communicator:
+    wanted = options.implementation == "shared_memory"
+    if group.size == 1 or not (wanted or (options.implementation == "auto" and device.type == "cpu")):
+        return group
+    shared = shared_memory.join(group, options.timeout_seconds)
+    if not isinstance(shared, str):
+        return shared
+    if wanted:
+        raise StartupError(f"implementation is 'shared_memory', but the towers cannot share memory: {shared}")
+    if shared == shared_memory.SEVERAL_HOSTS:
+        return _by_hosts(group, options)
+    _log_reason(group.index, shared)
+    return group
+
+
+def _by_hosts(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
+    """Shared memory inside each host, the group across hosts; the group alone where that is of no use."""
+    by_host: dict[bytes, list[int]] = {}
+    for tower, host in enumerate(group.all_gather_bytes(machine.host_identity().encode())):
+        by_host.setdefault(host, []).append(tower)
+    hosts = list(by_host.values())
+    if len(hosts) == group.size:
+        return group
+    local: Communicator = Alone(group.device)
+    reason = ""
+    for towers in hosts:
+        inside = group.among(towers)
+        if inside is not None and inside.size > 1:
+            shared = shared_memory.join(inside, options.timeout_seconds)
+            local, reason = (inside, shared) if isinstance(shared, str) else (shared, "")
+    reasons = [text.decode() for text in group.all_gather_bytes(reason.encode())]
+    if any(reasons):
+        _log_reason(group.index, next(filter(None, reasons)))
+        return group
+    return HierarchicalCommunicator(group, hosts, local)
+
+
+def _log_reason(index: int, reason: str) -> None:
+    if index == 0:
+        log.info("towers of this host cannot share memory (%s); they use Gloo, which is slower", reason)

@@ -1,1 +1,0 @@
-"""Connecting the towers: the only place that chooses how they communicate."""

@@ -1,0 +1,284 @@
+"""One averaged backward after the other: which buckets take part, when each starts, and what ends a backward.
+
+[Note: predicted buckets] All towers must start the same collectives in the same order, but which buckets a backward
+touches is known only when it is over, and can differ between towers. To reduce every bucket in every backward would be
+exact, and would send a GAN's generator along with each step of the discriminator. So each tower predicts from what
+followed the last backward, which all towers have seen alike. The bucket that closes a backward tells all towers what
+any of them touched, and what was not predicted follows. That is exact always, takes no collective of its own, and
+wastes nothing after the first time; a parameter that a single tower used is exact, too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from towers.collectives.communicator import Communicator
+from towers.errors import TowersError
+from towers.gradients import pairing
+from towers.gradients.buckets import Bucket, DenseSlot
+from towers.gradients.layout import BucketLayout
+from towers.gradients.pairing import BackwardCounter
+from towers.gradients.prediction import Prediction
+from towers.gradients.reductions import Reduction
+from towers.gradients.slots import Slot, handles_gradients
+from towers.gradients.usage import TailSum, usage_flags
+from towers.health.status import AVERAGING, BACKWARD
+from towers.system.memory_layout import gradient_dtype
+from towers.system.profiling import range_
+from towers.system.torch_private import current_graph_task_id
+from towers.system.uncompiled import refuse_compiled_autograd
+
+
+class State(enum.Enum):
+    """Where a :class:`Cycle` is."""
+
+    IDLE = "no backward is open"
+    COLLECTING = "gradients arrive, and full buckets start"
+    CLOSING = "autograd is done; the rest starts, and all results are awaited"
+
+
+_NEXT = {State.IDLE: State.COLLECTING, State.COLLECTING: State.CLOSING, State.CLOSING: State.IDLE}
+
+
+class Watch(Protocol):
+    """Looks at what this tower contributes (:mod:`towers.gradients.nonfinite`)."""
+
+    def look(self, slots: Iterable[Slot]) -> None:
+        """These gradients are about to be reduced."""
+
+    def exchange(self) -> None:
+        """A backward is over, and the towers are in step."""
+
+
+class Cycle:
+    """The reductions of one backward; used again for the next one. All towers go through the same cycles.
+
+    ::
+
+               first gradient              autograd is done
+        IDLE ──────────────────▶ COLLECTING ──────────────▶ CLOSING
+          ▲                                                    │
+          └────────────────────────────────────────────────────┘
+            all buckets are reduced, towers were in the same backward
+
+    An exception leaves the state as it is. The towers are out of step then, and :meth:`check_whole` says so.
+
+    Args:
+        channel: of the towers.
+        reduction: what becomes of packed buckets.
+        watch: looks at what this tower contributes.
+
+    Attributes:
+        state: changes in :meth:`_enter` only.
+        number: counts the backwards whose gradients were averaged.
+    """
+
+    def __init__(self, channel: Communicator, reduction: Reduction, watch: Watch | None) -> None:
+        self.state = State.IDLE
+        self.number = 0
+        self._channel = channel
+        self._reduction = reduction
+        self._watch = watch
+        self._flags = usage_flags(channel)
+        self._backward = BackwardCounter(channel.health)
+        self._unread: Callable[[], list[float]] | None = None  # flags of the last backward, where reading them waits
+        self._starts_early = False  # not before a backward has been seen that has no other within it
+        self._nested = False
+        self._task = -1  # of autograd, in which the cycle was opened
+        self._phase_outside = ""
+
+    def lay_out(self, layout: BucketLayout) -> None:
+        """From now on gradients travel in the buckets of ``layout``."""
+        self._layout = layout
+        self._started: list[Bucket] = []
+        self._prediction = Prediction(layout.trainable())
+        self._expected = self._prediction.next()
+        self._next = 0  # index in what is expected
+
+    def check_whole(self) -> None:
+        """See that no backward has ended in an exception.
+
+        Raises:
+            TowersError: the last one has, so towers may be out of step.
+        """
+        if self.state is not State.IDLE:
+            raise TowersError(
+                f"a backward() on tower {self._channel.index} ended in an exception before its gradients were "
+                "averaged; the towers are out of step and cannot go on: start again from the last checkpoint"
+            )
+
+    def check_paired(self) -> None:
+        """See that the last backward was the same one on all towers, where that has not been looked at yet.
+
+        Raises:
+            DisagreementError: on all towers, when it was not.
+        """
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._read(unread())
+
+    def _enter(self, state: State) -> None:
+        assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
+        self.state = state
+        health = self._channel.health
+        if state is State.COLLECTING:
+            self._phase_outside = health.phase
+            health.enter(BACKWARD)
+        else:
+            health.enter(AVERAGING if state is State.CLOSING else self._phase_outside)
+
+    # -- one backward ------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """A backward has its first gradient."""
+        self._channel.check_whole()  # before anything is written where others may read it
+        refuse_compiled_autograd(self._channel.index)
+        self.check_paired()
+        self._channel.health.train()
+        self._backward.begin()
+        self.number += 1
+        self._enter(State.COLLECTING)
+        self._task = current_graph_task_id()
+        for bucket in self._layout.buckets:
+            bucket.count_missing()
+        self._expected = self._prediction.next()
+        self._next = 0
+        self._started = []
+
+    def arrive(self, slot: Slot, parameter: Tensor, gradient: Tensor | None, is_last: bool) -> bool:
+        """Autograd has finished a gradient; returns whether it is a parameter's first dense one in this backward.
+
+        Args:
+            is_last: whether no hook of the script's may still change it.
+
+        Raises:
+            TowersError: it cannot be averaged any more.
+        """
+        if not self._starts_early and self._task != current_graph_task_id():
+            self._nested = True  # a backward within the backward (reentrant checkpoints)
+        if not isinstance(slot, DenseSlot):
+            slot.arrived = True
+            return False
+        bucket = slot.bucket
+        if gradient is not None and gradient.dtype != slot.dtype != gradient_dtype(parameter):
+            raise TowersError(
+                f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its gradients were "
+                f"of {slot.dtype} when strategy.run(...) began. Convert a model (model.to, model.float, model.half) "
+                "between two runs, on all towers"
+            )
+        if bucket.launched:
+            raise TowersError(
+                f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
+                "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "
+                "this to shared parameters: use torch.utils.checkpoint with use_reentrant=False), or requires_grad was "
+                "changed during backward()"
+            )
+        if bucket.streams is not None:
+            bucket.streams.advance()
+        if slot.large and is_last:
+            self._copy_in(slot)
+        if slot.arrived:
+            return False
+        slot.arrived = True
+        if is_last:  # else its bucket is packed when all is done
+            bucket.missing -= 1
+            if bucket.missing == 0 and self._starts_early:
+                self._start_full()
+        return True
+
+    @handles_gradients
+    def _copy_in(self, slot: DenseSlot) -> None:
+        slot.bucket.copy_in(slot, self._channel, self._reduction.scale)
+
+    @handles_gradients
+    def _start_full(self) -> None:
+        """Start all buckets that are full and whose turn it is, but the closing one."""
+        while self._next < len(self._expected) - 1:
+            bucket = self._layout.buckets[self._expected[self._next]]
+            if bucket.missing:
+                return
+            self._start(bucket, self._reduction)
+            self._next += 1
+
+    def _start(self, bucket: Bucket, reduction: Reduction, closing: Sequence[bool] | None = None) -> None:
+        with range_("mirrored::bucket"):
+            if bucket.streams is not None:
+                bucket.streams.advance()
+            if self._watch is not None:
+                self._watch.look(bucket.slots)
+            bucket.pack(self._channel, reduction.scale, closing, tail=self._flags.in_tails)
+            self._started.append(bucket)
+            reduction.start(bucket)
+
+    @handles_gradients
+    def close(self, reduction: Reduction | None = None) -> None:
+        """Autograd is done: start what is left, and await all results.
+
+        Args:
+            reduction: another one than usual, when no gradient has arrived by autograd.
+
+        Raises:
+            DisagreementError, MirrorError, TowersError: the gradients cannot be averaged.
+        """
+        self._enter(State.CLOSING)
+        with range_("mirrored::average"):
+            touched = self._reduce(reduction or self._reduction)
+        layout = self._layout
+        self._prediction.learn(tuple(bucket.index for bucket in layout.buckets if touched[bucket.index]) or (0,))
+        for bucket in layout.buckets:
+            bucket.reset()
+        self._starts_early = not self._nested
+        self._enter(State.IDLE)
+
+    def _reduce(self, reduction: Reduction) -> list[bool]:
+        """Reduce all that any tower has touched; returns for each unit whether one has."""
+        layout, buckets = self._layout, self._layout.buckets
+        for bucket in self._started:
+            bucket.check_untouched(self._channel.index)
+        touched = layout.touched()
+        closing = [*touched, *self._backward.bits()]
+        *others, last = self._expected[self._next :]
+        for index in others:
+            self._start(buckets[index], reduction)
+        self._start(buckets[last], reduction, closing)
+        tail = self._await(reduction, closing)
+        if not self._flags.in_tails and all(touched):  # then nobody can have touched more than this tower
+            self._unread = lambda: buckets[last].closing_counts(tail())
+        else:
+            touched = [count > 0 for count in self._read(buckets[last].closing_counts(tail()))]
+        missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
+        for bucket in missed:
+            self._start(bucket, reduction)
+        if missed:
+            self._await(reduction, closing)
+        if self._watch is not None:
+            self._watch.look(layout.sparse)
+        for slot, anyone in zip(layout.sparse, touched[len(buckets) :], strict=True):
+            if anyone:
+                reduction.reduce_sparse(slot)
+                slot.averaged = self.number
+        return touched
+
+    def _await(self, reduction: Reduction, closing: Sequence[bool]) -> TailSum:
+        """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
+        buckets, self._started = self._started, []
+        with range_("mirrored::wait"):
+            self._flags.start(buckets, closing)
+            tails = self._flags.sums(buckets, reduction.finish(buckets))
+        for bucket, tail in zip(buckets, tails, strict=True):
+            bucket.settle(tail, self.number, self._channel.index)
+        return tails[-1]
+
+    def _read(self, counts: list[float]) -> list[float]:
+        """What the flags of a backward say of units, after a look whether all towers were in the same backward.
+
+        Raises:
+            DisagreementError: on all towers, when they were not.
+        """
+        if not pairing.agree(counts[self._layout.units :]):
+            raise pairing.difference(self._channel, self._backward)
+        return counts[: self._layout.units]

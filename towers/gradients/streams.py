@@ -1,0 +1,45 @@
+"""The order of what is written into a bucket on a GPU.
+
+[Note: one bucket, several streams] Autograd computes a gradient on the CUDA stream on which the parameter's node was
+made. That is another stream for a part of a model that was captured as a CUDA graph, so gradients of one bucket may
+come on several. Each is therefore ordered after the one before, and the bucket is packed on the stream of the last. A
+gradient whose memory is free once it was copied, but that was computed on another stream than the copy, is recorded on
+the stream of the copy, or the allocator would give its memory away too early. On CPUs there is nothing to order: a
+bucket there has no :class:`StreamOrder`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class StreamOrder:
+    """Orders what comes for one bucket after what came before (see [Note: one bucket, several streams]).
+
+    Args:
+        device: of the bucket, a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._several = False
+
+    def advance(self) -> None:
+        """What now comes is for the current stream, after what came before, perhaps on another."""
+        stream, before = torch.cuda.current_stream(self._device), self._stream
+        if before is not None and before != stream:
+            stream.wait_stream(before)
+            self._several = True
+        self._stream = stream
+
+    def keep(self, gradient: Tensor) -> None:
+        """A dense gradient is about to be copied and let go: its memory must not be used again before the copy."""
+        if self._several:
+            assert self._stream is not None
+            gradient.record_stream(self._stream)
+
+    def reset(self) -> None:
+        """A backward is over."""
+        self._stream, self._several = None, False

@@ -1,0 +1,133 @@
+"""The inner optimizer: it does the work of an optimizer whose step is sharded, over this tower's shards.
+
+[Note: the optimizer stays the script's] The inner optimizer is of the same class with the same settings. The script's
+own ``step`` runs with empty groups, between its hooks. So schedulers, scalers, hooks, ``add_param_group`` and
+``load_state_dict`` work as ever, and only ``optimizer.state[p]`` is refused. The inner optimizer is made at the first
+step, so an optimizer may be created in the scope or later. Shards are the chunks in which the buckets are reduced, so
+any optimizer over any of the parameters fits them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from towers.errors import MirrorError
+from towers.sharding.shards import Shard
+from towers.system.torch_private import compiler_traces
+
+_OWN_SETTINGS = ("params", "capturable")
+"""What an optimizer and its inner one do not have in common: torch.compile makes the outer one alone capturable."""
+
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """See that an optimizer that goes over shards computes the same as one that goes over whole parameters.
+
+    Raises:
+        MirrorError: that is not known of it.
+    """
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
+        known = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
+        raise MirrorError(
+            f"shard_optimizer=True cannot shard {kind.__name__}.step(): that is known to be right for optimizers that "
+            f"update each element for itself ({known}). If {kind.__name__} does, set {kind.__name__}.elementwise = "
+            "True; else leave shard_optimizer out"
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise MirrorError("shard_optimizer=True cannot shard an optimizer with differentiable=True")
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Another of the same class with the same settings, without parameters, state or hooks."""
+    inner: Optimizer = object.__new__(type(optimizer))
+    hooks = {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}  # type: ignore[var-annotated]
+    inner.__dict__.update(vars(optimizer), **hooks, state=defaultdict(dict), param_groups=[])
+    inner.__dict__.pop("step", None)  # schedulers wrap it
+    return inner
+
+
+def inner_parameter(shard: Shard) -> nn.Parameter:
+    """A parameter of the inner optimizer, in the memory of the shard."""
+    parameter = nn.Parameter(shard.of(shard.parameter), requires_grad=False)
+    if parameter.dtype != shard.slot.dtype:
+        parameter.grad_dtype = shard.slot.dtype
+    return parameter
+
+
+def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], parameters: list[nn.Parameter]) -> None:
+    """Give the inner optimizer the groups of the other, with this tower's shards.
+
+    Args:
+        parameters: of the inner optimizer, one for each shard.
+    """
+    defaults = {name: optimizer.defaults[name] for name in _OWN_SETTINGS if name in optimizer.defaults}
+    inner.param_groups = [{**group, **defaults, "params": []} for group in optimizer.param_groups]
+    for shard, parameter in zip(shards, parameters, strict=True):
+        inner.param_groups[shard.group]["params"].append(parameter)
+
+
+def copy_group_settings(source: Optimizer, target: Optimizer) -> None:
+    """What a step, a scheduler or a script has changed in the groups of one of the two."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update((name, value) for name, value in group.items() if name not in _OWN_SETTINGS)
+
+
+def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any) -> None:
+    """Let the inner optimizer step with the present settings of the other, whose hooks the step's are."""
+    copy_group_settings(optimizer, inner)
+    for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
+        if hasattr(optimizer, name):
+            setattr(inner, name, getattr(optimizer, name))
+        elif hasattr(inner, name):
+            delattr(inner, name)
+    step = type(inner).step
+    getattr(step, "__wrapped__", step)(inner, *args, **kwargs)
+
+
+def with_closure_called(args: Any, kwargs: Any) -> Any:
+    """The arguments of a step, its closure called once for the optimizer and the inner one both.
+
+    Args:
+        args: the optimizer first.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+    with torch.enable_grad():
+        result = closure()
+    if len(args) > 1:
+        return (args[0], lambda: result, *args[2:]), kwargs
+    return args, {**kwargs, "closure": lambda: result}
+
+
+class ShardedState(dict[Any, Any]):
+    """Stands for the state of an optimizer whose inner optimizers, one on each tower, have it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise MirrorError(
+            f"the state of {self._name} is sharded over the towers (shard_optimizer=True): take it from "
+            "optimizer.state_dict(), which has all of it, and give it back by load_state_dict()"
+        )
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _look(self, *args: Any) -> Any:
+        if not compiler_traces():
+            self._refuse()
+        return iter(())  # torch.compile looks into the state of an optimizer that it traces, and finds none
+
+    __missing__ = __setitem__ = __delitem__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+    get = setdefault = update = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __iter__ = keys = values = items = _look  # type: ignore[assignment]
