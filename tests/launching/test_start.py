@@ -137,7 +137,7 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
     assert any(line.startswith("towers: worker 0 of 1 starts 2 towers: ") for line in lines)
     for tower, name in ((0, ""), (1, "[tower 1] ")):
         for text in (
-            f"mirrored: tower {tower} of 2 on cpu joins the others at",
+            f"mirrored: tower {tower} of 2 on cpu:{tower} joins the others at",
             f"towers: tower {tower} has begun its heartbeats",
             f"towers: tower {tower} is connected by shared memory",
             "towers: this tower has left its process groups",
