@@ -267,8 +267,8 @@ def test_srun(tmp_path: pathlib.Path) -> None:
     assert outputs[1][1] == ""
 
 
+@pytest.mark.row(15)
 def test_a_second_process_with_the_same_rank_is_refused() -> None:
-    """Row 15 of docs/bad_inputs.md."""
     port = str(free_port())
 
     def start(rank: int) -> subprocess.Popen[str]:
