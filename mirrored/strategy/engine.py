@@ -77,7 +77,7 @@ class Part:
 
 
 class Engine:
-    """Records models, keeps them mirrored, averages their gradients and shares out their optimizers' steps.
+    """Records models, keeps them mirrored, averages their gradients and shards their optimizers' steps.
 
     At one tower nothing is attached, but for virtual towers and watched gradients.
 
