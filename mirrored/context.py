@@ -38,13 +38,15 @@ class ActiveStrategy(Protocol):
     device: torch.device
     num_replicas_in_sync: int
     is_chief: bool
-    virtual_towers: int | None
     accumulates: bool
     known_shares: KnownShares
     streams: TowerStreams
 
     @property
     def engine(self) -> ActiveEngine: ...
+
+    @property
+    def virtual_towers(self) -> int | None: ...
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool: ...
 

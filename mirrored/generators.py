@@ -199,9 +199,9 @@ def _whole_numbers(value: Any, count: int, limit: int) -> list[int]:
     numbers = torch.as_tensor(value, device="cpu")
     whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
     _check(whole and numbers.shape == (count,), f"{count} whole numbers are {numbers.dtype} of {tuple(numbers.shape)}")
-    found: list[int] = numbers.tolist()
-    _check(min(found) >= 0 and max(found) < limit, f"a number does not lie between 0 and {limit - 1}")
-    return found
+    values: list[int] = numbers.tolist()
+    _check(min(values) >= 0 and max(values) < limit, f"a number does not lie between 0 and {limit - 1}")
+    return values
 
 
 def _bytes(value: Any, like: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mirrored.context import ReplicaContext
-from mirrored.data.shares import Batch
 from towers.system.devices import Device
 
 
@@ -18,11 +16,11 @@ class Observer:
         """The devices that a strategy takes where the script asks for ``requested``."""
         return requested
 
-    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``strategy.run`` calls in place of ``fn``, in the context ``replica``."""
+    def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """What ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` that is given."""
         return fn
 
-    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Any]], first: int) -> Iterator[Any]:
         """What a distributed dataset yields in place of ``load(first)``, the batches from number ``first`` on."""
         return load(first)
 

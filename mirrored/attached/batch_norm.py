@@ -1,10 +1,17 @@
 """BatchNorm layers that normalise over the global batch: ``strategy.scope(sync_batch_norm=True)``.
 
-Such a layer stays the object that the script made, with its parameters, buffers, hooks and ``state_dict``; its class
-becomes a subclass of the class that it had, with another ``forward``, as torch does to its lazy modules.
-``isinstance(layer, nn.BatchNorm2d)`` stays true. A function put on the object instead would belong to the original in
-shallow copies, and be out of sight when the model is printed. A subclass with a forward of its own keeps it; only its
-call of ``F.batch_norm`` is answered here (:mod:`mirrored.attached.batch_norm_calls`).
+[Note: layers change their class] Such a layer stays the object that the script made, with its parameters, buffers,
+hooks and ``state_dict``; its class becomes a subclass of the class that it had, with another ``forward``, as torch does
+to its lazy modules. ``isinstance(layer, nn.BatchNorm2d)`` stays true, copies and pickles work, and the printed model
+shows it. Hooks cannot do it (they come before or after a forward, not instead), replaced layers would break references
+that the script holds, and a function put on the object would belong to the original in shallow copies. A subclass with
+a forward of its own keeps it; only its call of ``F.batch_norm`` is answered here
+(:mod:`mirrored.attached.batch_norm_calls`).
+
+[Note: messages of batch norms] The layers have a process group of their own. A message names its layer and its
+direction, and is as long as that of the widest layer. Both directions are all-gathers: a sum would not leave the name
+readable, and rows that every tower adds in tower order give the same bits on all. Between GPUs the host does not wait:
+a message of another layer turns the statistics into NaN, and is an error at one of the next layers.
 
 In training mode ``forward`` and ``backward`` are collectives: all towers make the same ones in the same order, also
 with an empty share, inside ``run`` and outside, and in ``no_sync``. In eval mode, and where there is one tower, a layer
@@ -71,7 +78,7 @@ class BatchNorms:
                 "it there after the layer was made in scope(sync_batch_norm=True), or into a subclass"
             )
         self._widest = max(self._widest, module.num_features)
-        module.__class__ = _over_all_towers(kind)
+        module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
 
     def train(self, layer: BatchNormBase, x: Tensor, counts: bool) -> Tensor:
         """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
@@ -103,7 +110,7 @@ class BatchNorms:
         """
         with OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
             result = forward()
-        if not calls.found:
+        if not calls.answered:
             raise RuntimeError(
                 f"{self._name(layer)}: the forward of {_plain(layer).__qualname__} takes the statistics of a batch in "
                 "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
@@ -140,7 +147,7 @@ class BatchNorms:
             )
         if self._gather is None:
             announce(self._communicator, "the first BatchNorm over the global batch")
-            self._gather = LabelledGather(self._communicator.channel())
+            self._gather = LabelledGather(self._communicator.channel())  # see [Note: messages of batch norms]
         self._gather.foresee(2 * self._widest)
         return self._gather
 

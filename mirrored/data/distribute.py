@@ -1,4 +1,4 @@
-"""From whatever holds a user's data to a distributed dataset."""
+"""Makes distributed datasets of datasets, loaders, iterables and tensors."""
 
 from __future__ import annotations
 

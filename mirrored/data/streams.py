@@ -26,7 +26,7 @@ class StreamDataset(DistributedDataset):
 
     Args:
         stand_in: whether a tower without examples gets one of another tower that counts nothing.
-        batch_dims: what of a batch that comes ready made is per example; None to see for oneself.
+        batch_dims: what of a batch that comes ready made is per example; None to find it out.
     """
 
     def __init__(
@@ -115,14 +115,17 @@ class StreamDataset(DistributedDataset):
             if error is not None:
                 raise error
             return total
-        totals = [said.details for said in announce(self._comm, f"batch {step} of a stream", total, error=error)]
+        totals = [
+            announcement.details
+            for announcement in announce(self._comm, f"batch {step} of a stream", total, error=error)
+        ]
         if min(totals) == max(totals):
             return total
         if min(totals) < 0:
-            ended = ", ".join(str(tower) for tower, found in enumerate(totals) if found < 0)
+            ended = ", ".join(str(tower) for tower, count in enumerate(totals) if count < 0)
             what = f"the stream has ended after {step} batches on tower {ended}, but not on the others"
         else:
-            counts = ", ".join(f"{found} on tower {tower}" for tower, found in enumerate(totals))
+            counts = ", ".join(f"{count} on tower {tower}" for tower, count in enumerate(totals))
             what = f"batch {step} of the stream has different numbers of examples: {counts}"
         raise DisagreementError(
             f"{what}; an IterableDataset must give every tower the same examples (each takes its own share of them): "
@@ -231,8 +234,8 @@ class PipelineDataset(DistributedDataset):
                     local = self._ready_made.examples(batch)
                 except (TypeError, ValueError) as problem:
                     error = problem
-            said = announce(self._comm, f"batch {step} of a dataset from a function", local, error=error)
-            counts = [other.details for other in said]
+            announcements = announce(self._comm, f"batch {step} of a dataset from a function", local, error=error)
+            counts = [announcement.details for announcement in announcements]
             if max(counts) < 0:
                 return
             if step == 0 and min(counts) < 0:

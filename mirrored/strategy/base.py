@@ -50,7 +50,6 @@ class Strategy(OwnGradients, DistributedData):
         health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
             failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
             script's own.
-        virtual_towers: how many there are, if there are any.
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
     """
@@ -73,19 +72,23 @@ class Strategy(OwnGradients, DistributedData):
         self.num_replicas_in_sync = topology.size
         self.is_chief = topology.is_chief
         self.known_shares = KnownShares()
-        self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
         cut = cut_for(topology.size, topology.index, training.virtual_towers)
         self._distribution = Distribution(communicator, cut, self.known_shares)
         self.accumulates = False
-        self._said: set[str] = set()
-        virtual, compared = self.virtual_towers is not None, observer() is not None
-        self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
+        self._logged: set[str] = set()
+        compared = observer() is not None
+        self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=compared)
         self.engine = Engine(self._distribution, options, training)
         self._kinds = RunKinds(self.engine.recorder.models)
         if self._several:
             announce(self)
+
+    @property
+    def virtual_towers(self) -> int | None:
+        """How many virtual towers there are; None where there are none."""
+        return self._distribution.cut.parts if self._distribution.cut.virtual else None
 
     # -- creating the model ------------------------------------------------------------------------------
 
@@ -349,8 +352,8 @@ class Strategy(OwnGradients, DistributedData):
 
     def say_once(self, text: str) -> None:
         """Log ``text`` on the chief, the first time it is said, when there are several towers."""
-        if self._several and self.is_chief and text not in self._said:
-            self._said.add(text)
+        if self._several and self.is_chief and text not in self._logged:
+            self._logged.add(text)
             log.info("%s", text)
 
     def __repr__(self) -> str:

@@ -366,7 +366,8 @@ WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
 def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
     ours, expected = both(without_memory, WITHOUT_MEMORY)
     said = re.findall(
-        r"\[tower 1\].*a window of [0-9.e-]+ MB cannot be had \(\[Errno 28\] no memory\)", capfd.readouterr().err
+        r"\[tower 1\].*a shared region of [0-9.e-]+ MB cannot be allocated \(\[Errno 28\] no memory\)",
+        capfd.readouterr().err,
     )
     assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
     for mine, should in zip(ours, expected, strict=True):
@@ -375,7 +376,7 @@ def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def mirror_copies(shard: bool) -> list[Tensor]:
-    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for windows."""
+    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for regions."""
     regions.KEYS = 40
     strategy = strategy_of(shard)
     base = mlp()
@@ -398,7 +399,7 @@ def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.Capture
     ours, expected = launch(mirror_copies, True), launch(mirror_copies, False)
     for mine, should in zip(ours, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
-    assert "cannot be had" not in capfd.readouterr().err
+    assert "cannot be allocated" not in capfd.readouterr().err
 
 
 def ask_on_the_chief_after_three_models() -> int:
@@ -416,7 +417,7 @@ def ask_on_the_chief_after_three_models() -> int:
     return len(optimizer.state_dict()["param_groups"]) if strategy.is_chief else 0
 
 
-def test_the_chief_alone_can_ask_where_other_windows_have_lain() -> None:
+def test_the_chief_alone_can_ask_where_other_regions_have_lain() -> None:
     with at_most(20):
         assert launch(ask_on_the_chief_after_three_models) == [1, 0]
 
