@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from mirrored.cluster import ClusterResolver
 from mirrored.context import ReplicaContext, announce, current_frame, frame
-from mirrored.data.input_context import ValueContext
+from mirrored.data.batch_dims import Dims
+from mirrored.data.dataset import DistributedDataset
+from mirrored.data.distribute import distribute
+from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.data.shares import Distribution, KnownShares, cut_for
+from mirrored.data.streams import PipelineDataset
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
-from mirrored.strategy import share_backward
+from mirrored.strategy.backward import Backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
-from mirrored.strategy.distributed_data import DistributedData
 from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
@@ -34,7 +38,7 @@ from towers.topology import Topology
 log = get_logger("mirrored")
 
 
-class Strategy(OwnGradients, DistributedData):
+class Strategy(OwnGradients, Backward):
     """The common base of all strategies; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -194,89 +198,6 @@ class Strategy(OwnGradients, DistributedData):
         finally:
             self.accumulates = before
 
-    def backward(
-        self,
-        loss_fn: Callable[..., torch.Tensor],
-        *batch: Any,
-        sample_weight: torch.Tensor | float | None = None,
-        denominator: Literal["examples", "weights"] = "examples",
-    ) -> torch.Tensor:
-        """Forward, loss and backward of this tower's share; to be called inside :meth:`run`.
-
-        With ``virtual_towers`` the share is computed virtual tower by virtual tower (:mod:`mirrored.virtual.towers`),
-        and the result has the same bits on any number of towers. It is exact gradient accumulation, too: the memory of
-        one virtual tower's examples at a time. Without, it is what ``compute_average_loss(loss_fn(*batch)).backward()``
-        does where the share has examples; elsewhere this tower takes part in the average and contributes nothing.
-
-        Args:
-            loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
-                ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
-                (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
-                model's forward is a matter of all towers together: BatchNorm over the global batch that trains, and
-                lazy modules in their first forward. So it makes no collectives of its own, such as
-                ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
-            batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
-                and other objects are passed as they are. What a ``collate_fn`` made is collated anew for each virtual
-                tower, so give the batch's own tensors and dicts, and change them in ``loss_fn``; numbers that it made
-                are found in its dicts and tuples only. What does not belong to examples, and what carries a graph,
-                ``loss_fn`` makes or takes from outside.
-            sample_weight: multiplies the losses; a number, or a tensor of shape ``(examples,)`` or the losses'.
-            denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead of the number of
-                examples; weights must have the losses' shape then.
-
-        Returns:
-            The mean loss over the global batch, a detached scalar, equal on all towers, of the losses' dtype (the
-            default one where no tower has examples). After it, ``p.grad`` is its gradient, added to what was there
-            before.
-
-        Raises:
-            RuntimeError: outside ``run``; with virtual towers, inside ``no_sync``.
-            ValueError: ``loss_fn`` does not return one loss per example, there is no batch, something in it cannot be
-                cut, or weights do not fit.
-            TypeError: the number of examples in ``batch`` cannot be told.
-            MirrorError: virtual towers made different things of an integer buffer (on GPUs by a later call).
-        """
-        self._check_here("backward()")
-        current = current_frame()
-        if current is None or current.replica is None:
-            raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
-        virtual = self.engine.virtual
-        if virtual is None:
-            return share_backward.backward(
-                self.engine,
-                self.communicator,
-                loss_fn,
-                batch,
-                sample_weight,
-                denominator,
-                empty=self.known_shares.is_empty(batch),
-            )
-        if self.accumulates:
-            raise RuntimeError(
-                "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
-                "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"
-            )
-        return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
-
-    def state_dict(self) -> dict[str, int]:
-        """The seed and the number of backwards so far, which decide what the next :meth:`backward` draws."""
-        backwards = self.engine.virtual.step if self.engine.virtual is not None else 0
-        return {"seed": self.streams.seed, "backwards": backwards}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
-
-        Raises:
-            ValueError: it is no such state.
-        """
-        for key in ("seed", "backwards"):
-            number = state.get(key)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
-        self.streams.seed = state["seed"]
-        if self.engine.virtual is not None:
-            self.engine.virtual.step = state["backwards"]
-
     def check_mirrored(self) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 
@@ -358,3 +279,83 @@ class Strategy(OwnGradients, DistributedData):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"
+
+    # -- data --------------------------------------------------------------------------------------------
+
+    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        global_batch_size: int | None = None,
+        *,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        seed: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        stand_in: bool = False,
+        batch_dims: Dims = None,
+    ) -> DistributedDataset:
+        """Share out every global batch of ``dataset`` among the towers.
+
+        Step k takes the same examples whatever the number of towers; each tower gets a contiguous share, cut
+        as ``numpy.array_split`` cuts, empty when there are fewer examples than towers. Nothing is repeated or
+        dropped. Random augmentation in ``dataset[i]`` is seeded by (seed, epoch, i).
+
+        Args:
+            dataset: has ``__getitem__`` and ``__len__``; or a tuple or dict of tensors of one length, which stands for
+                their slices (a list is one of examples); or an ``IterableDataset``, the same on all towers;
+                or a ``DataLoader`` whose batch size is the global one, whose settings are kept.
+            global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
+            shuffle: a new order every epoch, from (seed, epoch).
+            drop_last: leave out an incomplete last batch.
+            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
+                strategy's seed, else 0.
+            collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
+                what grows with them is left out.
+            num_workers: loader processes of each tower.
+            stand_in: give a tower whose share is empty one example of another tower that counts nothing
+                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
+            batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
+                ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
+
+        Raises:
+            ValueError, TypeError: the arguments contradict each other or the data.
+            DisagreementError: when an epoch begins, on all towers, when they were given data of another length
+                or other settings, or are at different places in it.
+        """
+        return distribute(
+            self._distribution,
+            dataset,
+            global_batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            seed=operator.index(seed) if seed is not None else None,
+            default_seed=operator.index(self._seed) if self._seed is not None else 0,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            stand_in=stand_in,
+            batch_dims=batch_dims,
+        )
+
+    experimental_distribute_dataset = distribute_dataset
+
+    @instead_of(dataset_fn="fn=", options="leave it out")
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Any], *, stand_in: bool = False, batch_dims: Dims = None
+    ) -> DistributedDataset:
+        """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
+
+        The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
+        empty shares until all have ended.
+
+        Args:
+            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
+
+        Raises:
+            TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
+        """
+        towers = self._distribution.comm.size
+        pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
+        seed = self._seed if self._seed is not None else 0
+        return PipelineDataset(self._distribution, pipeline, seed, stand_in, batch_dims)

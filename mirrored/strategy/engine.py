@@ -305,10 +305,6 @@ class Engine:
             for module in modules
         )
 
-    def contribute_nothing(self) -> None:
-        """Take part in a backward of the other towers, where this one has nothing to learn from."""
-        self.averager.contribute_nothing()
-
     def unsynced_gradients(self) -> dict[int, str]:
         """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
         return self.averager.unsynced()

@@ -170,7 +170,7 @@ def compiler_traces() -> bool:
 # -- the profiler ------------------------------------------------------------------------------------------
 
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Whether a profiler records this thread, in 0.1 µs; torch's RPC asks so, too. A range costs 10 µs when none does."""
+"""Whether a profiler records this thread, in 0.05 µs; torch's RPC asks so, too. A range costs 6 µs where none does."""
 
 # -- processes ---------------------------------------------------------------------------------------------
 
