@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["verify"]:
-        own, others = _split(words)
-        parsed, unknown = parser.parse_known_args(own)
+        ours, others = _split(words)
+        parsed, unknown = parser.parse_known_args(ours)
         return _verify(parser, parsed, [*unknown, *others])
     parsed = parser.parse_args(words)
     if parsed.command == "doctor":
@@ -139,19 +139,19 @@ _VALUES = ("--towers", "--steps", "--tolerance", "--devices", "--timeout")
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words of ``verify``, and those for the script: behind SCRIPT all but verify's own long options."""
-    own, others, known = [words[0]], list[str](), False
+    ours, others, known = [words[0]], list[str](), False
     rest = iter(words[1:])
     for word in rest:
         if word == "--":
             others += rest
         elif word in _VALUES:
-            own += [word, *itertools.islice(rest, 1)]
+            ours += [word, *itertools.islice(rest, 1)]
         elif not known or word in ("--exact", "--show-output", "--help") or word.split("=")[0] in _VALUES:
-            own.append(word)
+            ours.append(word)
             known = known or not word.startswith("-")
         else:
             others.append(word)
-    return own, others
+    return ours, others
 
 
 def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Whose code is running: a strategy's scope, one of its replicas, or neither."""
+"""The context of running code: a strategy's scope, one of its replicas, or neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class ActiveEngine(Protocol):
-    """What the layers below strategies know of a strategy's engine (:class:`mirrored.strategy.engine.Engine`)."""
+    """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies know."""
 
     def attached(self, kind: type[_T]) -> _T | None: ...
 
@@ -31,20 +31,22 @@ class ActiveEngine(Protocol):
 
 
 class ActiveStrategy(Protocol):
-    """What the layers below strategies know of a strategy, which is always a :class:`mirrored.Strategy`."""
+    """The part of a strategy, always a :class:`mirrored.Strategy`, that the layers below strategies know."""
 
     topology: Topology
     communicator: Communicator
     device: torch.device
     num_replicas_in_sync: int
     is_chief: bool
-    virtual_towers: int | None
     accumulates: bool
     known_shares: KnownShares
     streams: TowerStreams
 
     @property
     def engine(self) -> ActiveEngine: ...
+
+    @property
+    def virtual_towers(self) -> int | None: ...
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool: ...
 
@@ -58,7 +60,7 @@ class ActiveStrategy(Protocol):
 
 
 class ReplicaContext:
-    """What code inside ``strategy.run`` can know and do.
+    """The replica that runs code inside ``strategy.run``: its place among the towers, and its collectives.
 
     Attributes:
         strategy: the strategy that runs this code.

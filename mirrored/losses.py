@@ -7,6 +7,17 @@ be the gradient of the mean over the *global* batch, whatever the shares' sizes,
     gradient:  that of  towers · sum(own examples) / G       so that the average is the global mean's
 
 with G the number of examples of the step over all towers. An empty share contributes an exact zero.
+
+[Note: a loss must fit its batch] A loss with another number of entries than this tower's share has examples is an error
+that says what to do. The mean of means that "entries × towers" would give is another number: entries per example
+(flattened tokens) differ between towers where each pads its own share. Without a distributed batch the towers add up
+their numbers of examples, in one small message a loss.
+
+[Note: a compiled loss asks when it runs] The number of examples of a step comes with its batch, through weak references
+that ``torch.compile`` cannot follow, and it may change where this tower's share does not, so no graph may keep the
+number. A compiled function therefore calls an operator of ours whose result is a tensor. The gradient's factor is an
+autograd function with a forward derivative, which tracers refuse; compiled, it consists of operations that keep
+infinities and NaN as they are (``x - x.detach()`` would make NaN of infinity).
 """
 
 from __future__ import annotations
@@ -77,7 +88,7 @@ def compute_average_loss(
         count, losses, weights = _measured_in_a_graph(losses, weights, sample_weight, counts, batch)
     else:
         count, stand_in = _measure(losses.shape[0], (losses, sample_weight), counts, replica, batch)
-        if stand_in:
+        if stand_in:  # see [Note: a stand-in counts nothing, by slicing]
             losses = losses[:0]
             weights = weights[:0] if weights is not None and weights.dim() else weights
     if weights is not None:
@@ -128,7 +139,7 @@ def _share(value: Tensor, replica: ReplicaContext) -> Tensor:
     if towers == 1:
         return value
     if torch.compiler.is_compiling():
-        # A tracer takes no function with a forward derivative; these operations are one kernel once they are compiled.
+        # see [Note: a compiled loss asks when it runs]; these operations are one kernel once they are compiled
         constant = value.detach()
         return torch.where(constant.isfinite(), constant + towers * (value - constant), towers * value)
     scaled: Tensor = _ScaleGradient.apply(value, towers)
@@ -162,7 +173,7 @@ _ScaleGradient.forward.__signature__ = inspect.signature(_ScaleGradient.forward)
 
 
 def _measure(entries: int, values: Any, counts: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
-    """How many examples all towers have together (at least 1), if that ``counts``, and whether losses are a stand-in's.
+    """The number of examples of all towers (at least 1), if that ``counts``, and whether losses are a stand-in's.
 
     Args:
         entries: how many losses there are.
@@ -178,10 +189,9 @@ def _measure(entries: int, values: Any, counts: bool, replica: ReplicaContext, b
 def _measured_in_a_graph(
     losses: Tensor, weights: Tensor | None, sample_weight: Tensor | float | None, counts: bool, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What :func:`_measure` says, as a tensor, and the losses and weights that count, the others being zero.
+    """The count of :func:`_measure` as a tensor, and the losses and weights that count, the others being zero.
 
-    It is asked when the graph runs, by an operator: torch.compile cannot follow how all this comes with the batch, and
-    it may change where this tower's number of examples does not.
+    See [Note: a compiled loss asks when it runs].
     """
     if batch is not None and batch != () and not isinstance(batch, Tensor):
         raise TypeError("compute_average_loss in a compiled function takes a tensor of the batch as batch=, or ()")
@@ -228,13 +238,18 @@ def _(weight: Tensor) -> Tensor:
 
 
 def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
+    """Weights of the losses' dtype and device, whose shape is a beginning of theirs and broadcasts with it.
+
+    Raises:
+        ValueError: the shape does not fit.
+    """
     if isinstance(sample_weight, (int, float)):
         weights = torch.full((), sample_weight, dtype=losses.dtype, device=losses.device)
     else:
-        given = sample_weight if isinstance(sample_weight, Tensor) else torch.as_tensor(sample_weight, device="cpu")
-        given = given.to(losses.dtype)
+        weights = sample_weight if isinstance(sample_weight, Tensor) else torch.as_tensor(sample_weight, device="cpu")
+        weights = weights.to(losses.dtype)
         compiling = torch.compiler.is_compiling()
-        weights = given.to(losses.device) if compiling else on_device(given, losses.device)
+        weights = weights.to(losses.device) if compiling else on_device(weights, losses.device)
     while weights.dim() > losses.dim() and weights.shape[-1] == 1:
         weights = weights.squeeze(-1)
     if tuple(weights.shape) != tuple(losses.shape)[: weights.dim()]:
@@ -248,11 +263,12 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
     """The number of examples of this step over all towers, of which this one has ``local``.
 
     Args:
-        what: how a message calls what has so many entries.
+        what: the name that messages give to what has so many entries.
         batch: of the distributed batch that is meant, if the script says so.
 
     Raises:
-        ValueError: the distributed batch has another number of examples, or there are several that may be meant.
+        ValueError: see [Note: a loss must fit its batch]; the distributed batch has another number of examples, or
+        there are several that may be meant.
     """
     # see [Note: batch sizes travel beside the batch]
     shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
@@ -310,5 +326,5 @@ def _count_together(local: int, replica: ReplicaContext) -> int:
 def _add_up(local: Tensor) -> Tensor:
     """An operator for the same reason as :func:`_sum_over_towers`."""
     comm = require_replica_context("compute_average_loss").strategy.communicator
-    said = announce(comm, "compute_average_loss without a distributed batch", int(local))
-    return torch.tensor(sum(other.details for other in said), device="cpu")
+    announcements = announce(comm, "compute_average_loss without a distributed batch", int(local))
+    return torch.tensor(sum(announcement.details for announcement in announcements), device="cpu")

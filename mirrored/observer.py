@@ -1,4 +1,4 @@
-"""The observer of a run of a script: told what strategies and distributed datasets do, while it is set."""
+"""The observer of a run of a script: strategies and distributed datasets report to it while it is set."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from mirrored.context import ReplicaContext
-from mirrored.data.shares import Batch
 from towers.system.devices import Device
 
 
@@ -18,16 +16,16 @@ class Observer:
         """The devices that a strategy takes where the script asks for ``requested``."""
         return requested
 
-    def running(self, replica: ReplicaContext, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``strategy.run`` calls in place of ``fn``, in the context ``replica``."""
+    def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` ``replica``."""
         return fn
 
-    def batches(self, dataset: object, load: Callable[[int], Iterator[Batch]], first: int) -> Iterator[Batch]:
-        """What a distributed dataset yields in place of ``load(first)``, the batches from number ``first`` on."""
+    def batches(self, dataset: object, load: Callable[[int], Iterator[Any]], first: int) -> Iterator[Any]:
+        """The batches that a distributed dataset yields in place of ``load(first)``, those from number ``first`` on."""
         return load(first)
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
-        """Where checkpoints are that the script wants in ``requested``."""
+        """The folder of checkpoints that the script wants in ``requested``."""
         return requested
 
     def returned(self, call: str, result: Any) -> None:
@@ -39,12 +37,12 @@ _observer: Observer | None = None
 
 
 def observer() -> Observer | None:
-    """What observes this process; None where nothing does."""
+    """The observer of this process; None where there is none."""
     return _observer
 
 
 def folder_of(requested: pathlib.Path) -> pathlib.Path:
-    """Where checkpoints are that the script wants in ``requested``."""
+    """The folder of checkpoints that the script wants in ``requested``."""
     return _observer.folder(requested) if _observer is not None else requested
 
 

@@ -1,11 +1,16 @@
-"""Stand-ins: what a tower without examples is given where a model cannot take an empty batch.
+"""Stand-ins (elsewhere: dummy batches), which towers without examples get for models that cannot take an empty batch.
 
 ``distribute_dataset(…, stand_in=True)`` gives such a tower one example of another tower's. The model computes on it, so
 that all towers make the same calls, and nothing counts it: losses of ``compute_average_loss`` are an exact zero whose
 gradients are zeros, metrics are not updated, batch norms over the global batch leave its values out, and the running
 statistics of other normalisation layers are put back. What a script counts itself, another loss, a statistic of a layer
-of its own, goes through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, knows nothing of it. Elsewhere
-this is called a dummy batch.
+of its own, goes through :func:`drop_stand_in`. ``nn.SyncBatchNorm``, which is torch's, knows nothing of it.
+
+[Note: a stand-in counts nothing, by slicing] Its loss is ``losses[:0].sum()``: values that are not finite stay out, and
+backward runs through the whole model with zeros, so that all towers make the same collectives. In synchronised batch
+norm it is an empty share beside values that are normalised by constants. Running statistics are put back, and no other
+buffers: spectral norm's vectors, averages of parameters and queues that are filled from all towers have to move on one
+tower as on the others, and nothing tells them from statistics.
 """
 
 from __future__ import annotations
@@ -51,8 +56,8 @@ def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
 
 def current_strategy() -> ActiveStrategy | None:
     """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
-    frame = current_frame()
-    return frame.strategy if frame is not None else strategy_with_towers()
+    current = current_frame()
+    return current.strategy if current is not None else strategy_with_towers()
 
 
 def _without_entries(value: Any, dim: int) -> Any:
@@ -77,7 +82,7 @@ def _without_entries(value: Any, dim: int) -> Any:
 
 
 def _entries(values: Any, dim: int) -> int | None:
-    """How many entries the first tensor, array or list has."""
+    """The number of entries of the first tensor, array or list."""
     for leaf in values:
         if isinstance(leaf, (Tensor, np.ndarray)):
             return int(leaf.shape[dim]) if leaf.ndim else None
@@ -97,7 +102,7 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
         values: if anything of a distributed batch is among them, that batch decides, else those given to ``run``, else
             the one in hand.
         entries: how many entries the values have, which decides among several batches.
-        what: how a message calls them.
+        what: the name that messages give them.
         batch: something of the distributed batch they belong to, if the script says so; ``()`` if to none.
 
     Raises:
@@ -156,7 +161,7 @@ def shares_at_hand(strategy: ActiveStrategy, replica: ReplicaContext | None) -> 
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
-    """Where a share has no examples, say in an exception of Python's own that this may be why, and what helps.
+    """Add to an exception of Python's own, where a share has no examples, that this may be why, and what helps.
 
     Exceptions of other classes, whose messages may mean something to a program, stay as they are.
     """

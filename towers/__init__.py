@@ -5,7 +5,7 @@ The layer below :mod:`mirrored`; it knows nothing of strategies, data or losses 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from towers.errors import (
     CannotStartError,
@@ -46,11 +46,12 @@ __all__ = [
     "launch",
 ]
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
 
-def __getattr__(name: str) -> Any:
-    """``towers.launch`` and ``towers.Failure`` are imported on first use: errors do not need what starts processes."""
-    if name not in ("Failure", "launch"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from towers.launching import launch as module
+    def __getattr__(name):
+        """``towers.launch`` and ``towers.Failure`` are imported on first use: errors do not need a launcher."""
+        if name not in ("Failure", "launch"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from towers.launching import launch as module
 
-    return getattr(module, name)
+        return getattr(module, name)

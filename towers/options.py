@@ -96,7 +96,7 @@ def instead_of(**ours: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def _advice(
-    function: Callable[..., Any], places: list[str], ours: dict[str, str], given: int, kwargs: dict[str, Any]
+    function: Callable[..., Any], places: list[str], ours: dict[str, str], count: int, kwargs: dict[str, Any]
 ) -> str:
     name = function.__qualname__.removesuffix(".__init__")
     named = [foreign for foreign in ours if foreign in kwargs]
@@ -106,7 +106,7 @@ def _advice(
     instead = "; ".join(f"for TensorFlow's {foreign}: {advice}" for foreign, advice in ours.items())
     return (
         f"{name}() takes {len(without_self)} positional argument{'s' if len(without_self) != 1 else ''} "
-        f"({', '.join(without_self)}), but was given {given - len(places) + len(without_self)}; {instead}"
+        f"({', '.join(without_self)}), but was given {count - len(places) + len(without_self)}; {instead}"
     )
 
 

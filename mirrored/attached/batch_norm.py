@@ -1,10 +1,17 @@
 """BatchNorm layers that normalise over the global batch: ``strategy.scope(sync_batch_norm=True)``.
 
-Such a layer stays the object that the script made, with its parameters, buffers, hooks and ``state_dict``; its class
-becomes a subclass of the class that it had, with another ``forward``, as torch does to its lazy modules.
-``isinstance(layer, nn.BatchNorm2d)`` stays true. A function put on the object instead would belong to the original in
-shallow copies, and be out of sight when the model is printed. A subclass with a forward of its own keeps it; only its
-call of ``F.batch_norm`` is answered here (:mod:`mirrored.attached.batch_norm_calls`).
+[Note: layers change their class] Such a layer stays the object that the script made, with its parameters, buffers,
+hooks and ``state_dict``; its class becomes a subclass of the class that it had, with another ``forward``, as torch does
+to its lazy modules. ``isinstance(layer, nn.BatchNorm2d)`` stays true, copies and pickles work, and the printed model
+shows it. Hooks cannot do it (they come before or after a forward, not instead), replaced layers would break references
+that the script holds, and a function put on the object would belong to the original in shallow copies. A subclass with
+a forward of its own keeps it; only its call of ``F.batch_norm`` is answered here
+(:mod:`mirrored.attached.batch_norm_calls`).
+
+[Note: messages of batch norms] The layers have a process group of their own. A message names its layer and its
+direction, and is as long as that of the widest layer. Both directions are all-gathers: a sum would not leave the name
+readable, and rows that every tower adds in tower order give the same bits on all. Between GPUs the host does not wait:
+a message of another layer turns the statistics into NaN, and is an error at one of the next layers.
 
 In training mode ``forward`` and ``backward`` are collectives: all towers make the same ones in the same order, also
 with an empty share, inside ``run`` and outside, and in ``no_sync``. In eval mode, and where there is one tower, a layer
@@ -37,11 +44,11 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 class BatchNorms:
-    """What the BatchNorm layers of one strategy share.
+    """The common state of all BatchNorm layers of one strategy.
 
     Args:
         communicator: over all towers.
-        name_of: how messages call a layer; None when it is in no mirrored model.
+        name_of: the name that messages give a layer; None when it is in no mirrored model.
     """
 
     def __init__(self, communicator: Communicator, name_of: Callable[[nn.Module], str | None]) -> None:
@@ -71,10 +78,10 @@ class BatchNorms:
                 "it there after the layer was made in scope(sync_batch_norm=True), or into a subclass"
             )
         self._widest = max(self._widest, module.num_features)
-        module.__class__ = _over_all_towers(kind)
+        module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
 
     def train(self, layer: BatchNormBase, x: Tensor, counts: bool) -> Tensor:
-        """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
+        """The output of ``layer``, with torch's forward, for this tower's share ``x`` in training; all towers call it.
 
         Args:
             counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
@@ -96,14 +103,14 @@ class BatchNorms:
         return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
 
     def train_its_own_way(self, layer: BatchNormBase, forward: Callable[[], Any], counts: bool) -> Any:
-        """What ``layer`` makes of this tower's share by a forward of its own; all towers call it.
+        """The output of ``layer`` for this tower's share by a forward of its own; all towers call it.
 
         Raises:
             RuntimeError: the forward does not normalise by ``F.batch_norm``; and as of :meth:`train`.
         """
         with OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
             result = forward()
-        if not calls.found:
+        if not calls.answered:
             raise RuntimeError(
                 f"{self._name(layer)}: the forward of {_plain(layer).__qualname__} takes the statistics of a batch in "
                 "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
@@ -140,7 +147,7 @@ class BatchNorms:
             )
         if self._gather is None:
             announce(self._communicator, "the first BatchNorm over the global batch")
-            self._gather = LabelledGather(self._communicator.channel())
+            self._gather = LabelledGather(self._communicator.channel())  # see [Note: messages of batch norms]
         self._gather.foresee(2 * self._widest)
         return self._gather
 
@@ -196,7 +203,7 @@ def _plain(layer: Any) -> type:
 
 @disable_dynamo
 def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
+    """The forward of ``layer`` in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
     layers = strategy.engine.attached(BatchNorms) if strategy is not None else None

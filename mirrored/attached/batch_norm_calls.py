@@ -30,13 +30,13 @@ class OwnCalls:
     Attributes:
         layer: whose calls of ``F.batch_norm`` are answered.
         normalise: answers them in training mode.
-        found: whether there was a call of the layer's own.
+        answered: whether there was a call of the layer's own.
     """
 
     def __init__(self, layer: BatchNormBase, normalise: Normalise) -> None:
         self.layer = layer
         self.normalise = normalise
-        self.found = False
+        self.answered = False
 
     def __enter__(self) -> OwnCalls:
         global _forwards, _original
@@ -55,12 +55,12 @@ class OwnCalls:
             if _forwards == 0:
                 F.batch_norm = _original
 
-    def is_own(self, *given: Tensor | None) -> bool:
+    def is_own(self, *tensors: Tensor | None) -> bool:
         """Whether a call with these statistics, weight and bias is the layer's own."""
         layer = self.layer
-        own = layer.running_mean, layer.running_var, layer.weight, layer.bias
-        return all(tensor is None for tensor in own) or any(
-            tensor is not None and tensor is mine for tensor, mine in zip(given, own, strict=True)
+        of_layer = layer.running_mean, layer.running_var, layer.weight, layer.bias
+        return all(tensor is None for tensor in of_layer) or any(
+            tensor is not None and tensor is layers_own for tensor, layers_own in zip(tensors, of_layer, strict=True)
         )
 
 
@@ -87,11 +87,11 @@ def _batch_norm(
 ) -> Tensor:
     """Has the place of ``F.batch_norm`` while a forward of its own runs."""
     inside = _this_thread.inside
-    own = inside[-1] if inside and inside[-1].is_own(running_mean, running_var, weight, bias) else None
-    if own is not None:
-        own.found = True
+    forward = inside[-1] if inside and inside[-1].is_own(running_mean, running_var, weight, bias) else None
+    if forward is not None:
+        forward.answered = True
         if training:
             running = None if running_mean is None or running_var is None else (running_mean, running_var)
-            return own.normalise(own.layer, input, weight, bias, running, momentum, eps)
+            return forward.normalise(forward.layer, input, weight, bias, running, momentum, eps)
     result: Tensor = _original(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return result

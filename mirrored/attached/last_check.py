@@ -1,7 +1,8 @@
-"""The last look whether towers are mirror images: when they end (rule R1, docs/rules.md).
+"""The last mirror check, when the towers end (rule R1, docs/rules.md).
 
-Nobody waits for another there: a tower that ends leaves fingerprints of what it holds in the towers' store, and the
-tower that ends last compares them.
+[Note: no tower waits at the end] A collective at exit would hang whenever one tower ends by another way. So a tower
+leaves fingerprints of its parameters in the towers' store when its interpreter ends, and the tower that ends last
+compares them. ``mirrored.launch`` ends functions, not programs: there is nothing left to compare then.
 """
 
 from __future__ import annotations

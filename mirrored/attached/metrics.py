@@ -4,8 +4,10 @@ torchmetrics adds its metrics' states up over the ranks of torch.distributed whe
 repetition count every example once. Three things go wrong with empty shares: many metrics cannot be updated with them;
 a metric that keeps examples and has none gathers a state of another shape and dtype than the others' (Gloo then
 aborts the process); and lists of which every entry is gathered by itself are of different lengths, so that entries of
-different states meet. The first two have their place in torchmetrics, ``update`` and ``dist_sync_fn``; the third is
-``_sync_dist``, which calls the latter.
+different states meet. The first two have their place in torchmetrics, ``update`` and ``dist_sync_fn``.
+
+[Note: lists are gathered whole] The third is mended in ``_sync_dist``, which calls ``dist_sync_fn`` for every entry of
+a list. That name is private to torchmetrics, but the function that it calls does not know which state an entry is of.
 """
 
 from __future__ import annotations
@@ -44,17 +46,17 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """What the metrics in ``module`` have counted, by path: torchmetrics leaves it out of a ``state_dict()``."""
-    found = {}
+    """The states of the metrics in ``module``, by path: torchmetrics leaves them out of a ``state_dict()``."""
+    states = {}
     for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
         if _is_a(part, "Metric"):
             metric: Any = part
-            found[path] = {"state": dict(metric.metric_state), "updates": metric._update_count}
-    return found
+            states[path] = {"state": dict(metric.metric_state), "updates": metric._update_count}
+    return states
 
 
 def problem_of(module: nn.Module, states: Any) -> str | None:
-    """Why ``states`` are none that :func:`states_of` could have told of ``module``; None where they are."""
+    """The reason why :func:`states_of` cannot have returned ``states`` for ``module``; None where it can."""
     if not isinstance(states, Mapping):
         return "what its metrics have counted is saved as no dict"
     parts = dict(module.named_modules()) if states else {}
@@ -146,6 +148,8 @@ class ForwardUnlessEmpty:
 class SyncLists:
     """A metric's ``_sync_dist`` for lists of any length, which differ between towers where shares are empty.
 
+    See [Note: lists are gathered whole].
+
     Lists of tensors that are not to be concatenated (``dist_reduce_fx`` None or a function of one's own) are exchanged
     whole. Joined, they hold the first entries of all towers in tower order, then the second ones, and so on, as
     torchmetrics does with lists of one length.
@@ -161,14 +165,14 @@ class SyncLists:
         from torchmetrics.utilities.data import dim_zero_cat
 
         metric = self._owner
-        apart = {
+        uncatenated = {
             name: value
             for name, value in metric.metric_state.items()
             if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
         }
         joined = {}
-        if apart and isinstance(dist_sync_fn, GatherStates):
-            joined = dist_sync_fn.join_lists(apart, metric.device)
+        if uncatenated and isinstance(dist_sync_fn, GatherStates):
+            joined = dist_sync_fn.join_lists(uncatenated, metric.device)
         for name in joined:
             setattr(metric, name, [])
         type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
@@ -195,12 +199,14 @@ class GatherStates:
         self._call = f"compute() of the metric {name}"
 
     def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
-        said = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
-        described = [other.details for other in said]
-        # Who has kept no examples does not know what they would have looked like.
-        dtype, like = next((found for found in described if not _is_nothing(found)), described[0])
+        announcements = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
+        described = [announcement.details for announcement in announcements]
+        # A tower that has kept no examples does not know their shape and dtype.
+        dtype, like = next(
+            (state_of_tower for state_of_tower in described if not _is_nothing(state_of_tower)), described[0]
+        )
         state = state.to(_dtype(dtype))
-        shapes = [[0, *like[1:]] if _is_nothing(found) else found[1] for found in described]
+        shapes = [[0, *like[1:]] if _is_nothing(state_of_tower) else state_of_tower[1] for state_of_tower in described]
         state = state.reshape(shapes[self._comm.index]).contiguous()
         if not like:
             return list(self._comm.all_gather(state).unbind())
@@ -215,27 +221,28 @@ class GatherStates:
         }
         names = [name for name, entries in described.items() if None not in entries]
         body = b"".join(_bytes(entry) for name in names for entry in lists[name])
-        said = announce(self._comm, self._call, described, body)
-        common = [name for name in lists if all(None not in other.details[name] for other in said)]
+        announcements = announce(self._comm, self._call, described, body)
+        common = [name for name in lists if all(None not in tower.details[name] for tower in announcements)]
         towers: list[dict[str, list[Tensor]]] = []
-        for other in said:
+        for announcement in announcements:
             at = 0
-            found: dict[str, list[Tensor]] = {}
-            for name, entries in other.details.items():
+            lists_of_tower: dict[str, list[Tensor]] = {}
+            for name, entries in announcement.details.items():
                 if None in entries:
                     continue
-                found[name] = []
+                lists_of_tower[name] = []
                 for dtype, shape in entries:
                     kind = _dtype(dtype)
                     end = at + math.prod(shape) * kind.itemsize
-                    flat = torch.frombuffer(bytearray(other.body[at:end]), dtype=kind) if end > at else torch.empty(0)
-                    found[name].append(flat.to(kind).view(shape).to(device))
+                    piece = bytearray(announcement.body[at:end])
+                    flat = torch.frombuffer(piece, dtype=kind) if piece else torch.empty(0)
+                    lists_of_tower[name].append(flat.to(kind).view(shape).to(device))
                     at = end
-            towers.append(found)
+            towers.append(lists_of_tower)
         return {
             name: [
                 entry
-                for row in itertools.zip_longest(*(found[name] for found in towers))
+                for row in itertools.zip_longest(*(lists_of_tower[name] for lists_of_tower in towers))
                 for entry in row
                 if entry is not None
             ]

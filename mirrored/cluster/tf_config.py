@@ -161,18 +161,18 @@ def _is_host(ipv6: str | None, name: str) -> bool:
 def _read_task(config: dict[str, Any], jobs: dict[str, list[str]]) -> tuple[str, int]:
     task = config.get("task")
     if not isinstance(task, dict):
-        found = "is missing" if task is None else f"must be an object, not {_kind(task)}"
-        raise ClusterError(f"TF_CONFIG: task {found}; it says which task this is: {{'type': 'worker', 'index': 0}}")
+        problem = "is missing" if task is None else f"must be an object, not {_kind(task)}"
+        raise ClusterError(f"TF_CONFIG: task {problem}; it says which task this is: {{'type': 'worker', 'index': 0}}")
     kind = task.get("type")
     if not isinstance(kind, str) or kind not in jobs:
-        found = "is missing" if kind is None else f"is {kind!r}"
-        raise ClusterError(f"TF_CONFIG: task.type {found}, but must be a job of the cluster: {', '.join(jobs)}")
+        problem = "is missing" if kind is None else f"is {kind!r}"
+        raise ClusterError(f"TF_CONFIG: task.type {problem}, but must be a job of the cluster: {', '.join(jobs)}")
     index = task.get("index")
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int):
-        found = "is missing" if index is None else f"is {index!r}"
-        raise ClusterError(f"TF_CONFIG: task.index {found}, but must be a whole number")
+        problem = "is missing" if index is None else f"is {index!r}"
+        raise ClusterError(f"TF_CONFIG: task.index {problem}, but must be a whole number")
     if not 0 <= index < len(jobs[kind]):
         raise ClusterError(
             f"TF_CONFIG: task.index is {index}, but cluster.{kind} has {len(jobs[kind])} "

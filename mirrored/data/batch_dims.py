@@ -1,9 +1,14 @@
-"""What of a batch that comes ready made belongs to its examples, and cutting it into shares.
+"""Cuts batches that come ready made into shares, by the dimensions that belong to examples.
 
 A batch that was collated elsewhere (a loader with ``batch_size=None``, a pipeline) does not say which of its dimensions
-counts examples. What can be meant in one way only is cut: arrays that all have one first dimension, and lists of as
-many other things; numbers, texts and None are given whole. For all else there is ``batch_dims``, as ``in_dims`` of
-``torch.vmap``, a structure like the batch's:
+counts examples.
+
+[Note: ready-made batches are not guessed] A batch is cut if it can be meant in one way only: arrays that all have one
+first dimension, and lists of as many other things; numbers, texts and None are given whole. A list of dicts, or of at
+least as many equal arrays as these have rows, may be examples as well as fields, and is refused. The first batch
+decides for later ones of its structure, so a last batch of one example is not refused for being small.
+
+For all else there is ``batch_dims``, as ``in_dims`` of ``torch.vmap``, a structure like the batch's:
 
 * a dimension: a tensor or array is cut along it, a list (dimension 0) by its entries, a dict in all that is in it;
 * None: every tower gets it whole;
@@ -38,27 +43,26 @@ class BatchDims:
     """Cuts ready-made batches of one source.
 
     Args:
-        given: what the user says is per example; None to see for oneself. What was seen in a batch holds for later
-            ones of that structure, so that a small last batch is read as the others were.
+        by_user: what the user says is per example; None to find it out from the first batch of a structure.
     """
 
-    def __init__(self, given: Dims = None) -> None:
-        self._given = given
+    def __init__(self, by_user: Dims = None) -> None:
+        self._by_user = by_user
         self._seen: Dims = None
 
     @property
     def are_given(self) -> bool:
         """Whether the user says what is per example."""
-        return self._given is not None
+        return self._by_user is not None
 
     def examples(self, batch: Any) -> int:
-        """How many examples a batch has.
+        """The number of examples in a batch.
 
         Raises:
             TypeError, ValueError: that cannot be told for certain, or ``batch_dims`` do not fit.
         """
-        if self._given is not None:
-            return _count(batch, self._given)
+        if self._by_user is not None:
+            return _count(batch, self._by_user)
         if self._seen is not None:
             try:
                 return _count(batch, self._seen)
@@ -69,7 +73,7 @@ class BatchDims:
 
     def cut(self, batch: Any, start: int, end: int) -> Any:
         """Examples ``start`` to ``end`` of a batch whose examples were counted."""
-        return _cut(batch, self._given if self._given is not None else self._seen, start, end)
+        return _cut(batch, self._by_user if self._by_user is not None else self._seen, start, end)
 
 
 # -- with known dimensions -------------------------------------------------------------------------------
@@ -107,7 +111,7 @@ def _is_dim(dims: Any) -> bool:
 
 
 def _sizes(value: Any, dims: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
-    """How many examples each part of a batch that is per example says there are."""
+    """The number of examples that each part of a batch has which is per example, with the part's path."""
     pairs = _pairs(value, dims, path)
     if pairs is not None:
         for _, entry, entry_dims, entry_path in pairs:
@@ -159,11 +163,11 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
         raise TypeError(f"{path} is a {type(value).__name__}, which cannot be cut ({error}): {_HOW}") from None
 
 
-# -- as can be seen --------------------------------------------------------------------------------------
+# -- with dimensions that are found out ------------------------------------------------------------------
 
 
 class _Reading:
-    """Finds out what of a batch is per example: arrays with one first dimension, and lists of so many other things.
+    """Finds out what of a batch is per example; see [Note: ready-made batches are not guessed].
 
     Raises:
         TypeError: there is something that may be meant in several ways, or does not fit.
@@ -180,7 +184,7 @@ class _Reading:
             raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
 
     def dims(self) -> Any:
-        """What was found."""
+        """The dimensions that are per example, as a structure like the batch's."""
         return self._dims(self._batch, "batch")
 
     def _note(self, path: str, description: str, size: int) -> None:
@@ -204,7 +208,7 @@ class _Reading:
                 self._find_arrays(entry, f"{path}[{i}]")
 
     def _refuse_either_way(self, value: Sequence[Any], path: str) -> None:
-        """What may be a list of examples as well as of fields."""
+        """Refuse what may be a list of examples as well as of fields."""
         if value and all(isinstance(entry, Mapping) and set(entry) == set(value[0]) for entry in value):
             raise TypeError(
                 f"{path} is a {type(value).__name__} of {len(value)} dicts with equal keys: one for each example, or "

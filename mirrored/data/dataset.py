@@ -1,4 +1,9 @@
-"""Datasets whose batches are shared out among the towers."""
+"""Datasets whose batches are shared out among the towers.
+
+[Note: data is loaded on the CPU] A scope on a GPU makes it the default device, as ``torch.set_default_device`` does,
+and processes of a loader inherit it. But loaders draw from generators of the CPU, and pin tensors that lie there. So
+data is loaded with the CPU as default device.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +74,7 @@ class DistributedDataset(ABC):
         log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._comm.health.each(LOADING, _traced(self._batches(drawn, epoch, step))):
+            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -88,7 +93,7 @@ class DistributedDataset(ABC):
 
     def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(_on_cpu(self._load(drawn, epoch, first)), self._comm.device)
+            return to_device(_loaded(self._load(drawn, epoch, first)), self._comm.device)
 
         watching = observer()
         return load(first) if watching is None else watching.batches(self, load, first)
@@ -124,7 +129,7 @@ class DistributedDataset(ABC):
             yield epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch comes from: seed, epoch and step, and of what data and batches they speak.
+        """The place of the next batch: seed, epoch and step, and the data and batches that they belong to.
 
         Inside a loop, the batch in hand counts as done. Of several iterators the newest counts. After a loop that was
         left early it still says where the loop was left: a run that is resumed from it finishes that epoch.
@@ -172,20 +177,20 @@ class DistributedDataset(ABC):
         Raises:
             ValueError: there is none.
         """
-        here = self._description()
-        if step == saved.get("steps") and here.get("steps") is not None:
+        current = self._description()
+        if step == saved.get("steps") and current.get("steps") is not None:
             return len(self), None  # that epoch is over, whatever its data were
-        names = [name for name in {**saved, **here} if name not in ("steps", "drop_last")]
-        different = [name for name in names if saved.get(name) != here.get(name)]
+        names = [name for name in {**saved, **current} if name not in ("steps", "drop_last")]
+        different = [name for name in names if saved.get(name) != current.get(name)]
         hint = "load it at the beginning of an epoch, or go on with what was used then"
-        if different == ["global_batch_size"] and "examples" in here:
-            then, now = saved["global_batch_size"], here["global_batch_size"]
+        if different == ["global_batch_size"] and "examples" in current:
+            then, now = saved["global_batch_size"], current["global_batch_size"]
             if isinstance(then, int) and isinstance(now, int) and then > 0:
                 if step * then % now == 0:
                     return step * then // now, order
                 hint += f", or with a global batch size that divides the {step * then} examples that are done"
         if different:
-            changes = ", ".join(f"{name} was {saved.get(name)!r} and is {here.get(name)!r}" for name in different)
+            changes = ", ".join(f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in different)
             raise ValueError(
                 f"state of a distributed dataset: {changes} since it was saved in step {step} of an epoch, so the run "
                 f"would repeat examples or leave some out; {hint}"
@@ -200,7 +205,8 @@ class DistributedDataset(ABC):
         if self._comm.size == 1:
             return
         place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step, "order": drawn.digest}
-        described = [said.details for said in announce(self._comm, "an epoch of a distributed dataset", place)]
+        announcements = announce(self._comm, "an epoch of a distributed dataset", place)
+        described = [announcement.details for announcement in announcements]
         for tower, other in enumerate(described):
             if other == described[0]:
                 continue
@@ -219,23 +225,11 @@ class DistributedDataset(ABC):
             )
 
 
-def _traced(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; the wait for each is a range in a profiler's trace."""
+def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each loaded in a range of the profiler; see [Note: data is loaded on the CPU]."""
     while True:
-        with range_("mirrored::data"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-
-
-def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, loaded with the CPU as default device, which in a scope is the tower's.
-
-    Loading is seeded and pinned on the CPU, and its processes inherit the default device.
-    """
-    while True:
-        with torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext():
+        on_cpu = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
+        with range_("mirrored::data"), on_cpu:
             batch = next(batches, None)
         if batch is None:
             return

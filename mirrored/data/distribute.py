@@ -1,4 +1,4 @@
-"""From whatever holds a user's data to a distributed dataset."""
+"""Makes distributed datasets of datasets, loaders, iterables and tensors."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _from_loader(
 def _settings(
     order: Order, examples: int, global_batch_size: int | None, shuffle: bool, drop_last: bool, seed: int
 ) -> dict[str, object]:
-    """What data by index are, as towers compare it and states keep it."""
+    """The description of data by index that towers compare and states keep."""
     settings: dict[str, object] = {
         "examples": examples,
         "global_batch_size": global_batch_size,

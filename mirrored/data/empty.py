@@ -1,8 +1,11 @@
 """Batches of no examples, for towers whose share of a batch is empty.
 
-What a collate function would make of no examples is not guessed: one example is collated alone and twice in one batch,
-and the two batches are compared. A dimension of a tensor or the length of a list that has grown belongs to the
-examples, so it is 0 in a batch of none; what is the same in both stays.
+[Note: one example and two] The collate function shows what a batch without examples looks like: it is called for one
+example and for two copies of it, and the two batches are compared. A dimension of a tensor, or the length of a list,
+that has grown belongs to the examples, so it is 0 in a batch of none; what is the same in both stays. (Cutting a batch
+of one example at 0 left a ghost in every list that was taken for a structure.) A size may grow by an offset (the places
+at which sequences begin are one more than the sequences), so the size for none is 2 · one − two. The second example is
+a copy, since padding must not depend on another one. Numbers that have doubled are counts.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ class NoEmptyForm(TypeError):
 
 
 def empty_batch(collate: Callable[[list[Any]], Any], example: Any) -> Any:
-    """What ``collate`` would make of no examples.
+    """The batch that ``collate`` would make of no examples; see [Note: one example and two].
 
     Args:
         collate: makes a batch of a list of examples; called twice.
@@ -61,91 +64,93 @@ class _Comparison:
 
     has_grown = False
 
-    def empty(self, one: Any, two: Any, path: str) -> Any:
-        """A value in the batch of no examples that is ``one`` in that of one example and ``two`` in that of two."""
-        if type(one) is not type(two):
-            raise NoEmptyForm(f"{path} is a {type(one).__name__} with one example, and a {type(two).__name__} with two")
-        if isinstance(one, PackedSequence):
+    def empty(self, single: Any, double: Any, path: str) -> Any:
+        """A value in the batch of no examples that is ``single`` in that of one and ``double`` in that of two."""
+        if type(single) is not type(double):
+            raise NoEmptyForm(
+                f"{path} is a {type(single).__name__} with one example, and a {type(double).__name__} with two"
+            )
+        if isinstance(single, PackedSequence):
             raise NoEmptyForm(f"{path} is a PackedSequence, which cannot be empty")
-        if isinstance(one, (Tensor, np.ndarray)):
-            return self._array(one, two, path)
-        if isinstance(one, Mapping):
-            if list(one) != list(two):
-                raise NoEmptyForm(f"{path} has the keys {list(one)} with one example, and {list(two)} with two")
-            return trees.like(one, {key: self.empty(one[key], two[key], f"{path}[{key!r}]") for key in one})
-        if isinstance(one, tuple) and hasattr(one, "_fields"):
-            return type(one)(*self._entries(one, two, path))
-        if isinstance(one, (list, tuple)):
-            if len(one) != len(two):
-                return one[: self._size(len(one), len(two))]
-            return type(one)(self._entries(one, two, path))
-        if dataclasses.is_dataclass(one) and not isinstance(one, type):
-            return self._dataclass(one, two, path)
-        if isinstance(one, _WHOLE):
-            return one
-        if isinstance(one, (int, float, complex)):
-            return one * 0 if self._counts(np.asarray(one), np.asarray(two)) else one
-        if isinstance(one, np.generic):
-            return one * one.dtype.type(0) if self._counts(np.asarray(one), np.asarray(two)) else one
-        return self._object(one, two, path)
+        if isinstance(single, (Tensor, np.ndarray)):
+            return self._array(single, double, path)
+        if isinstance(single, Mapping):
+            if list(single) != list(double):
+                raise NoEmptyForm(f"{path} has the keys {list(single)} with one example, and {list(double)} with two")
+            return trees.like(single, {key: self.empty(single[key], double[key], f"{path}[{key!r}]") for key in single})
+        if isinstance(single, tuple) and hasattr(single, "_fields"):
+            return type(single)(*self._entries(single, double, path))
+        if isinstance(single, (list, tuple)):
+            if len(single) != len(double):
+                return single[: self._size(len(single), len(double))]
+            return type(single)(self._entries(single, double, path))
+        if dataclasses.is_dataclass(single) and not isinstance(single, type):
+            return self._dataclass(single, double, path)
+        if isinstance(single, _WHOLE):
+            return single
+        if isinstance(single, (int, float, complex)):
+            return single * 0 if self._counts(np.asarray(single), np.asarray(double)) else single
+        if isinstance(single, np.generic):
+            return single * single.dtype.type(0) if self._counts(np.asarray(single), np.asarray(double)) else single
+        return self._object(single, double, path)
 
-    def _entries(self, one: Any, two: Any, path: str) -> list[Any]:
-        return [self.empty(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, two, strict=True))]
+    def _entries(self, single: Any, double: Any, path: str) -> list[Any]:
+        return [self.empty(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(single, double, strict=True))]
 
-    def _size(self, one: int, two: int) -> int:
-        """A size that may be more than the number of examples, as that of the offsets at which sequences begin."""
-        if two <= one:
-            return one
+    def _size(self, single: int, double: int) -> int:
+        """The size for no examples, where there may be an offset: see [Note: one example and two]."""
+        if double <= single:
+            return single
         self.has_grown = True
-        return max(0, 2 * one - two)
+        return max(0, 2 * single - double)
 
-    def _counts(self, one: Any, two: Any) -> bool:
+    def _counts(self, single: Any, double: Any) -> bool:
         """Whether numbers count something in the examples, such as words: twice as much in two equal ones."""
-        if one.shape != two.shape:
+        if single.shape != double.shape:
             return False
-        if isinstance(one, Tensor):
-            if one.layout is not torch.strided or one.dtype is torch.bool:
+        if isinstance(single, Tensor):
+            if single.layout is not torch.strided or single.dtype is torch.bool:
                 return False
-            one, two = one.detach().cpu().double().numpy(), two.detach().cpu().double().numpy()
-        if one.dtype.kind not in "iuf" or not one.any():
+            single, double = single.detach().cpu().double().numpy(), double.detach().cpu().double().numpy()
+        if single.dtype.kind not in "iuf" or not single.any():
             return False
-        doubled = bool(np.allclose(two, 2.0 * one, rtol=1e-6, atol=0.0))
+        doubled = bool(np.allclose(double, 2.0 * single, rtol=1e-6, atol=0.0))
         self.has_grown |= doubled
         return doubled
 
-    def _array(self, one: Any, two: Any, path: str) -> Any:
-        if isinstance(one, Tensor) and one.is_nested:
+    def _array(self, single: Any, double: Any, path: str) -> Any:
+        if isinstance(single, Tensor) and single.is_nested:
             raise NoEmptyForm(f"{path} is a nested tensor, which cannot be cut")
-        if one.ndim != two.ndim:
-            raise NoEmptyForm(f"{path} has {one.ndim} dimensions with one example, and {two.ndim} with two")
-        grown = [d for d in range(one.ndim) if two.shape[d] > one.shape[d]]
+        if single.ndim != double.ndim:
+            raise NoEmptyForm(f"{path} has {single.ndim} dimensions with one example, and {double.ndim} with two")
+        grown = [d for d in range(single.ndim) if double.shape[d] > single.shape[d]]
         if not grown:
-            return one * 0 if self._counts(one, two) else one
+            return single * 0 if self._counts(single, double) else single
         for d in grown:
-            size = self._size(one.shape[d], two.shape[d])
-            if not isinstance(one, Tensor):
-                one = one[(slice(None),) * d + (slice(size),)]
-            elif one.layout is torch.strided:
-                one = one.narrow(d, 0, size)
+            size = self._size(single.shape[d], double.shape[d])
+            if not isinstance(single, Tensor):
+                single = single[(slice(None),) * d + (slice(size),)]
+            elif single.layout is torch.strided:
+                single = single.narrow(d, 0, size)
             else:
-                one = one.index_select(d, torch.arange(size, device=one.device))
-        return one
+                single = single.index_select(d, torch.arange(size, device=single.device))
+        return single
 
-    def _dataclass(self, one: Any, two: Any, path: str) -> Any:
-        empty = copy.copy(one)
-        for field in dataclasses.fields(one):
-            value = self.empty(getattr(one, field.name), getattr(two, field.name), f"{path}.{field.name}")
+    def _dataclass(self, single: Any, double: Any, path: str) -> Any:
+        empty = copy.copy(single)
+        for field in dataclasses.fields(single):
+            value = self.empty(getattr(single, field.name), getattr(double, field.name), f"{path}.{field.name}")
             object.__setattr__(empty, field.name, value)
         return empty
 
-    def _object(self, one: Any, two: Any, path: str) -> Any:
+    def _object(self, single: Any, double: Any, path: str) -> Any:
         """Anything else: cut if it has a length that has grown, as a data frame has, and kept if it is the same."""
-        kind = type(one).__name__
+        kind = type(single).__name__
         try:
-            if hasattr(one, "__len__") and len(two) > len(one):
-                return one[: self._size(len(one), len(two))]
-            if one is two or (not isinstance(one, (set, frozenset)) and bool(one == two)):
-                return one
+            if hasattr(single, "__len__") and len(double) > len(single):
+                return single[: self._size(len(single), len(double))]
+            if single is double or (not isinstance(single, (set, frozenset)) and bool(single == double)):
+                return single
         except Exception as error:  # whatever an object of the user's raises
             raise NoEmptyForm(f"{path} is a {kind}, which cannot be cut ({error})") from None
         raise NoEmptyForm(f"{path} is a {kind}, which cannot be cut")

@@ -1,4 +1,12 @@
-"""The one global order of examples, and its cut into global batches, that all towers share."""
+"""The one global order of examples, and its cut into global batches, that all towers share.
+
+[Note: orders are compared] Towers that draw different orders would train on some examples twice. An order from (seed,
+epoch) needs no comparison; of all others a digest is in the announcement that begins an epoch. The same digest is in
+the state of a dataset in mid-epoch, so a resumed run finds out that a sampler or a split is another one. The contents
+of
+streams are not compared, only how many examples each batch has: augmented floating-point numbers may differ in a last
+bit between processors.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +40,7 @@ class Drawn:
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """Equal for equal orders; None where settings say all."""
+        """Equal for equal orders; None where settings say all. See [Note: orders are compared]."""
         if self.order is None and not self._subsets:
             return None
         digest = hashlib.blake2b(digest_size=16)
@@ -52,7 +60,7 @@ def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
 
 
 def _bytes_of(indices: Sequence[Any] | None) -> bytes:
-    """What tells one order from another; indices are mostly whole numbers, of which there may be millions."""
+    """Bytes that differ between different orders; indices are mostly whole numbers, of which there may be millions."""
     try:
         numbers = np.asarray(indices)
     except ValueError:  # batches of different sizes
@@ -105,7 +113,7 @@ class Order:
         return examples // self._batch_size if self._drop_last else -(-examples // self._batch_size)
 
     def draw(self, epoch: int) -> list[Any] | None:
-        """What the sampler draws in an epoch, the same on every tower; None without one."""
+        """The indices that the sampler draws in an epoch, the same on every tower; None without a sampler."""
         if self._batch_sampler is not None:
             return [list(batch) for batch in self._drawn(self._batch_sampler, epoch)]
         return self._drawn(self._sampler, epoch) if self._sampler is not None else None

@@ -1,4 +1,4 @@
-"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md), and which share a tensor belongs to.
+"""Shares: global batches are cut into them (rule R4, docs/rules.md), and a table knows the share of each tensor.
 
 [Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
 a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset
@@ -27,7 +27,7 @@ from towers.system import tree as trees
 
 @dataclass(frozen=True)
 class Share:
-    """What one tower holds of a global batch.
+    """One tower's share of a global batch.
 
     Attributes:
         local: number of examples of this tower.
@@ -43,16 +43,16 @@ class Share:
 
     @property
     def entries(self) -> int:
-        """How many entries the batch has that the tower was given."""
+        """The number of entries in the batch that the tower gets."""
         return self.local or self.stand_in
 
 
 Batch = tuple[Any, Share]
-"""What a tower is given in a step, and which share of the global batch it is."""
+"""A tower's batch of a step, and its share of the global batch."""
 
 
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
-    """Where tower ``index``'s share of a batch begins and ends.
+    """The begin and end of tower ``index``'s share of a batch.
 
     Shares are contiguous and cut as ``numpy.array_split`` cuts: sizes differ by one at most, the larger ones
     come first, and when there are fewer examples than towers the last shares are empty.
@@ -64,7 +64,7 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How global batches are cut: into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
+    """The cut of global batches into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
 
     There are as many parts as towers, or as virtual towers.
 
@@ -83,25 +83,25 @@ class Cut:
         return self.first // (self.end - self.first)
 
     def empty_shares(self, examples: int) -> int:
-        """How many towers get nothing of a batch of so many examples; the last ones."""
-        own = self.end - self.first
-        return self.parts // own - min(-(-examples // own), self.parts // own)
+        """The number of towers, the last ones, that get nothing of a batch of so many examples."""
+        parts_here = self.end - self.first
+        return self.parts // parts_here - min(-(-examples // parts_here), self.parts // parts_here)
 
     def bounds(self, examples: int) -> tuple[int, int]:
-        """Where this tower's share of a batch begins and ends."""
+        """The begin and end of this tower's share of a batch."""
         return bounds(examples, self.parts, self.first)[0], bounds(examples, self.parts, self.end - 1)[1]
 
     def parts_of(self, local: int) -> list[tuple[int, int]]:
-        """Where the parts of a share of ``local`` examples begin and end, within the share.
+        """The begins and ends of the parts of a share of ``local`` examples, within the share.
 
         The sizes of a batch's parts never increase, so those of a share are what cutting the share alone gives.
         """
-        own = self.end - self.first
-        return [bounds(local, own, part) for part in range(own)]
+        parts_here = self.end - self.first
+        return [bounds(local, parts_here, part) for part in range(parts_here)]
 
 
 def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
-    """How batches are cut on tower ``index`` of so many.
+    """The cut of batches on tower ``index`` of ``towers``.
 
     Raises:
         ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
@@ -116,8 +116,8 @@ def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
             f"virtual_towers is {count}, which {towers} towers cannot share evenly; the number of towers has to "
             "be a power of two that is not larger"
         )
-    own = count // towers
-    return Cut(count, own * index, own * (index + 1), virtual=True)
+    parts_here = count // towers
+    return Cut(count, parts_here * index, parts_here * (index + 1), virtual=True)
 
 
 class KnownShares:
@@ -145,7 +145,7 @@ class KnownShares:
 
     @property
     def has_stand_in(self) -> bool:
-        """Whether anything of a stand-in is in hand or still lives; nobody else need look for one."""
+        """Whether anything of a stand-in is in hand or still lives; else looking for one is in vain."""
         in_hand = self.in_hand is not None and self.in_hand.stand_in > 0
         return in_hand or len(self._stand_ins) > 0
 
@@ -165,7 +165,7 @@ class KnownShares:
         self._held.pop(iterator, None)
 
     def local_of(self, batch: Sequence[Any]) -> int:
-        """How many examples of this tower the arguments of a step hold: as is known, else as their first array says.
+        """The number of this tower's examples in the arguments of a step: as is known, else as their first array says.
 
         Raises:
             TypeError: it cannot be told.
@@ -188,25 +188,25 @@ class KnownShares:
         sizes = arrays or [len(value) for value in batch if isinstance(value, list)]
         return bool(sizes) and not any(sizes)
 
-    def part(self, value: Any, cut: Cut, local: int, own: int, derived: bool = False) -> Any:
-        """What one of this tower's virtual towers gets of an argument of a step.
+    def part(self, value: Any, cut: Cut, local: int, index: int, derived: bool = False) -> Any:
+        """The part of an argument of a step that one of this tower's virtual towers gets.
 
         Args:
             local: how many examples of this tower the step has.
-            own: which of this tower's virtual towers.
+            index: which of this tower's virtual towers, from 0.
             derived: a tensor that was made of the batch's tensors will do where parts were collated one by one.
 
         Raises:
             ValueError: a tensor, array or list has another number of entries.
         """
         for pieces in self._held.values():
-            if (found := pieces.get(id(value))) is not None:
-                return found[1][own]
+            if (piece := pieces.get(id(value))) is not None:
+                return piece[1][index]
         if isinstance(value, Mapping):
-            return trees.like(value, {key: self.part(entry, cut, local, own) for key, entry in value.items()})
+            return trees.like(value, {key: self.part(entry, cut, local, index) for key, entry in value.items()})
         if isinstance(value, (list, tuple)):
             if _is_structure(value) and not _holds_examples(value, local):
-                fields = [self.part(entry, cut, local, own) for entry in value]
+                fields = [self.part(entry, cut, local, index) for entry in value]
                 return type(value)(*fields) if hasattr(value, "_fields") else type(value)(fields)
         elif not _is_array(value) or len(value.shape) == 0:
             return value
@@ -223,21 +223,21 @@ class KnownShares:
                 "collate_fn is collated anew for every virtual tower, so that padding and random choices do not depend "
                 "on the number of towers. Give the batch's own tensors to strategy.backward, and change them in loss_fn"
             )
-        start, end = cut.parts_of(entries)[own]
+        start, end = cut.parts_of(entries)[index]
         return value[start:end]
 
     def get(self, value: Any) -> Share | None:
         """The share that ``value`` came with, or None."""
         try:
-            found: Share | None = self._shares.get(value)
+            share: Share | None = self._shares.get(value)
         except TypeError:
             return None
-        return found
+        return share
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a strategy shares out batches.
+    """A strategy's way of sharing out batches.
 
     Attributes:
         comm: the towers.

@@ -35,7 +35,7 @@ log = get_logger("mirrored")
 
 
 class Strategy(OwnGradients, DistributedData):
-    """What all strategies share; make one of its subclasses.
+    """The common base of all strategies; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
     is simply each tower's own value, and every method here must be called by all towers alike.
@@ -50,7 +50,6 @@ class Strategy(OwnGradients, DistributedData):
         health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
             failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
             script's own.
-        virtual_towers: how many there are, if there are any.
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
     """
@@ -73,25 +72,29 @@ class Strategy(OwnGradients, DistributedData):
         self.num_replicas_in_sync = topology.size
         self.is_chief = topology.is_chief
         self.known_shares = KnownShares()
-        self.virtual_towers = training.virtual_towers
         self._seed = seed
         self._several = topology.size > 1
         cut = cut_for(topology.size, topology.index, training.virtual_towers)
         self._distribution = Distribution(communicator, cut, self.known_shares)
         self.accumulates = False
-        self._said: set[str] = set()
-        virtual, compared = self.virtual_towers is not None, observer() is not None
-        self.streams = TowerStreams(communicator, seed, virtual=virtual, compared=compared)
+        self._logged: set[str] = set()
+        compared = observer() is not None
+        self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=compared)
         self.engine = Engine(self._distribution, options, training)
         self._kinds = RunKinds(self.engine.recorder.models)
         if self._several:
             announce(self)
 
+    @property
+    def virtual_towers(self) -> int | None:
+        """The number of virtual towers; None where there are none."""
+        return self._distribution.cut.parts if self._distribution.cut.virtual else None
+
     # -- creating the model ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
-        """What is created inside is mirrored: modules' parameters and buffers, on this tower's device.
+        """Mirror what is created inside: modules' parameters and buffers, on this tower's device.
 
         Re-entrant. On the first use after leaving (the first ``run``), names, shapes, dtypes and order are
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
@@ -117,7 +120,7 @@ class Strategy(OwnGradients, DistributedData):
     def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
         """Mirror a module that was created outside the scope (loaded, copied); returns it.
 
-        It has to lie on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
+        It has to be on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.attached.metrics`).
 
         Args:
@@ -256,7 +259,7 @@ class Strategy(OwnGradients, DistributedData):
         return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
 
     def state_dict(self) -> dict[str, int]:
-        """What the next :meth:`backward` draws depends on: the seed, and how many there were before."""
+        """The seed and the number of backwards so far, which decide what the next :meth:`backward` draws."""
         backwards = self.engine.virtual.step if self.engine.virtual is not None else 0
         return {"seed": self.streams.seed, "backwards": backwards}
 
@@ -349,8 +352,8 @@ class Strategy(OwnGradients, DistributedData):
 
     def say_once(self, text: str) -> None:
         """Log ``text`` on the chief, the first time it is said, when there are several towers."""
-        if self._several and self.is_chief and text not in self._said:
-            self._said.add(text)
+        if self._several and self.is_chief and text not in self._logged:
+            self._logged.add(text)
             log.info("%s", text)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What can be wrong with a call of a strategy's methods, above all of ``run``."""
+"""Checks of calls of a strategy's methods, above all of ``run``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mirrored.context import current_frame
 from towers.errors import ForkedError
 
 RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-"""What a function returns whose body has not run yet."""
+"""Types that a function returns before its body has run."""
 
 
 class CheckedCalls:

@@ -1,4 +1,11 @@
-"""No silent drift: steps of optimizers are checked before they change anything, and backwards that come too early."""
+"""Guards against silent drift: checks of optimizers' steps before they change anything, and of early backwards.
+
+[Note: an average, not a call] A parameter that an optimizer steps needs a gradient that a backward of ours has averaged
+since that optimizer's last step, whoever has written it into ``p.grad``: gradients of ``torch.autograd.grad``, of
+``no_sync`` or of a compiler's graph are refused. Whether ``backward()`` was called says nothing about that. Gradients
+that are all zeros are equal on all towers, and pass. torch's optimizers do not train Keras models, so the gradients of
+their parameters are watched themselves (:mod:`mirrored.strategy.keras_guard`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +33,7 @@ log = get_logger("mirrored")
 
 
 class EarlyBackwardGuard:
-    """Refuses gradients of parameters that were recorded and are not mirrored yet, for nobody averages them.
+    """Refuses gradients of parameters that were recorded and are not mirrored yet, since they would not be averaged.
 
     Args:
         tower: this one, for messages.
@@ -104,7 +111,7 @@ class OptimizerGuard:
         self._averager = averager
         self._is_inner_optimizer = is_inner_optimizer
         self._prepare = prepare
-        self._said_nothing_to_train: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._in_trace: record_function | None = None
         _hook_steps(weakref.ref(self))
@@ -186,14 +193,14 @@ class OptimizerGuard:
             return
         stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if averager.averaged_since(stepped, parameters):
+        if averager.averaged_since(stepped, parameters):  # see [Note: an average, not a call]
             return
-        own = [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]
-        if own:
+        unaveraged = [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]
+        if unaveraged:
             kind, tower = type(optimizer).__name__, self._comm.index
-            slot = averager.slot_of(own[0])
-            name = slot.name if slot is not None else self._recorder.name_of(own[0])
-            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            slot = averager.slot_of(unaveraged[0])
+            name = slot.name if slot is not None else self._recorder.name_of(unaveraged[0])
+            more = f" and {len(unaveraged) - 1} more" if len(unaveraged) > 1 else ""
             raise MirrorError(
                 f"{kind}.step() on tower {tower} on gradients that no backward() has averaged over the towers since "
                 f"its last step ({name}{more}). loss.backward() averages them, inside strategy.run. "
@@ -212,9 +219,9 @@ class OptimizerGuard:
                 )
 
     def _say_if_nothing_to_train(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-        if optimizer in self._said_nothing_to_train or any(p.requires_grad for p in parameters):
+        if optimizer in self._warned or any(p.requires_grad for p in parameters):
             return
-        self._said_nothing_to_train.add(optimizer)
+        self._warned.add(optimizer)
         log.warning(
             "%s.step() trains nothing: all of its %d parameters are frozen (requires_grad is False)",
             type(optimizer).__name__,

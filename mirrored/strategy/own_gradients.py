@@ -1,4 +1,10 @@
-"""Gradients that a script computes or changes itself, without ``backward()``, averaged by the same rule (R2)."""
+"""Gradients that a script computes or changes itself, without ``backward()``, averaged by the same rule (R2).
+
+[Note: averages on request] ``torch.autograd.grad`` calls no hook of a parameter, so its results are each tower's own;
+``strategy.grad`` and ``strategy.average_gradients`` average them in one announced call
+(:mod:`towers.gradients.averages`). An average that carries a graph would need a collective in the backward through it,
+which towers reach at different times; so ``create_graph`` is refused, and a penalty on gradients goes into the loss.
+"""
 
 from __future__ import annotations
 

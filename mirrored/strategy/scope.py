@@ -1,4 +1,11 @@
-"""What is created in a strategy's scope: recorded by registration hooks, later made equal on all towers."""
+"""Records what is created in a strategy's scope, by registration hooks; later it is made equal on all towers.
+
+[Note: recording follows modules] Registration hooks see every parameter that a module registers, but not those of
+copies that ``copy.deepcopy`` has made (``nn.TransformerEncoder`` copies its layer). So registering a child module
+records all that is in it. Recording keeps nothing alive. Garbage is collected before towers compare their models: a
+tower whose interpreter collected earlier than another's would look like a tower with another model. The order of
+modules never depends on addresses.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +81,7 @@ class Recorder:
     def _on_child(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         self._remember(module)
         if child is not None:
-            self.add(child)  # it may be a copy, whose parameters nobody registered (nn.TransformerEncoder)
+            self.add(child)  # it may be a copy: see [Note: recording follows modules]
 
     def _remember(self, module: nn.Module) -> None:
         known = self._modules.get(id(module))
@@ -99,8 +106,8 @@ class Recorder:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded and not yet taken."""
-        found = self._parameters.get(id(parameter))
-        return found is not None and found() is parameter
+        reference = self._parameters.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded, taken or not."""
@@ -112,7 +119,7 @@ class Recorder:
         return [parameter for parameter in parameters if parameter is not None and not is_lazy(parameter)]
 
     def describe(self, parameter: torch.Tensor) -> str:
-        """How a message calls a parameter that was recorded and not yet taken."""
+        """The name that messages give a parameter that was recorded and not yet taken."""
         for reference in self._modules.values():
             module = reference()
             for name, candidate in module.named_parameters(recurse=False) if module is not None else ():
@@ -125,8 +132,7 @@ class Recorder:
 
         They count as mirrored from now on. Returned too, once, are lazy modules that have not seen a batch yet.
         """
-        # Garbage that one tower has collected and another has not would look like different models.
-        gc.collect()
+        gc.collect()  # see [Note: recording follows modules]
         modules = [m for reference in self._modules.values() if (m := reference()) is not None]
         lazy = [module for module in modules if has_uninitialized(module)]
         named: dict[int, Named] = {}
@@ -139,9 +145,9 @@ class Recorder:
                     named.setdefault(id(parameter), entry)
             recorded = {id(module) for module in modules}
             for path, module in root.named_modules():
-                for own, buffer in module.named_buffers(recurse=False) if id(module) in recorded else ():
+                for key, buffer in module.named_buffers(recurse=False) if id(module) in recorded else ():
                     if not is_lazy(buffer):
-                        full = ".".join(filter(None, (name, path, own)))
+                        full = ".".join(filter(None, (name, path, key)))
                         named.setdefault(id(buffer), Named(full, buffer, "buffer"))
         self._modules = {id(module): weakref.ref(module) for module in lazy}
         self._parameters = {
@@ -170,14 +176,14 @@ class Recorder:
         return roots
 
     def unmirrored(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters of the modules that were taken that were not recorded, with names: put in or replaced later."""
+        """Parameters, with names, that a script has put into a mirrored module after it was taken."""
         for name, root in self.roots():
             for path, parameter in root.named_parameters():
                 if not self.is_mirrored(parameter) and parameter not in self and not is_lazy(parameter):
                     yield f"{name}.{path}", parameter
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """How a message calls a parameter that is not mirrored: its path in a mirrored model, if it is in one."""
+        """The name that messages give a parameter that is not mirrored: its path, if a mirrored model has it."""
         for name, root in self.roots():
             for path, candidate in root.named_parameters(remove_duplicate=False):
                 if candidate is parameter:
@@ -185,16 +191,16 @@ class Recorder:
         return f"a parameter of shape {tuple(parameter.shape)} that is in no mirrored model"
 
     def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
-        """What was taken and still lives, with names, each module once, in order of creation of the outermost."""
-        found: dict[int, tuple[str, nn.Module]] = {}
+        """The living modules with buffers that were taken, with names, in order of creation of the outermost."""
+        named: dict[int, tuple[str, nn.Module]] = {}
         for name, root in self.roots():
             for path, module in root.named_modules():
                 if own_buffers(module):
-                    found.setdefault(id(module), (".".join(filter(None, (name, path))), module))
-        return list(found.values())
+                    named.setdefault(id(module), (".".join(filter(None, (name, path))), module))
+        return list(named.values())
 
     def name_of_module(self, module: nn.Module) -> str | None:
-        """How a message calls a module: its path in a mirrored model, if it is in one."""
+        """The name that messages give a module: its path in a mirrored model; None if it is in none."""
         for name, root in self.roots():
             for path, candidate in root.named_modules():
                 if candidate is module:
@@ -218,8 +224,8 @@ class Recorder:
 
 def has_uninitialized(module: nn.Module) -> bool:
     """Whether a lazy module has not met a batch yet."""
-    own = [*own_parameters(module).values(), *own_buffers(module).values()]
-    return any(tensor is not None and is_lazy(tensor) for tensor in own)
+    tensors = [*own_parameters(module).values(), *own_buffers(module).values()]
+    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
 
 
 class AfterFirstForward:

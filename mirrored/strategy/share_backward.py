@@ -1,4 +1,11 @@
-"""``strategy.backward`` without virtual towers: forward and backward of this tower's share as a whole."""
+"""``strategy.backward`` without virtual towers: forward and backward of this tower's share as a whole.
+
+[Note: nothing is computed on an empty share] A tower without examples opens a backward of its own in the averager that
+touches no parameter, and takes part in the sum of the losses, whose dtype the other towers say. Its ``loss_fn`` is
+called nevertheless where a forward is a matter of all towers: BatchNorm over the global batch, and lazy modules before
+their first batch. Collectives that a ``loss_fn`` makes itself cannot be seen beforehand; they end in a DeadlockError
+that names them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +38,7 @@ def backward(
         empty: whether this tower's share has no examples.
     """
     loss: Tensor | None = None
-    if empty and not engine.exchanges_in_forward:
+    if empty and not engine.exchanges_in_forward:  # see [Note: nothing is computed on an empty share]
         # The others count the examples, or add up their weights, together with this tower.
         nothing = torch.zeros(0, *getattr(sample_weight, "shape", ())[1:], device=comm.device)
         compute_average_loss(nothing, sample_weight, denominator=denominator)

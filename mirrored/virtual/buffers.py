@@ -3,6 +3,12 @@
 Every virtual tower starts from the buffers as they were before the step. Afterwards a floating-point buffer that some
 have changed is the mean of what it became on those that had examples (batch norm's running statistics), and an integer
 one is what those that changed it made of it, which must be the same (batch norm's counter).
+
+[Note: element by element] Means are taken element by element where any virtual tower has changed an element: what
+nobody changes keeps its bits (a mean of five equal numbers need not), and a mask of infinities stays one. Batch norm's
+running statistics are written without a new version of the tensor, so buffers of up to 16 KB are compared; a larger one
+counts as changed when its version is another one. One tower may keep a model that others dropped: buffers that not all
+towers have are left alone.
 """
 
 from __future__ import annotations
@@ -43,17 +49,17 @@ class StepBuffers:
         modules = list(modules)
         self._tensors = registered(module for _, module in modules)
         self._shapes = list(map(Tensor.size, self._tensors))
-        found = [
+        buffers = [
             Buffer(f"{name}.{key}", module, key, tensor)
             for name, module in modules
             for key, tensor in own_buffers(module).items()
             if tensor is not None
         ]
-        self._alone = [buffer for buffer in found if not buffer.is_small]
+        self._alone = [buffer for buffer in buffers if not buffer.is_small]
         self._large = [buffer for buffer in self._alone if not buffer.is_integer]
-        self._integers = {buffer.name: buffer for buffer in found if buffer.is_integer}
+        self._integers = {buffer.name: buffer for buffer in buffers if buffer.is_integer}
         small: dict[tuple[torch.device, torch.dtype], list[Buffer]] = {}
-        for buffer in found:
+        for buffer in buffers:
             if buffer.is_small:
                 dtype = buffer.tensor.dtype if buffer.is_integer else wide(buffer.tensor).dtype
                 small.setdefault((buffer.tensor.device, dtype), []).append(buffer)
@@ -65,9 +71,9 @@ class StepBuffers:
         self.written: dict[str, int] = {}
         self.differing: list[str] = []
         self.count = 2 * len(self._small) + len(self._large)
-        described = [(b.name, str(b.tensor.dtype), tuple(b.tensor.shape)) for b in found]
+        described = [(b.name, str(b.tensor.dtype), tuple(b.tensor.shape)) for b in buffers]
         self.layout = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
-        self.names = [buffer.name for buffer in found]
+        self.names = [buffer.name for buffer in buffers]
 
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these are all the buffers there are, in their shapes."""
@@ -104,18 +110,18 @@ class StepBuffers:
                 buffer.set(buffer.before)
 
     def take(self) -> list[Tensor | None]:
-        """After a virtual tower's forward, to be added up: what the floating-point buffers have become.
+        """The floating-point buffers after a virtual tower's forward, to be added up.
 
         Small ones of a dtype as one tensor, and another one that says which of their elements have changed; of the
-        large ones those that were written to.
+        large ones those that were written to. See [Note: element by element].
         """
-        found: list[Tensor | None] = []
+        taken: list[Tensor | None] = []
         for pack in self._small:
             now = pack.read()
-            found += [now, (now != pack.before).to(now.dtype)]
+            taken += [now, (now != pack.before).to(now.dtype)]
         for buffer in self._large:
             written = buffer.was_written
-            found.append(wide(buffer.now).clone() if written else None)
+            taken.append(wide(buffer.now).clone() if written else None)
             if written:
                 self.written[buffer.name] = self.written.get(buffer.name, 0) + 1
         integers = [pair for counters in self._counters for pair in counters.written()]
@@ -125,12 +131,12 @@ class StepBuffers:
                 self._compare(buffer.name, self._firsts[buffer.name], value)
             else:
                 self._firsts[buffer.name] = value
-        return found
+        return taken
 
     def travelling(
         self, sums: Sequence[Tensor | None], kept: set[str], written: set[str], counted: Sequence[str]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What towers exchange: floating-point sums, which are added up, and integers, for :meth:`agreed`.
+        """The tensors that towers exchange: floating-point sums, and integers for :meth:`agreed`.
 
         Args:
             sums: of what :meth:`take` gave, None for zeros.
@@ -146,8 +152,8 @@ class StepBuffers:
             floats += [full[2 * number][chosen], full[2 * number + 1][chosen]]
         large = zip(self._large, full[2 * len(self._small) :], strict=True)
         floats += [total for buffer, total in large if buffer.name in written]
-        own = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
-        return floats, [torch.cat([own[name].reshape(-1) for name in names]) for names in self._together(counted)]
+        values = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
+        return floats, [torch.cat([values[name].reshape(-1) for name in names]) for names in self._together(counted)]
 
     def _together(self, counted: Sequence[str]) -> list[list[str]]:
         """Names of integer buffers in the groups that travel as one tensor."""
@@ -159,12 +165,12 @@ class StepBuffers:
 
     def _named(self, counted: Sequence[str], packed: Sequence[Tensor]) -> dict[str, Tensor]:
         """The integers that travelled as ``packed``, by name."""
-        found = {}
+        by_name = {}
         for names, values in zip(self._together(counted), packed, strict=True):
             likes = [self._integers[name].tensor for name in names]
             for name, like, value in zip(names, likes, values.split([like.numel() for like in likes]), strict=True):
-                found[name] = value.view(like.shape)
-        return found
+                by_name[name] = value.view(like.shape)
+        return by_name
 
     def agreed(
         self, counted: Sequence[str], rows: Sequence[Sequence[Tensor]], changed: Sequence[Sequence[str]]
@@ -183,15 +189,15 @@ class StepBuffers:
         readable = all(map(_can_be_read, rows[0]))
         if readable and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
             return self._named(counted, rows[0])
-        found: dict[str, Tensor] = {}
+        agreed: dict[str, Tensor] = {}
         for row, names in zip(rows, changed, strict=True):
             named = self._named(counted, row)
             for name in counted:
                 if name in names:
-                    self._compare(name, found.setdefault(name, named[name]), named[name])
+                    self._compare(name, agreed.setdefault(name, named[name]), named[name])
         for name in self.differing:
             self.refuse(name)
-        return found
+        return agreed
 
     def settle(
         self,
@@ -260,7 +266,7 @@ def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:
-    """Which elements of the buffers' values, one after the other, belong to those that all towers have."""
+    """The elements, in the buffers' values one after the other, that belong to buffers that all towers have."""
     if all(buffer.name in kept for buffer in buffers):
         return slice(None)
     flags = [torch.full((real(b.tensor).numel(),), b.name in kept, device=b.tensor.device) for b in buffers]

@@ -1,4 +1,10 @@
-"""Buffers of modules, one by one and, where they are small, dozens as one tensor."""
+"""Buffers of modules, one by one and, where they are small, dozens as one tensor.
+
+[Note: small buffers as one tensor] Every virtual tower reads and writes all buffers, and one by one that took 0.9 ms
+for the 60 of a ResNet. So small ones of a dtype are read and written as one tensor. Their memory stays where the model
+has
+it: views of it are joined and spread, and looked for anew where a script has moved it (``buffer.data = …``).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +20,8 @@ from towers.errors import MirrorError
 from towers.system.torch_private import foreach_copy_, own_buffers
 
 _SMALL_BYTES = 2**14
-"""Buffers up to this size are looked at whether or not they say that they were written to: batch norm updates its
-running statistics without a new version. Larger ones (masks, tables) are believed."""
+"""Buffers up to this size are compared whatever their version says: batch norm updates its running statistics without a
+new version. For larger ones (masks, tables) the version decides."""
 
 _COPIED_ALONE = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that copying several at once does not know on GPUs."""
@@ -50,24 +56,24 @@ class Buffer:
 
     @property
     def home(self) -> dict[str, Tensor | None]:
-        """Where it is registered; where its module is gone, it still is."""
+        """The dict in which it is registered; it outlives its module."""
         module = self._module()
         return own_buffers(module) if module is not None else {self.key: self.tensor}
 
     @property
     def now(self) -> Tensor:
-        """What is registered now; the forward may have put another tensor there.
+        """The tensor that is registered now; the forward may have put another one there.
 
         Raises:
             MirrorError: it is of another shape or dtype.
         """
-        found = self.home.get(self.key)
-        if found is None or not self.fits(found):
+        registered = self.home.get(self.key)
+        if registered is None or not self.fits(registered):
             raise MirrorError(
                 f"buffer {self.name} was {self.tensor.dtype} of shape {tuple(self._shape)}, and the forward of a "
                 "virtual tower made something else of it: all virtual towers of a step start from the same buffers"
             )
-        return found
+        return registered
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether a tensor has the shape and dtype that the buffer had when it was found."""
@@ -92,7 +98,7 @@ class Buffer:
 
 
 class Pack:
-    """Small buffers that are read and written as one tensor: a model has dozens, and every virtual tower looks at all.
+    """Small buffers that are read and written as one tensor; see [Note: small buffers as one tensor].
 
     Args:
         buffers: on one device; floating-point or complex ones, or integer ones of one dtype.
@@ -206,12 +212,12 @@ class IntegerPack(Pack):
 
     def set(self, values: Mapping[str, Tensor]) -> None:
         """Give some of them, by name, values."""
-        found = [values.get(buffer.name) for buffer in self.buffers]
-        given = [value.reshape(-1) for value in found if value is not None]
-        if len(given) == len(found):
-            self.write(torch.cat(given))
+        values_here = [values.get(buffer.name) for buffer in self.buffers]
+        pieces = [value.reshape(-1) for value in values_here if value is not None]
+        if len(pieces) == len(values_here):
+            self.write(torch.cat(pieces))
         else:
-            for buffer, value in zip(self.buffers, found, strict=True):
+            for buffer, value in zip(self.buffers, values_here, strict=True):
                 if value is not None:
                     buffer.set(value)
 
@@ -225,7 +231,7 @@ class IntegerPack(Pack):
         return [tensor._version for tensor in self._own]
 
     def _flags(self) -> list[bool]:
-        """Which of them have another version than before, or are not the registered tensor any more."""
+        """For each whether it has another version than before, or is not the registered tensor any more."""
         flags = list(map(operator.ne, self._current_versions(), self._versions))
         if not self._are_in_place():
             flags = [says or b.home.get(b.key) is not b.tensor for says, b in zip(flags, self.buffers, strict=True)]
@@ -239,10 +245,10 @@ def real(tensor: Tensor) -> Tensor:
 
 def wide(tensor: Tensor) -> Tensor:
     """As real numbers of 32 bits or more."""
-    found = real(tensor)
-    return found.to(torch.promote_types(found.dtype, torch.float32))
+    numbers = real(tensor)
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def narrow(value: Tensor, like: Tensor) -> Tensor:
-    """What :func:`real` made of a tensor like ``like``, as that was."""
+    """The inverse of :func:`real`, for a tensor like ``like``."""
     return torch.view_as_complex(value) if like.is_complex() else value

@@ -4,6 +4,20 @@ A global batch is cut into V parts, whatever the number of towers. For each part
 (seed, step, part), the buffers are those from before the step, and forward and backward run on a fixed shape.
 Gradients, losses and buffers are added up by one balanced binary tree over the V parts: subtrees inside a
 tower first, then across towers. As the tree is the same for every number of towers, so is every bit.
+
+[Note: gradients are added when all parts are computed] They are not added up while the last part's backward runs, since
+a tree needs its leaves whole. On CPUs nothing is lost by that; on GPUs communication is not hidden behind the last
+part.
+
+[Note: parts are copies] Kernels may sum in another order at another alignment or stride, and a part is a slice on one
+tower and a whole tensor on another. So a virtual tower gets copies. Parts are cut where it is certain what belongs to
+the examples, or whether a tensor of four class weights is a batch of four would depend on the number of towers. A batch
+of a ``collate_fn`` can be padded, packed or indexed in ways that cutting breaks, so it is collated again for every
+part.
+
+[Note: towers draw alike] Outside of ``strategy.backward`` all towers draw the same random numbers, where they otherwise
+have streams of their own: what a script does there (noise on parameters, a layer drawn to be skipped) must not depend
+on the number of towers.
 """
 
 from __future__ import annotations
@@ -43,8 +57,8 @@ log = get_logger("mirrored")
 
 
 @dataclasses.dataclass
-class _Card:
-    """What one tower tells the others of its part of a step.
+class _Report:
+    """One tower's report to the others on its part of a step.
 
     Attributes:
         leaves: how many of its virtual towers had examples.
@@ -134,12 +148,12 @@ class VirtualTowers:
         unhooked = self._averager.hooks_disabled() if self._averager is not None else contextlib.nullcontext()
         try:
             with unhooked, seeds.undisturbed(self._comm.device):
-                sums, card = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
+                sums, report = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
-            said = self._tell(card, buffers)
+            reports = self._tell(report, buffers)
             if self._averager is not None:
-                self._averager.reduce_now(TreeSum)
-            mean = self._combine(buffers, sums[len(parameters) :], said)
+                self._averager.reduce_now(TreeSum)  # see [Note: gradients are added when all parts are computed]
+            mean = self._combine(buffers, sums[len(parameters) :], reports)
         except BaseException:
             _give(parameters, kept)
             buffers.restore()
@@ -157,7 +171,7 @@ class VirtualTowers:
         seed: int,
         parameters: Sequence[Tensor],
         buffers: StepBuffers,
-    ) -> tuple[list[Tensor | None], _Card]:
+    ) -> tuple[list[Tensor | None], _Report]:
         """Forward and backward of this tower's virtual towers, one after the other.
 
         Args:
@@ -168,15 +182,15 @@ class VirtualTowers:
             The sums over them of gradients, losses (float64) and what ``StepBuffers.take`` gives; and how it went.
         """
         subtree, leaves, traced, dtype = Subtree(), 0, False, torch.float32
-        for own, (start, end) in enumerate(self._cut.parts_of(local)):
+        for part, (start, end) in enumerate(self._cut.parts_of(local)):
             if start == end:
                 subtree.add([None] * (len(parameters) + 1 + buffers.count))
                 continue
             _give(parameters, [None] * len(parameters))
             if leaves:
                 buffers.restore()
-            seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + own))
-            *inputs, weight = self._part(batch, sample_weight, local, own)
+            seeds.seed_on(self._comm.device, seeds.mix(seed, "virtual tower", self.step, self._cut.first + part))
+            *inputs, weight = self._part(batch, sample_weight, local, part)
             with range_("mirrored::virtual-tower"):
                 loss = _loss(loss_fn(*inputs), weight, end - start, total)
                 if loss.requires_grad:  # a part may have nothing to learn from
@@ -185,12 +199,12 @@ class VirtualTowers:
             gradients = [parameter.grad for parameter in parameters]
             subtree.add([*gradients, loss.detach().double(), *buffers.take()])
         counts = buffers.layout, buffers.written, buffers.counted, buffers.differing
-        return subtree.total(), _Card(leaves, traced, str(dtype), *counts)
+        return subtree.total(), _Report(leaves, traced, str(dtype), *counts)
 
     def _total(
         self, local: int, weight: Tensor | float | None, denominator: str, replica: ReplicaContext
     ) -> Tensor | float:
-        """What the sum of all losses is divided by: the examples of all towers, or their weights."""
+        """The divisor of the sum of all losses: the examples of all towers, or their weights."""
         tensor = weight if isinstance(weight, Tensor) and weight.dim() else None
         if tensor is not None and tensor.shape[0] != local:
             raise ValueError(f"sample_weight of shape {tuple(tensor.shape)} does not fit {local} examples")
@@ -200,11 +214,11 @@ class VirtualTowers:
             return self._total_weight(tensor, local)
         raise ValueError(f"denominator is {denominator!r}: 'examples', or 'weights' with a tensor as sample_weight")
 
-    def _part(self, batch: Sequence[Any], weight: Any, local: int, own: int) -> list[Any]:
-        """What one virtual tower gets of batch and weight: copies, for views have other strides and alignment."""
-        parts = [self._known.part(value, self._cut, local, own) for value in batch]
-        parts.append(self._known.part(weight, self._cut, local, own, derived=True))
-        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, parts)
+    def _part(self, batch: Sequence[Any], weight: Any, local: int, part: int) -> list[Any]:
+        """One virtual tower's part of batch and weight; see [Note: parts are copies]."""
+        pieces = [self._known.part(value, self._cut, local, part) for value in batch]
+        pieces.append(self._known.part(weight, self._cut, local, part, derived=True))
+        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, pieces)
         return copied
 
     @torch.no_grad()
@@ -222,50 +236,52 @@ class VirtualTowers:
             self._buffers = StepBuffers(modules)
         return self._buffers
 
-    def _tell(self, mine: _Card, buffers: StepBuffers) -> list[_Card]:
-        """What every tower did.
+    def _tell(self, mine: _Report, buffers: StepBuffers) -> list[_Report]:
+        """The reports of all towers.
 
         Raises:
             MirrorError, RuntimeError: on all towers alike.
         """
-        cards = [mine]
+        reports = [mine]
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
-            cards = [_Card(**said.details) for said in announce(self._comm, call, dataclasses.asdict(mine))]
-        if len({card.layout for card in cards}) > 1:
-            for card, names in zip(cards, self._comm.all_gather_bytes(json.dumps(buffers.names).encode()), strict=True):
-                card.names = json.loads(names)
-        for name in itertools.chain.from_iterable(card.differing for card in cards):
+            announcements = announce(self._comm, call, dataclasses.asdict(mine))
+            reports = [_Report(**announcement.details) for announcement in announcements]
+        if len({report.layout for report in reports}) > 1:
+            everybodys = self._comm.all_gather_bytes(json.dumps(buffers.names).encode())
+            for report, names in zip(reports, everybodys, strict=True):
+                report.names = json.loads(names)
+        for name in itertools.chain.from_iterable(report.differing for report in reports):
             buffers.refuse(name)
-        if any(card.leaves for card in cards) and not any(card.traced for card in cards):
+        if any(report.leaves for report in reports) and not any(report.traced for report in reports):
             raise RuntimeError("no loss that loss_fn returned requires a gradient; are all parameters frozen?")
-        return cards
+        return reports
 
     @torch.no_grad()
-    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], said: list[_Card]) -> Tensor:
+    def _combine(self, buffers: StepBuffers, sums: Sequence[Tensor | None], reports: list[_Report]) -> Tensor:
         """Add up losses and buffers over the towers; gives the buffers their new values.
 
         Args:
             sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
         """
-        kept = set.intersection(*(set(card.names or buffers.names) for card in said))
+        kept = set.intersection(*(set(report.names or buffers.names) for report in reports))
         written: Counter[str] = Counter()
-        for card in said:
-            written.update({name: count for name, count in card.written.items() if name in kept})
-        counted = sorted({name for card in said for name in card.counted if name in kept})
+        for report in reports:
+            written.update({name: count for name, count in report.written.items() if name in kept})
+        counted = sorted({name for report in reports for name in report.counted if name in kept})
         loss = sums[0] if sums[0] is not None else torch.zeros((), dtype=torch.float64, device=self._comm.device)
         floats, integers = buffers.travelling(sums[1:], kept, set(written), counted)
         rows = self._everybodys([loss, *floats, *integers])
         for column in zip(*(row[: 1 + len(floats)] for row in rows), strict=True):
             add_by_tree(column[0], column)
         mean, *floats = rows[0][: 1 + len(floats)]
-        active = [tower for tower, card in enumerate(said) if card.leaves]
+        active = [tower for tower, report in enumerate(reports) if report.leaves]
         if active:
             packed = [row[1 + len(floats) :] for row in rows]
-            agreed = buffers.agreed(counted, packed, [card.counted for card in said])
-            leaves = sum(card.leaves for card in said)
+            agreed = buffers.agreed(counted, packed, [report.counted for report in reports])
+            leaves = sum(report.leaves for report in reports)
             buffers.settle(floats, agreed, kept, written, leaves)
-        dtype = said[active[0] if active else 0].dtype
+        dtype = reports[active[0] if active else 0].dtype
         return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 
     def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -290,9 +306,9 @@ def _loss(losses: Tensor, weight: Tensor | float | None, examples: int, total: T
     """
     shape = tuple(losses.shape) if isinstance(losses, Tensor) else None
     if shape is None or not shape or shape[0] != examples:
-        found = f"losses of shape {shape}" if shape is not None else f"a {type(losses).__name__}"
+        returned = f"losses of shape {shape}" if shape is not None else f"a {type(losses).__name__}"
         raise ValueError(
-            f"loss_fn was given {examples} examples and returned {found}: it has to return one loss per example, "
+            f"loss_fn was given {examples} examples and returned {returned}: it has to return one loss per example, "
             "computed with reduction='none'"
         )
     if weight is None:

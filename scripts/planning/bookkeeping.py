@@ -1,12 +1,12 @@
 """What this project's own start-up and messages cost, counted in its code.
 
-- ``towers/joining/handshake.py``, ``meet``: every tower asks the one store for every other tower's card, with two
+- ``towers/joining/handshake.py``, ``exchange``: every tower asks the one store for each other's message, with two
   requests each (is it there, what is it), so N towers make 2N² requests, one after the other at the chief.
 - ``towers/collectives/communicator.py``, ``all_gather_bytes``: every announcement (``agreement.py``: reduce, gather, an
   epoch, a batch of a stream) gathers a packet of 256 bytes from every tower; between hosts Gloo passes it round a ring.
 - ``towers/collectives/shared_memory/barrier.py``: a tower posts and takes one semaphore for every other tower of its
   host.
-- ``towers/health/heartbeat.py``: every second each tower lays down a sign of life and looks for questions: two
+- ``towers/health/heartbeat.py``: every second each tower stores its heartbeat and looks for queries: two
   requests.
 - c10d's Gloo: a process connects to each of the others.
 """
@@ -18,37 +18,37 @@ from cluster import Cluster
 PACKET = 256.0
 """Bytes of an announcement that fits into one collective."""
 
-CARD = 500.0
-"""Bytes of a tower's card, about."""
+MESSAGE = 500.0
+"""Bytes of a tower's message in the handshake, about."""
 
 REQUEST = 50e-6
 """Seconds that the store needs for one request; ``scripts/plan --measure`` prints what it is here."""
 
-SIGNS = 2.0
+HEARTBEATS = 2.0
 """Requests a second that every tower makes to say that it lives."""
 
 READING = 15e-6
 """Seconds of Python that a tower spends on what each other tower announces; --measure prints this one too."""
 
 
-def card_requests(towers: int) -> float:
-    """Requests that the store answers until all towers have read all cards, without those made while waiting."""
+def handshake_requests(towers: int) -> float:
+    """Requests that the store answers until all towers have read all messages, without those made while waiting."""
     return 2.0 * towers * towers
 
 
-def meeting_seconds(towers: int, request: float = REQUEST) -> float:
+def handshake_seconds(towers: int, request: float = REQUEST) -> float:
     """Seconds that the store needs for them."""
-    return card_requests(towers) * request
+    return handshake_requests(towers) * request
 
 
-def card_bytes(towers: int) -> float:
+def handshake_bytes(towers: int) -> float:
     """Bytes that leave the chief for them."""
-    return CARD * towers * towers
+    return MESSAGE * towers * towers
 
 
-def signs_of_life(towers: int, request: float = REQUEST) -> float:
+def heartbeats(towers: int, request: float = REQUEST) -> float:
     """Which part of its time the store needs for all towers' heartbeats; above 1 it cannot keep up."""
-    return SIGNS * towers * request
+    return HEARTBEATS * towers * request
 
 
 def announcement(cluster: Cluster) -> float:

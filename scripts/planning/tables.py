@@ -115,9 +115,9 @@ def limits(plan: Plan, memory: float) -> None:
             row += [as_duration(mtbf), as_duration(every), f"{failures.useful(plan.save, mtbf, plan.restart):.3f}"]
         else:
             row += ["–"] * 3
-        row.append(as_duration(bookkeeping.meeting_seconds(cluster.size)))
-        row.append(as_size(bookkeeping.card_bytes(cluster.size)))
-        row.append(f"{bookkeeping.signs_of_life(cluster.size):.1%}")
+        row.append(as_duration(bookkeeping.handshake_seconds(cluster.size)))
+        row.append(as_size(bookkeeping.handshake_bytes(cluster.size)))
+        row.append(f"{bookkeeping.heartbeats(cluster.size):.1%}")
         row.append(as_duration(bookkeeping.announcement(cluster)) if cluster.size > 1 else "–")
         row.append(as_duration(bookkeeping.announcement_by_hosts(cluster)) if cluster.size > 1 else "–")
         row.append(as_duration(bookkeeping.reading(cluster.size)))

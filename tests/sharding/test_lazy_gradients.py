@@ -19,7 +19,7 @@ from towers.collectives.shared_memory import regions
 
 
 def mirror_copies(shard: bool) -> list[Tensor]:
-    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for windows."""
+    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for regions."""
     regions.KEYS = 40
     strategy = strategy_of(shard)
     base = mlp()
@@ -42,7 +42,7 @@ def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.Capture
     ours, expected = launch(mirror_copies, True), launch(mirror_copies, False)
     for mine, should in zip(ours, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
-    assert "cannot be had" not in capfd.readouterr().err
+    assert "cannot be allocated" not in capfd.readouterr().err
 
 
 def ask_on_the_chief_after_three_models() -> int:
@@ -60,7 +60,7 @@ def ask_on_the_chief_after_three_models() -> int:
     return len(optimizer.state_dict()["param_groups"]) if strategy.is_chief else 0
 
 
-def test_the_chief_alone_can_ask_where_other_windows_have_lain() -> None:
+def test_the_chief_alone_can_ask_where_other_regions_have_lain() -> None:
     with at_most(20):
         assert launch(ask_on_the_chief_after_three_models) == [1, 0]
 

@@ -197,7 +197,8 @@ WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
 def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
     ours, expected = both(without_memory, WITHOUT_MEMORY)
     said = re.findall(
-        r"\[tower 1\].*a window of [0-9.e-]+ MB cannot be had \(\[Errno 28\] no memory\)", capfd.readouterr().err
+        r"\[tower 1\].*a shared region of [0-9.e-]+ MB cannot be allocated \(\[Errno 28\] no memory\)",
+        capfd.readouterr().err,
     )
     assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
     for mine, should in zip(ours, expected, strict=True):

@@ -193,13 +193,13 @@ def _choose_network(topology: Topology, messages: list[Message]) -> None:
     """Listen on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
     assert topology.address is not None
     places = [(message["machine"], message["network"]) for message in messages]
-    own = places[topology.index]
-    elsewhere = [message["address"] for message, there in zip(messages, places, strict=True) if there != own]
+    here = places[topology.index]
+    elsewhere = [message["address"] for message, place in zip(messages, places, strict=True) if place != here]
     if not elsewhere or topology.local_size == topology.size:
         machine.listen_on()
         return
     # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
-    target = topology.address[0] if own != places[0] else next(filter(None, elsewhere), topology.address[0])
+    target = topology.address[0] if here != places[0] else next(filter(None, elsewhere), topology.address[0])
     address = machine.address_towards(target, topology.address[1])
     if address and (interface := machine.interface_of(address)):
         machine.listen_on(interface)

@@ -104,9 +104,9 @@ class ProcessGroupCommunicator(Communicator):
         return rows, functools.partial(dist.all_gather, list(rows.unbind(0)), tensor)
 
     def all_to_all(self, rows: Tensor) -> Tensor:
-        given = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        self._do(rows, functools.partial(dist.all_to_all_single, given, rows.contiguous()))
-        return given
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._do(rows, functools.partial(dist.all_to_all_single, received, rows.contiguous()))
+        return received
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         self._do(tensor, functools.partial(dist.broadcast, tensor, group_src=source))

@@ -118,7 +118,7 @@ class Heartbeat:
             answered = 0
             while (health := self._health()) is not None:
                 store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
-                asked = store.store.add(f"queries{me}", 0)
+                asked = store.add(f"queries{me}", 0)
                 if asked > answered:
                     store.write(f"answer{me}", {"query": asked, "stack": main_stack()})
                     answered = asked
@@ -162,14 +162,14 @@ class Heartbeat:
         waits, waited = health.waits, self._waited
         self._waited = waits
         if waits is not None and waits == waited:
-            store.store.add(_BLOCKED, 1)
+            store.add(_BLOCKED, 1)
             published = store.read(_DEADLOCK)
             health.deadlock = published["towers"] if published is not None else None
         return self._find_deadlock(store) if self._topology.is_chief else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:
         """The chief's part, see [Note: deadlocks]; whether some tower keeps waiting."""
-        before, self._blocked = self._blocked, store.store.add(_BLOCKED, 0)
+        before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
         if self._blocked == before:
             self._beats = {}
             return False
@@ -194,13 +194,13 @@ class Heartbeat:
 
         def leave(store: SignedStore) -> None:
             store.write(f"{name}{self._topology.index}", message)
-            left = store.store.add(f"left {name}", 1)
+            left = store.add(f"left {name}", 1)
             towers = range(self._topology.size)
             if left == len(towers):
                 messages.extend(m for m in store.read_all([f"{name}{tower}" for tower in towers]) if m is not None)
             end = time.monotonic() + _SERVING
             serves = self._topology.serves_store and self._topology.is_chief
-            while serves and time.monotonic() < end and store.store.add(f"left {name}", 0) < len(towers):
+            while serves and time.monotonic() < end and store.add(f"left {name}", 0) < len(towers):
                 time.sleep(0.05)
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
@@ -247,7 +247,7 @@ class Heartbeat:
         store = self._store
         if store is None:
             return {}
-        queries = {tower: store.store.add(f"queries{tower}", 1) for tower in towers}
+        queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
         answers: dict[int, str] = {}
         end = time.monotonic() + _ANSWER
         while len(answers) < len(queries) and time.monotonic() < end:

@@ -34,11 +34,11 @@ Compare = Callable[[int, Message, int, Message], str | None]
 def versions() -> dict[str, str]:
     """What must be equal on all workers and towers."""
     try:
-        own = importlib.metadata.version("mirrored")
+        version = importlib.metadata.version("mirrored")
     except importlib.metadata.PackageNotFoundError:
-        own = "not installed"
+        version = "not installed"
     return {
-        "mirrored": own,
+        "mirrored": version,
         "torch": torch.version.__version__,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }

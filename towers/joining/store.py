@@ -128,6 +128,10 @@ class SignedStore:
             self.rejected[key] = str(error)
             return None
 
+    def add(self, key: str, number: int) -> int:
+        """Add to the count under ``key``, which is not signed; returns the sum."""
+        return self.store.add(key, number)
+
     def publish(self, key: str, message: Message, *, refuse_other_jobs: bool = False) -> Message:
         """Store ``message`` under ``key`` unless there is a message of this job, and return the one that is there then.
 

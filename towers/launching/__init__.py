@@ -3,15 +3,15 @@
 ``python train.py`` on a machine with two GPUs; a user's own script, so it can be run again::
 
     python train.py
-    │   MirroredStrategy() → mirrored/strategy/kinds.py, _find_towers → job.become
+    │   MirroredStrategy() → mirrored/strategy/kinds.py, _start_towers → job.become
     └─ exec, same process id ──▶ python …/towers '{"towers": 2}' python train.py            agent.main
          │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
          │   OMP_NUM_THREADS (cores / towers) and, where they were named, DEVICES
          ├─ python train.py    terminal as it is
          └─ python train.py    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
-                 RANK, WORLD_SIZE, LOCAL_RANK, …, MASTER_ADDR, MASTER_PORT, RUN_ID (torchrun's), ERROR_FILE,
-                 STATUS_RECORD MirroredStrategy() → _find_towers → mirrored/cluster/torchrun.py →
-                 collectives/connecting.py, connect
+                 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and RUN_ID, as torchrun sets them; ERROR_FILE
+                 and STATUS_RECORD
+                 MirroredStrategy() → _join_towers → collectives/connecting.py, connect
 
 The other ways to the same towers:
 
@@ -21,8 +21,7 @@ The other ways to the same towers:
   cluster`` starts such workers on one machine (``play_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
 - ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
-  with
-  the variables that torchrun would set (``launch.py``).
+  with the variables that torchrun would set (``launch.py``).
 
 ``agent.py`` runs torchrun's engine, ``supervision.py`` decides when towers end, ``failure_broadcast.py`` tells the
 other workers, and ``exit_report.py`` says how the job ended. ``processes.py`` is what the agent and ``launch`` have in

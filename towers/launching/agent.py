@@ -60,7 +60,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def run(job: Job, program: Sequence[str]) -> int:
-    """Run the towers to their end. Returns the exit code: the first failing tower's, 0 when none failed."""
+    """Run the towers to their end, see [Note: the agent is torchrun's].
+
+    Returns:
+        The exit code: the first failing tower's, 0 when none failed.
+    """
     _set_environment(job)
     _stop_and_continue_together()
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))

@@ -23,7 +23,7 @@ _SECONDS = 1.5  # for the store to answer, and for the others to read what is pu
 
 
 class FailureBroadcast:
-    """One worker's part of it. With one worker there are no others.
+    """One worker's part of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
         token: the job's.
@@ -55,7 +55,7 @@ class FailureBroadcast:
             while (message := signed.read(_FAILURE)) is None:
                 time.sleep(_INTERVAL)
             self.received = printable(message.get("sentence"))
-            signed.store.add(_RECEIVED, 1)
+            signed.add(_RECEIVED, 1)
 
         _in_thread(listen)
 
@@ -116,10 +116,10 @@ class FailureBroadcast:
 
     def _await_count(self, store: SignedStore, key: str, mine: int) -> None:
         """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
-        count = store.store.add(key, mine)
+        count = store.add(key, mine)
         while self._worker == 0 and count < self._workers:
             time.sleep(0.05)
-            count = store.store.add(key, 0)
+            count = store.add(key, 0)
 
 
 def _in_thread(work: Callable[[], object]) -> threading.Thread:

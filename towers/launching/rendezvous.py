@@ -118,11 +118,11 @@ def compare_clusters(index: int, message: Message, other: int, reference: Messag
     """What differs between two workers' descriptions of their cluster, or None."""
     if other > index:
         return compare_clusters(other, reference, index, message)
-    here, there = message["addresses"], reference["addresses"]
+    mine, theirs = message["addresses"], reference["addresses"]
     text = f"the workers were given different clusters (worker {index} by {message['origin']}): "
-    if len(here) != len(there):
-        return f"{text}worker {index} knows {len(here)} workers {here}, worker {other} knows {len(there)} {there}"
-    for i, (a, b) in enumerate(zip(here, there, strict=True)):
+    if len(mine) != len(theirs):
+        return f"{text}worker {index} knows {len(mine)} workers {mine}, worker {other} knows {len(theirs)} {theirs}"
+    for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         if canonical_address(a) != canonical_address(b):
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
     return None

@@ -48,7 +48,7 @@ _FATAL = (signal.SIGQUIT,)
 
 
 class Supervisor(LocalElasticAgent):
-    """Runs the towers of one worker.
+    """Runs the towers of one worker; see [Note: how towers end is ours].
 
     Attributes:
         forwarded: the signal that this process was sent and has forwarded, if there was one.

@@ -154,7 +154,7 @@ def interface_of(address: str) -> str | None:
     """The name of the network interface that has ``address``; None when none is known to have it."""
     if ":" in address and sys.platform.startswith("linux"):
         return _interface_of_ipv6(address)
-    return next((name for name, own in interfaces().items() if own == address), None)
+    return next((name for name, other in interfaces().items() if other == address), None)
 
 
 def _interface_of_ipv6(address: str) -> str | None:

@@ -105,7 +105,7 @@ class Regions:
             self._said = True
             log.warning(
                 "a shared region of %.3g MB cannot be allocated (%s): its contents go a slower way, and the "
-                "state_dict() of an optimizer that is shared out may need all towers to call it",
+                "state_dict() of a sharded optimizer may need all towers to call it",
                 nbytes / 1e6,
                 why,
             )
