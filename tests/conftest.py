@@ -42,14 +42,14 @@ def loaded_towers() -> None:
         forkserver.ensure_running()
 
 
-_LONGEST = ["virtual_towers", "faults", "verify", "checkpoint", "start", "sharded_optimizer", "health", "plain_pytorch"]
-"""Files that take longest, by name: they begin first, so that no process is left alone with one of them at the end."""
+_LONGEST = ["health", "faults", "launching", "joining", "docs", "virtual", "verification", "training", "checkpoint"]
+"""Folders that take longest: they begin first, so that no process is left alone with one of them at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; GPU tests skip cleanly where there is no GPU."""
-    rank = {f"test_{name}": number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    """Long folders first; GPU tests skip cleanly where there is no GPU."""
+    rank = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
     if torch.cuda.is_available():
         return
     for item in items:

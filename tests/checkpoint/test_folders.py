@@ -18,7 +18,7 @@ from torch import nn
 import mirrored
 from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
-from tests.joining.test_attacks import Jumps
+from tests.support.clocks import Jumps
 
 NOBODY = 65534
 _DUMPABLE = 4  # PR_SET_DUMPABLE

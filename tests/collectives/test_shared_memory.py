@@ -1,4 +1,4 @@
-"""Collectives through shared memory: numbers, bits, loss of a tower, and what is left behind."""
+"""Collectives through shared memory: numbers, bits, and what is left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -16,58 +15,11 @@ from torch import Tensor
 
 import mirrored
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
-from tests.support.waiting import at_most, wait_until
+from tests.support.reference import DTYPES, FLOAT8, agrees, fixed_order, random_tensor
+from tests.support.waiting import wait_until
 from towers import errors as towers_errors
-from towers.collectives import values
 from towers.collectives.hierarchical import HierarchicalCommunicator
-from towers.collectives.shared_memory import regions
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
-
-
-def random_tensor(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 7, shape, generator=generator).to(dtype)
-
-
-def fixed_order(parts: list[Tensor], op: str) -> Tensor:
-    """The reduction from tower 0 to the last, in the widest precision."""
-    combine = {"sum": torch.add, "prod": torch.mul, "min": torch.minimum, "max": torch.maximum}[op]
-    wide = [part.to(torch.complex128 if part.is_complex() else torch.float64) for part in parts]
-    total = wide[0]
-    for part in wide[1:]:
-        total = combine(total, part)
-    return total
-
-
-def agrees(found: Tensor, expected: Tensor, terms: int) -> bool:
-    if not (found.is_floating_point() or found.is_complex()):
-        return bool(torch.equal(found, expected.to(torch.int64).to(found.dtype)))
-    wide = found.to(expected.dtype)
-    rounding = terms * torch.finfo(found.dtype).eps * (expected.abs() + terms)
-    return bool(((wide - expected).abs() <= rounding).all())
 
 
 def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
@@ -188,7 +140,7 @@ def average_regions(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
 
 
 @pytest.mark.parametrize("fails_on", [None, 1])
-def test_windows_are_averaged_in_place(fails_on: int | None) -> None:
+def test_regions_are_averaged_in_place(fails_on: int | None) -> None:
     assert all(towers(average_regions, fails_on, count=3))
 
 
@@ -220,128 +172,6 @@ def test_training_gives_the_numbers_of_gloo() -> None:
     assert shared
     assert not not_shared
     assert_close(ours, gloo, 1e-6)
-
-
-def die_while_others_wait(strategy: mirrored.Strategy) -> None:
-    if strategy.topology.index == 1:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    strategy.reduce("sum", torch.ones(100_000))
-
-
-def test_a_tower_that_dies_in_a_collective_is_named() -> None:
-    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
-        towers(die_while_others_wait, count=3)
-    assert caught.value.tower == 1
-    others = [failure for failure in caught.value.failures if failure.tower != 1]
-    assert len(others) == 2
-    for failure in others:
-        assert failure.consequence
-        assert "tower 1 (process" in failure.traceback
-        assert f"ended while tower {failure.tower} waited for it in a collective" in failure.traceback
-
-
-class InterruptError(Exception):
-    """As a signal handler raises it: of a watchdog, of a test's time-out, of Ctrl-C."""
-
-
-def interrupted(number: int, frame: object) -> None:
-    raise InterruptError
-
-
-def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[object]:
-    """Tower 0 is interrupted while it waits for tower 1; both go on with further all-reduces."""
-    comm = strategy.communicator
-    comm.barrier()
-    if comm.index == 0:
-        signal.signal(signal.SIGALRM, interrupted)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-    else:
-        time.sleep(0.8)
-    found: list[object] = []
-    for value in range(1, 5):
-        total = torch.full((size,), float(value))
-        try:
-            comm.all_reduce(total)
-            found.append(total.unique().tolist())
-        except (InterruptError, towers_errors.TowersError) as error:
-            found.append(str(error) or type(error).__name__)
-    time.sleep(1.5)  # of a tower that has ended the others would say that
-    return found
-
-
-@pytest.mark.parametrize("size", [1000, 100_000])  # one meeting, and several
-def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
-    with at_most(20):  # a collective may take ten minutes: the other does not wait for that
-        first, second = towers(go_on_after_an_interrupt, size)
-    assert first[0] == "InterruptError"
-    assert all("tower 0 is out of step with the others" in text and "InterruptError" in text for text in first[1:])
-    if size == 1000:  # tower 0 had come before it was interrupted, and one meeting was all that tower 1 needed
-        assert second.pop(0) == [2.0]
-    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
-    assert "InterruptError" in second[0]
-    assert all("tower 1 is out of step with the others" in text for text in second[1:])
-
-
-def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
-    """Tower 0 fails between two stages of what towers do together; both go on with all-reduces."""
-    comm = strategy.communicator
-    own: Any = comm.all_gather(torch.zeros(1))  # all have come to this line
-    if comm.index == 0:
-        if where == "average":
-            regions.add_by_tree = regions.reduce_into = interrupted_call
-        else:
-            values.all_reduce_together = values.join = interrupted_call
-    region = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
-    found = []
-    for _ in range(3):
-        try:
-            if where == "average":
-                comm.start_average(region).wait()
-            elif where == "reduce":
-                own = strategy.reduce("sum", torch.ones(1000))
-            else:
-                own = strategy.gather(torch.ones(1000))
-            found.append("done")
-        except (InterruptError, towers_errors.TowersError) as error:
-            found.append(str(error) or type(error).__name__)
-    del own
-    time.sleep(1.5)
-    return found
-
-
-def interrupted_call(*args: object, **kwargs: object) -> None:
-    raise InterruptError
-
-
-@pytest.mark.parametrize("where", ["average", "reduce", "gather"])
-def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
-    with at_most(20):
-        first, second = towers(fail_between, where)
-    assert first[0] == "InterruptError"
-    assert all("tower 0 is out of step with the others" in text for text in first[1:])
-    assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
-    assert all("tower 1 is out of step with the others" in text for text in second[1:])
-
-
-def fail_across_hosts(hosts: str) -> str:
-    """The first tower of host "a" cannot reach the other host; the second waits for its result."""
-    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    comm = mirrored.MirroredStrategy().communicator
-    try:
-        comm.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
-    except RuntimeError as error:
-        time.sleep(1.5)
-        return str(error)
-    return "no error"
-
-
-def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
-    with at_most(20):
-        leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
-    assert "Invalid scalar type" in leader
-    assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
-    assert "Invalid scalar type" in elsewhere
 
 
 def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:

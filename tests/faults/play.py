@@ -16,7 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import mirrored
 from tests.faults.faults import Fault
+from tests.faults.training import train
 
 PROGRAM = ["-m", "tests.faults.program"]
 DEADLINE = 3.0  # seconds that a collective may take
@@ -70,6 +72,18 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
     return Ended(
         process.returncode, seconds, process.stderr, result, [f"left {path}" for path in left] + _processes(mark)
     )
+
+
+def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
+    communication = mirrored.CommunicationOptions(timeout_seconds=DEADLINE)
+    strategy = mirrored.MirroredStrategy(communication=communication, seed=0)
+    return train(strategy, folder, fault=fault)
+
+
+def launched(folder: pathlib.Path, fault: Fault | None = None, towers: int = 3) -> dict[str, Any]:
+    """What comes out on towers that come from a fork server, as the program prints it."""
+    found = mirrored.launch(_train, (str(folder), fault), towers=towers, timeout=60)
+    return {key: found[0][key] for key in ("losses", "seen", "steps")} | {"digests": [one["digest"] for one in found]}
 
 
 def problems(fault: Fault, ended: Ended) -> list[str]:

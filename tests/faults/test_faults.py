@@ -14,22 +14,9 @@ import pytest
 
 import mirrored
 from tests.faults.faults import PHASES, Fault
-from tests.faults.play import DEADLINE, PROGRAM, differences, play
-from tests.faults.training import train
+from tests.faults.play import DEADLINE, PROGRAM, differences, launched, play
 from tests.support.waiting import at_most, wait_until
 from towers.launching.play_cluster import free_ports
-
-
-def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
-    communication = mirrored.CommunicationOptions(timeout_seconds=DEADLINE)
-    strategy = mirrored.MirroredStrategy(communication=communication, seed=0)
-    return train(strategy, folder, fault=fault)
-
-
-def launched(folder: pathlib.Path, fault: Fault | None = None, towers: int = 3) -> dict[str, Any]:
-    """What comes out on towers that come from a fork server, as the program prints it."""
-    found = mirrored.launch(_train, (str(folder), fault), towers=towers, timeout=60)
-    return {key: found[0][key] for key in ("losses", "seen", "steps")} | {"digests": [one["digest"] for one in found]}
 
 
 @pytest.fixture(scope="module")

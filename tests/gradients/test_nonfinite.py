@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.strategy.test_bad_training import Records
 from tests.support.jobs import make_mlp
+from tests.support.logs import Records
 from towers.mirroring.extremes import extremes
 
 NAN, INF = float("nan"), float("inf")

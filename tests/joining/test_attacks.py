@@ -18,6 +18,7 @@ import torch
 from torch.distributed import HashStore, Store, TCPStore
 
 import mirrored
+from tests.support.clocks import Jumps
 from tests.support.waiting import at_most, wait_until
 from towers import HandshakeError, StartupError
 from towers.joining import handshake
@@ -233,17 +234,6 @@ def test_towers_meet_by_ipv6(host: str) -> None:
         pytest.skip(f"{host} is no name here")
     store = serve(host)
     both_meet(store, join(store, host))
-
-
-class Jumps:
-    """A clock that is set by years, forth and back, whenever somebody looks at it."""
-
-    def __init__(self) -> None:
-        self.looks = 0
-
-    def __call__(self) -> float:
-        self.looks += 1
-        return 2e9 if self.looks % 2 else 1.0
 
 
 def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from mirrored.cluster import TorchrunClusterResolver
-from tests.cluster.test_bad_clusters import free_port, torchrun_variables
+from tests.support.clusters import free_port, torchrun_variables
 from tests.support.jobs import ROOT, run_program
 from tests.support.sockets import family, listening
 from tests.support.waiting import at_most

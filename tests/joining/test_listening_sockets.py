@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.joining.test_two_hosts import ip
 from tests.support.jobs import ROOT
-from tests.support.sockets import family, listening, unix_sockets
+from tests.support.sockets import family, ip, listening, unix_sockets
 from towers.system.machine import address_towards, interface_of, interface_variables
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")

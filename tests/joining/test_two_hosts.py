@@ -13,15 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.play import DEADLINE, PROGRAM, differences
-from tests.faults.test_faults import launched
+from tests.faults.play import DEADLINE, PROGRAM, differences, launched
 from tests.support.jobs import ROOT
-from tests.support.sockets import family, listening
+from tests.support.sockets import family, ip, listening
 from tests.support.waiting import wait_until
-
-
-def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(["ip", *words], capture_output=True)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the processes of a running program listen on, as the kernel's tables tell."""
+"""The sockets on which the processes of a running program listen, as the kernel's tables tell."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import os
 import pathlib
 import re
 import struct
+import subprocess
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """Run iproute2's command."""
+    return subprocess.run(["ip", *words], capture_output=True)
 
 
 def family(process: int) -> list[int]:

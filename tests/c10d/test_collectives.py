@@ -1,34 +1,24 @@
-"""The c10d backend: collectives against a reference, messages, groups, DDP and others on it, and what goes wrong."""
+"""The c10d backend: collectives against a reference, messages in all directions, and groups."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import mirrored
-import towers.backend
-from tests.collectives.test_shared_memory import DTYPES, agrees, fixed_order, random_tensor
-from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of
-from tests.support.waiting import at_most, wait_until
+from tests.c10d.ranks import ranks
+from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
+from tests.support.waiting import wait_until
 from towers.c10d.group import Group
 from towers.c10d.store import StoreCommunicator
 from towers.errors import (
-    ArgumentError,
-    CollectiveTimeoutError,
-    DisagreementError,
-    PeerLostError,
-    StartupError,
     TowersError,
 )
 
@@ -40,27 +30,9 @@ OPERATIONS = {
 }
 
 
-def ranks(
-    fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = 60.0
-) -> Any:
-    """``fn(*args)`` on ``count`` ranks of a default group; the results in order."""
-    devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(_in_group, (fn, args, backend), devices=devices, timeout=timeout)
-
-
-def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
-    dist.init_process_group(backend)
-    result = fn(*args)
-    dist.destroy_process_group()
-    return result
-
-
 def strided(tensor: Tensor) -> Tensor:
     """The same values, not one after the other in memory."""
     return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
-
-
-# -- collectives ---------------------------------------------------------------------------------------------
 
 
 def collectives_at_random(rounds: int) -> None:
@@ -178,9 +150,6 @@ def all_collectives() -> None:
 
 def test_every_collective_equals_a_reference() -> None:
     ranks(all_collectives, count=3)
-
-
-# -- messages and groups -------------------------------------------------------------------------------------
 
 
 def messages() -> None:
@@ -310,9 +279,6 @@ def test_groups_of_some_ranks_and_one_after_the_other() -> None:
     ranks(groups, count=3)
 
 
-# -- what stands on it ---------------------------------------------------------------------------------------
-
-
 def then_another() -> None:
     """Functions that run when a collective is done, and wait for a second one."""
     size = dist.get_world_size()
@@ -335,219 +301,3 @@ def then_another() -> None:
 
 def test_a_collective_may_follow_another() -> None:
     ranks(then_another)
-
-
-class WithEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(7, 5, sparse=True, dtype=torch.float32)
-        self.mlp = make_mlp(torch.float32)
-        self.unused = nn.Linear(2, 2)
-        with torch.no_grad():
-            self.rows.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x + self.rows((x.sum(1).abs() * 10).long() % 7))
-
-
-@contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
-
-
-def train() -> list[Tensor]:
-    with seeded():
-        model = nn.parallel.DistributedDataParallel(WithEmbedding(), find_unused_parameters=True, bucket_cap_mb=0.0001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
-        optimizer.step()
-    return parameters_of(model)
-
-
-def test_ddp_gives_the_numbers_of_gloo() -> None:
-    ours, others = ranks(train)
-    gloo, _ = ranks(train, backend="gloo")
-    assert_close(ours, others, 0.0)
-    assert_close(ours, gloo, 1e-6)
-    assert not torch.equal(ours[1], parameters_of(make_mlp(torch.float32))[0])
-
-
-def metrics_and_checkpoint(folder: str) -> float:
-    import torch.distributed.checkpoint as dcp  # takes a second, which only this test needs
-
-    torchmetrics = pytest.importorskip("torchmetrics")
-    rank = dist.get_rank()
-    metric = torchmetrics.MeanMetric()
-    metric.update(torch.arange(3.0 + rank))  # 0 1 2, 0 1 2 3
-    seen = torchmetrics.CatMetric()
-    seen.update(torch.full((1 + rank,), float(rank)))
-    assert sorted(seen.compute().tolist()) == [0.0, 1.0, 1.0]
-    state = {"weight": torch.full((4,), 3.0), "mine": {f"rank{rank}": torch.tensor([10.0 + rank])}, "step": 7}
-    dcp.save(state, checkpoint_id=folder)
-    found = {"weight": torch.zeros(4), "mine": {f"rank{rank}": torch.zeros(1)}, "step": 0}
-    dcp.load(found, checkpoint_id=folder)
-    assert found["weight"].tolist() == [3.0] * 4
-    assert found["mine"][f"rank{rank}"].item() == 10 + rank
-    assert found["step"] == 7
-    return float(metric.compute())
-
-
-def test_torchmetrics_and_checkpoints(tmp_path: pathlib.Path) -> None:
-    assert ranks(metrics_and_checkpoint, str(tmp_path / "checkpoint")) == [pytest.approx(9 / 7)] * 2
-
-
-def sharded() -> list[Tensor]:
-    from torch.distributed.device_mesh import init_device_mesh  # these take a second, which only this test needs
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = fully_shard(make_mlp(torch.float32), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
-        optimizer.step()
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
-
-
-def test_sharded_training_gives_the_numbers_of_one_process() -> None:
-    ours, others = ranks(sharded)
-    assert_close(ours, others, 0.0)
-    model = make_mlp(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[start : start + 16]), classes[start : start + 16]).backward()
-        optimizer.step()
-    assert_close(ours, parameters_of(model), 1e-6)
-
-
-# -- what goes wrong -----------------------------------------------------------------------------------------
-
-
-def mistakes() -> None:
-    size = dist.get_world_size()
-    four = torch.ones(4)
-    wrong: list[tuple[Callable[[], Any], str]] = [
-        (lambda: dist.all_reduce(four, dist.ReduceOp.BAND), r"all_reduce: cannot use ReduceOp.BAND with torch.float32"),
-        (lambda: dist.all_reduce(four, dist._make_nccl_premul_sum(2.0)), r"ReduceOp.PREMUL_SUM is not supported"),
-        (lambda: dist.broadcast(four.to_sparse(), 0), r"broadcast: takes dense tensors, not torch.sparse_coo"),
-        (lambda: dist.all_reduce(four.to_sparse(), dist.ReduceOp.MAX), r"sparse tensors can only be summed"),
-        (lambda: dist.all_gather([four], four), r"all_gather: takes one tensor for each of the 2 ranks, not 1"),
-        (lambda: dist.all_gather_into_tensor(four, four), r"has 4 elements where 8 are needed"),
-        (lambda: dist.reduce_scatter_tensor(four, four), r"has 4 elements where 8 are needed"),
-        (lambda: dist.all_to_all_single(four, four, [1, 2], [2, 2]), r"\[1, 2\] do not sum to .* 4"),
-        (
-            lambda: dist.all_to_all_single(torch.ones(4 + size), four, [4, 2], [2, 2]),
-            r"tower \d gives 8 bytes to tower",
-        ),
-        (lambda: dist.all_reduce(torch.empty(3, device="meta")), r"takes tensors on the CPU.*cpu:towers_shm,cuda:nccl"),
-        (lambda: dist.all_reduce(torch.ones(3).to(torch.uint16)), r"cannot use ReduceOp.SUM with torch.uint16"),
-    ]
-    for number, (call, text) in enumerate(wrong):
-        with pytest.raises(TowersError, match=text):
-            call()
-        value = torch.tensor([number])
-        dist.all_reduce(value)  # and the group goes on
-        assert value.item() == size * number
-    with pytest.raises(ArgumentError, match="takes no options"):
-        dist.new_group(pg_options=dist.ProcessGroupGloo._Options())
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    dist.set_debug_level_from_env()
-    with pytest.raises(TowersError, match="tower 1 all_reduce sum 4 float32, tower 0 all_reduce sum 3 float32"):
-        dist.all_reduce(torch.ones(3 + dist.get_rank()))
-    dist.all_reduce(four)
-    assert four.tolist() == [size] * 4
-
-
-def disagree() -> None:
-    rank = dist.get_rank()
-    calls: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
-        (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(4)), "all_reduce sum [34] float32"),
-        (lambda: dist.all_reduce(torch.ones(3)), dist.barrier, "(all_reduce sum 3 float32|barrier)"),
-        (lambda: dist.broadcast(torch.ones(3), 0), lambda: dist.broadcast(torch.ones(3), 1), "broadcast from [01]"),
-        (lambda: dist.all_reduce(torch.ones(0)), lambda: dist.all_reduce(torch.ones(0).int()), "all_reduce sum 0"),
-    ]
-    for one, other, text in calls:
-        group = dist.new_group()
-        dist.group.WORLD, world = group, dist.group.WORLD
-        with pytest.raises(DisagreementError, match=f"rank {1 - rank} {text}.*, rank {rank} {text}"):
-            (one if rank == 0 else other)()
-        dist.group.WORLD = world
-
-
-def test_ranks_that_call_different_things_are_told() -> None:
-    ranks(disagree)
-
-
-def test_mistakes_are_errors_on_all_ranks_and_the_group_goes_on() -> None:
-    ranks(mistakes)
-
-
-def wait_in_vain() -> None:
-    alone = dist.new_group(timeout=torch.distributed.timedelta(seconds=1))
-    if dist.get_rank() == 0:
-        with (
-            at_most(5),
-            pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] in barrier: Timed out .* rank 1 nothing"),
-        ):
-            dist.barrier(alone)
-        with pytest.raises(TowersError, match="all_reduce: the group has failed before"):
-            dist.all_reduce(torch.ones(1), group=alone)
-        with pytest.raises(CollectiveTimeoutError, match="waited 1 s for a message from tower 1 with tag 3"):
-            dist.recv(torch.ones(1), 1, group=alone, tag=3)
-    dist.barrier()
-
-
-def test_who_waits_in_vain_is_told() -> None:
-    ranks(wait_in_vain)
-
-
-def die_while_others_wait() -> None:
-    rank = dist.get_rank()
-    if rank == 1:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif rank == 0:
-        dist.all_reduce(torch.ones(100_000), async_op=True).wait()
-    else:
-        dist.recv(torch.ones(5), 1)
-
-
-def test_a_rank_that_dies_is_named() -> None:
-    with at_most(15), pytest.raises(mirrored.TowerFailedError) as caught:
-        ranks(die_while_others_wait, count=3)
-    assert caught.value.tower == 1
-    others = {failure.tower: failure for failure in caught.value.failures if failure.tower != 1}
-    assert sorted(others) == [0, 2]
-    for failure in others.values():
-        assert isinstance(failure.exception, PeerLostError)
-        assert "tower 1 (process" in str(failure.exception)
-
-
-def on_two_hosts() -> str:
-    os.environ["NCCL_HOSTID"] = os.environ["RANK"]
-    with pytest.raises(StartupError) as caught:
-        dist.init_process_group("towers_shm")
-    return str(caught.value)
-
-
-def test_ranks_of_two_hosts_are_refused_on_both() -> None:
-    said = mirrored.launch(on_two_hosts, devices=["cpu:0", "cpu:1"])
-    assert said[0] == said[1]
-    assert "the ranks of a group cannot share memory (the towers run on several hosts)" in said[0]
-
-
-def test_registering_again_does_nothing() -> None:
-    towers.backend.register()
-    assert dist.Backend.backend_list.count("towers_shm") == 1
-    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"

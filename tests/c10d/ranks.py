@@ -1,0 +1,25 @@
+"""Ranks of a process group of the backend, run in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+import mirrored
+
+
+def ranks(
+    fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = 60.0
+) -> Any:
+    """``fn(*args)`` on ``count`` ranks of a default group; the results in order."""
+    devices = [f"cpu:{i}" for i in range(count)]
+    return mirrored.launch(_in_group, (fn, args, backend), devices=devices, timeout=timeout)
+
+
+def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
+    dist.init_process_group(backend)
+    result = fn(*args)
+    dist.destroy_process_group()
+    return result

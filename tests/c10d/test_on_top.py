@@ -1,0 +1,109 @@
+"""What stands on the c10d backend: DDP, FSDP, torchmetrics and distributed checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.c10d.ranks import ranks
+from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of
+
+
+class WithEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 5, sparse=True, dtype=torch.float32)
+        self.mlp = make_mlp(torch.float32)
+        self.unused = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.rows.weight.copy_(torch.arange(35.0).view(7, 5) / 35)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.rows((x.sum(1).abs() * 10).long() % 7))
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def train() -> list[Tensor]:
+    with seeded():
+        model = nn.parallel.DistributedDataParallel(WithEmbedding(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(0, 64, 16):
+        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+def test_ddp_gives_the_numbers_of_gloo() -> None:
+    ours, others = ranks(train)
+    gloo, _ = ranks(train, backend="gloo")
+    assert_close(ours, others, 0.0)
+    assert_close(ours, gloo, 1e-6)
+    assert not torch.equal(ours[1], parameters_of(make_mlp(torch.float32))[0])
+
+
+def metrics_and_checkpoint(folder: str) -> float:
+    import torch.distributed.checkpoint as dcp  # takes a second, which only this test needs
+
+    torchmetrics = pytest.importorskip("torchmetrics")
+    rank = dist.get_rank()
+    metric = torchmetrics.MeanMetric()
+    metric.update(torch.arange(3.0 + rank))  # 0 1 2, 0 1 2 3
+    seen = torchmetrics.CatMetric()
+    seen.update(torch.full((1 + rank,), float(rank)))
+    assert sorted(seen.compute().tolist()) == [0.0, 1.0, 1.0]
+    state = {"weight": torch.full((4,), 3.0), "mine": {f"rank{rank}": torch.tensor([10.0 + rank])}, "step": 7}
+    dcp.save(state, checkpoint_id=folder)
+    found = {"weight": torch.zeros(4), "mine": {f"rank{rank}": torch.zeros(1)}, "step": 0}
+    dcp.load(found, checkpoint_id=folder)
+    assert found["weight"].tolist() == [3.0] * 4
+    assert found["mine"][f"rank{rank}"].item() == 10 + rank
+    assert found["step"] == 7
+    return float(metric.compute())
+
+
+def test_torchmetrics_and_checkpoints(tmp_path: pathlib.Path) -> None:
+    assert ranks(metrics_and_checkpoint, str(tmp_path / "checkpoint")) == [pytest.approx(9 / 7)] * 2
+
+
+def sharded() -> list[Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh  # these take a second, which only this test needs
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(make_mlp(torch.float32), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(0, 64, 16):
+        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
+        optimizer.step()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def test_sharded_training_gives_the_numbers_of_one_process() -> None:
+    ours, others = ranks(sharded)
+    assert_close(ours, others, 0.0)
+    model = make_mlp(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(0, 64, 16):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[start : start + 16]), classes[start : start + 16]).backward()
+        optimizer.step()
+    assert_close(ours, parameters_of(model), 1e-6)

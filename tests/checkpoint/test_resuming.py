@@ -1,0 +1,212 @@
+"""A run that was interrupted goes on from its checkpoint, with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mirrored
+from mirrored.checkpoint.manifest import name_of
+from tests.faults.training import Interrupted, steps_of, train
+from tests.support.checkpoints import one_tower
+from tests.support.jobs import towers
+
+STEPS = steps_of()
+
+
+def parts(folder: pathlib.Path, *stops: int, count: int = 2, **settings: Any) -> list[Any]:
+    """Run to each of the stops, then to the end, always anew."""
+    for stop in stops:
+        towers(_train, str(folder), {"stop": stop, **settings}, count=count)
+    return towers(_train, str(folder), settings, count=count)
+
+
+def _train(strategy: mirrored.Strategy, folder: str, settings: dict[str, Any]) -> Any:
+    with contextlib.suppress(Interrupted):
+        return train(strategy, folder, **settings)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: pathlib.Path, asynchronous: bool) -> None:
+    whole = parts(tmp_path / "a", asynchronous=asynchronous)
+    resumed = parts(tmp_path / "b", 4, 10, asynchronous=asynchronous)
+    for tower in range(2):
+        assert resumed[tower]["restored"].step == 8
+        for key in ("digest", "losses", "seen", "steps"):
+            assert resumed[tower][key] == whole[tower][key], key
+    assert whole[0]["digest"] != whole[1]["digest"]  # BatchNorm's statistics are each tower's own
+
+
+def _virtual(folder: str, settings: dict[str, Any]) -> Any:
+    strategy = mirrored.MirroredStrategy(virtual_towers=4, seed=0)
+    with contextlib.suppress(Interrupted):
+        return train(strategy, folder, **settings)
+
+
+def test_virtual_towers_go_on_with_any_number_of_towers(tmp_path: pathlib.Path) -> None:
+    whole = mirrored.launch(_virtual, (str(tmp_path / "a"), {}), towers=2, timeout=60)
+    for count, stop in ((4, 5), (1, 8)):
+        mirrored.launch(_virtual, (str(tmp_path / "b"), {"stop": stop}), towers=count, timeout=60)
+    resumed = mirrored.launch(_virtual, (str(tmp_path / "b"), {}), towers=2, timeout=60)
+    assert resumed[0]["restored"].towers == 1
+    for key in ("digest", "losses", "seen"):
+        assert resumed[0][key] == resumed[1][key] == whole[0][key], key
+
+
+def test_another_number_of_towers_takes_what_the_first_had(folder: pathlib.Path) -> None:
+    parts(folder, 4)
+    shutil.rmtree(folder / name_of(STEPS))
+    (result,) = towers(_train, str(folder), {}, count=1)
+    restored = result["restored"]
+    assert (restored.step, restored.towers) == (12, 2)
+    assert {"model", "mirrored.streams"} <= set(restored.of_first_tower)
+    assert "optimizer" not in restored.of_first_tower
+
+
+def test_a_run_that_is_done_is_done(folder: pathlib.Path) -> None:
+    first = parts(folder)
+    started = time.time()
+    again = parts(folder)
+    assert again[0]["seen"] == first[0]["seen"]
+    assert all(entry.stat().st_mtime < started for entry in folder.glob("step-*"))
+
+
+def test_only_the_newest_are_kept_and_named_ones_are_kept_always(folder: pathlib.Path) -> None:
+    manager, model = one_tower(folder, keep=3)
+    manager.save("best", wait=True)
+    assert not (folder / "latest").exists()
+    for _ in range(6):
+        manager.step()
+    manager.wait()
+    assert sorted(p.name for p in folder.glob("[a-z]*")) == ["best", "latest", *map(name_of, (4, 5, 6))]
+    assert (folder / "latest").read_text() == f"{name_of(6)}\n"
+    assert manager.latest == name_of(6)
+    before = model.weight.clone()
+    nn.init.zeros_(model.weight)
+    assert manager.restore("best").step == 0
+    assert torch.equal(model.weight, before)
+    manager.step()  # a step of a life that began again before the others
+    manager.wait()
+    assert sorted(p.name for p in folder.glob("step-*")) == [name_of(1)]
+    assert len(list(folder.glob("replaced-step-*"))) == 3
+
+
+def test_time_decides_where_that_is_asked_for(folder: pathlib.Path) -> None:
+    manager, _ = one_tower(folder, every_steps=None, every_seconds=0.2)
+    manager.step()
+    assert manager.latest is None
+    time.sleep(0.25)
+    manager.step()
+    manager.wait()
+    assert manager.latest == name_of(2)
+
+
+def _of_its_own(strategy: mirrored.Strategy, folder: str, lose: int | None) -> Any:
+    """Every tower has a disk of its own, as hosts may."""
+    mine = pathlib.Path(folder) / f"host{strategy.topology.index}"
+    progress: dict[str, Any] = {}
+    manager = mirrored.CheckpointManager(strategy, mine, {"progress": progress}, every_steps=1)
+    for _ in range(3):
+        progress["step"], progress["tower"] = manager.steps, strategy.topology.index
+        manager.step()
+    manager.wait()
+    if lose is not None and strategy.topology.index == 1:
+        for step in range(lose, 4):
+            shutil.rmtree(mine / name_of(step), ignore_errors=True)
+    restored = manager.restore_newest()
+    return restored.step if restored else None, dict(progress)
+
+
+def test_hosts_with_disks_of_their_own_each_have_all(folder: pathlib.Path) -> None:
+    assert towers(_of_its_own, str(folder), None) == [(3, {"step": 2, "tower": 0}), (3, {"step": 2, "tower": 1})]
+    assert saved_names(folder / "host0") == saved_names(folder / "host1") == [name_of(2), name_of(3)]
+
+
+def saved_names(folder: pathlib.Path) -> list[str]:
+    return sorted(p.name for p in folder.glob("step-*"))
+
+
+@pytest.mark.row(49)
+def test_the_newest_step_that_all_have(folder: pathlib.Path) -> None:
+    assert [step for step, _ in towers(_of_its_own, str(folder), 3)] == [2, 2]
+
+
+@pytest.mark.row(49)
+def test_no_step_that_all_have(folder: pathlib.Path) -> None:
+    with pytest.raises(
+        mirrored.TowerFailedError, match=r"no checkpoint in .* is there for all towers \(step 3 is for tower 0\)"
+    ):
+        towers(_of_its_own, str(folder), 1)
+
+
+def test_one_run_writes_into_a_folder(folder: pathlib.Path) -> None:
+    manager, _ = one_tower(folder)
+    child = os.fork()
+    if child == 0:
+        try:
+            one_tower(folder)
+        except mirrored.CheckpointError as error:
+            os._exit(3 if "another process writes" in str(error) else 4)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    manager.save(wait=True)
+
+
+def _pipeline(strategy: mirrored.Strategy, folder: str, stop: int | None) -> list[Any]:
+    """Batches of each tower's own shuffling loader."""
+
+    def build(context: mirrored.InputContext) -> Any:
+        examples = torch.arange(12) + 100 * context.input_pipeline_id
+        return torch.utils.data.DataLoader(examples, batch_size=2, shuffle=True)
+
+    data, seen = strategy.distribute_datasets_from_function(build), list[Any]()
+    manager = mirrored.CheckpointManager(strategy, folder, {"data": data, "seen": seen}, every_steps=1)
+    with contextlib.suppress(Interrupted), manager.resume():
+        for _ in data.epochs(2):
+            for batch in data:
+                seen.append(batch.tolist())
+                manager.step()
+                if manager.steps == stop:
+                    raise Interrupted
+    return seen
+
+
+def test_pipelines_that_shuffle_go_on_in_the_middle(tmp_path: pathlib.Path) -> None:
+    whole = towers(_pipeline, str(tmp_path / "a"), None)
+    towers(_pipeline, str(tmp_path / "b"), 8)
+    assert towers(_pipeline, str(tmp_path / "b"), None) == whole
+    assert sorted(example for batch in whole[1][:6] for example in batch) == list(range(100, 112))
+    assert whole[1][:6] != whole[1][6:]
+
+
+def _saves_by_time(strategy: mirrored.Strategy, folder: str) -> int:
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": {}}, every_seconds=0.3, keep=100)
+    for _ in range(13):
+        time.sleep(0.1)
+        manager.step()
+    manager.wait()
+    return len(list(pathlib.Path(folder).glob("step-*")))
+
+
+def test_towers_save_once_each_time(folder: pathlib.Path) -> None:
+    assert towers(_saves_by_time, str(folder))[0] in (2, 3, 4)
+
+
+def _unlike(strategy: mirrored.Strategy, folder: str) -> Any:
+    progress = {"x": torch.zeros(4) if strategy.is_chief else torch.zeros(2, dtype=torch.float64)}
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": progress})
+    manager.save("x", wait=True)
+    manager.restore("x")
+    return str(progress["x"])
+
+
+def test_towers_get_their_own_back_also_where_the_bytes_are_equal(folder: pathlib.Path) -> None:
+    assert towers(_unlike, str(folder)) == [str(torch.zeros(4)), str(torch.zeros(2, dtype=torch.float64))]

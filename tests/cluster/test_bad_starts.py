@@ -1,0 +1,196 @@
+"""Workers and towers that cannot start together: the type, the wording and the time of each error."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.support.clusters import free_port, torchrun_variables
+from tests.support.jobs import run_program
+from tests.support.waiting import at_most
+from towers import HandshakeError, PortInUseError, StartupError
+from towers.joining import handshake
+from towers.joining.store import serve_store
+from towers.launching.job import Job, agent_command
+
+PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
+
+
+@pytest.fixture(autouse=True)
+def quickly() -> Iterator[None]:
+    """No bad input may hang."""
+    with at_most(20):
+        yield
+
+
+def worker_job(worker: int, addresses: list[str], seconds: float = 3.0) -> Job:
+    return Job(
+        towers=1,
+        worker=worker,
+        workers=len(addresses),
+        addresses=tuple(addresses),
+        origin="TF_CONFIG",
+        startup_seconds=seconds,
+    )
+
+
+def run_agents(*configurations: Job) -> list[tuple[str, int]]:
+    """Real agents at the same time, one process each; (standard error, exit code) of each in order."""
+    program = [sys.executable, "-c", "print('ran')"]
+    processes = [
+        subprocess.Popen(agent_command(one, program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for one in configurations
+    ]
+    return [(process.communicate(timeout=20)[1], process.returncode) for process in processes]
+
+
+@pytest.mark.row(12)
+def test_clusters_differ_between_workers() -> None:
+    first, second = f"127.0.0.1:{free_port()}", "127.0.0.1:2222"
+    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, "127.0.0.1:3333"])):
+        assert code == 1
+        assert "the workers were given different clusters (worker 1 by TF_CONFIG)" in text
+        assert "the address of worker 1 is 127.0.0.1:3333 for worker 1 and 127.0.0.1:2222 for worker 0" in text
+        assert len(text.splitlines()) == 1
+    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, second, "127.0.0.1:4"])):
+        assert code == 1
+        assert "worker 1 knows 3 workers" in text
+
+
+@pytest.mark.row(13)
+def test_left_over_cluster() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    [(text, code)] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
+    assert code == 1
+    assert f"the chief (worker 0) did not answer at {address} within 1 s" in text
+    assert "the address comes from TF_CONFIG" in text
+
+
+@pytest.mark.row(15)
+def test_two_processes_claim_one_rank() -> None:
+    store = HashStore()
+    arguments = {
+        "kind": "tower",
+        "names": ["rank 0", "rank 1"],
+        "origin": "a test",
+        "token": "",
+        "compare": lambda *_: None,
+        "serves": False,
+    }
+    with pytest.raises(StartupError):  # the first one comes and waits for tower 1
+        handshake.exchange(store, {}, index=0, deadline=time.monotonic(), **arguments)
+    with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
+        handshake.exchange(store, {}, index=0, deadline=time.monotonic() + 5, **arguments)
+
+
+@pytest.mark.row(19)
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
+            serve_store("127.0.0.1", port, timedelta(seconds=5), "a test", "")
+        assert isinstance(error.value, OSError)
+        [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
+        assert code == 1
+        assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
+
+
+@pytest.mark.row(20)
+def test_a_worker_never_starts() -> None:
+    addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:2", "127.0.0.1:3"]
+    for text, code in run_agents(worker_job(0, addresses, seconds=2.0), worker_job(2, addresses, seconds=2.0)):
+        assert code == 1
+        assert "1 of 3 workers did not come within" in text
+        assert "worker 1 (127.0.0.1:2); the list of workers was read from TF_CONFIG" in text
+        assert len(text.splitlines()) == 1
+
+
+@pytest.mark.row(20)
+def test_a_tower_never_starts() -> None:
+    program = (
+        "import mirrored; mirrored.MirroredStrategy("
+        "communication=mirrored.CommunicationOptions(startup_timeout_seconds=1))"
+    )
+    result = run_program(["-c", program], env=torchrun_variables(MASTER_PORT=str(free_port())))
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("towers.errors.StartupError: 1 of 2 towers did not come within 1 s: tower 1 (rank 1)")
+
+
+@pytest.mark.row(20)
+def test_something_else_answers() -> None:
+    """A program of another kind has the chief's port: it takes the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        addresses = [f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:2"]
+        [(text, code)] = run_agents(worker_job(1, addresses, seconds=2.0))
+    assert code == 1
+    assert f"what listens at {addresses[0]} does not answer as the chief (worker 0) would" in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("what", ["torch", "python", "mirrored"])
+@pytest.mark.row(23)
+def test_versions_differ(what: str) -> None:
+    store = HashStore()
+
+    def come(index: int) -> str:
+        versions = {**handshake.versions(), **({what: "0.0"} if index else {})}
+        with pytest.raises(HandshakeError) as caught:
+            handshake.exchange(
+                store,
+                {"versions": versions, "host": f"h{index}"},
+                kind="worker",
+                index=index,
+                names=["a:1", "b:1"],
+                deadline=time.monotonic() + 10,
+                origin="a test",
+                token="",
+                compare=lambda *_: pytest.fail("versions come first"),
+                serves=False,
+            )
+        return str(caught.value)
+
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(come, range(2))
+    assert first == second
+    assert "different versions: " in first
+    for index, number in ((0, handshake.versions()[what]), (1, "0.0")):
+        assert re.search(rf"{what} {re.escape(number)}\b[^(]* on worker {index} \(on h{index}\)", first)
+
+
+def test_a_chief_address_that_cannot_be_resolved() -> None:
+    with pytest.raises(StartupError, match=r"no-such-host.invalid:1 \(from a test\) cannot be resolved"):
+        serve_store("no-such-host.invalid", 1, timedelta(seconds=5), "a test", "")
+
+
+@pytest.mark.skipif(not PROC_NET_TCP.exists(), reason="reads Linux's table of sockets")
+def test_the_store_listens_on_its_address_only() -> None:
+    store = serve_store("127.0.0.1", 0, timedelta(seconds=5), "a test", "")
+    table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
+    listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
+    assert listening == [f"0100007F:{store.port:04X}"]
+
+
+def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pathlib.Path) -> None:
+    """192.0.2.0/24 is for documentation: nobody has such an address."""
+    config = {"cluster": {"worker": ["192.0.2.7:2222", "127.0.0.1:2223"]}, "task": {"type": "worker", "index": 0}}
+    script = tmp_path / "script.py"
+    options = "mirrored.CommunicationOptions(startup_timeout_seconds=3)"
+    script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    assert result.returncode == 1
+    doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
+    said = result.stderr.splitlines()
+    assert f"towers: {doubt}: no other worker will find it there" in said
+    assert said[-1].endswith(doubt)

@@ -1,0 +1,93 @@
+"""Devices that are not there or that two towers would share, and options that cannot be right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mirrored
+from tests.support.jobs import run_program
+from tests.support.waiting import at_most
+from towers.collectives.connecting import compare_towers
+from towers.system import devices
+
+
+@pytest.fixture(autouse=True)
+def quickly() -> Iterator[None]:
+    """No bad input may hang."""
+    with at_most(20):
+        yield
+
+
+@pytest.mark.row(21)
+def test_no_visible_gpu() -> None:
+    result = run_program(
+        ["-c", "import mirrored; print(mirrored.MirroredStrategy().device)"], env={"CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert result.stdout == "cpu\n"
+    assert "mirrored: 1 tower on cpu" in result.stderr
+    wanted = devices.parse_all(["cuda:0", "cuda:1"])
+    with pytest.raises(ValueError, match="cuda:0, cuda:1 asked for, but this process sees no GPU"):
+        devices.check_exist(wanted, gpus=0)
+    with pytest.raises(ValueError, match="cuda:1 asked for, but this process sees only 1 GPU; check CUDA_VISIBLE"):
+        devices.check_exist(wanted, gpus=1)
+
+
+@pytest.mark.row(22)
+def test_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    assert devices.for_tower(1, 2, None, "torchrun") == torch.device("cuda", 1)
+    with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
+        devices.for_tower(0, 4, None, "torchrun")
+
+
+def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun --gpus-per-task=1 shows them; that they differ is checked in the handshake."""
+    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    assert devices.for_tower(3, 4, None, "srun") == torch.device("cuda", 0)
+    assert devices.for_tower(3, 4, [torch.device("cuda", 0)], "srun") == torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=r"2 towers .*, but only 1 GPU: .* devices=\['cpu:0', 'cpu:1'\]"):
+        devices.for_tower(0, 2, None, "launch", sees_all=True)
+
+
+def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
+    message = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
+    text = compare_towers(1, message, 0, message)
+    assert text.startswith("tower 1 (on h) and tower 0 (on h) use the same GPU, cuda:0")
+    assert compare_towers(1, {**message, "machine": "other"}, 0, message) is None
+
+
+def test_explicit_devices_that_contradict_the_launcher() -> None:
+    with pytest.raises(ValueError, match=r"devices names 1 \(cpu:0\), but 2 towers were started .* \(from torchrun\)"):
+        devices.for_tower(0, 2, ["cpu:0"], "torchrun")
+
+
+def test_devices() -> None:
+    assert [str(d) for d in devices.parse_all(["/gpu:1", "GPU:0", "cuda:2", "/device:GPU:3"])] == [
+        "cuda:1",
+        "cuda:0",
+        "cuda:2",
+        "cuda:3",
+    ]
+    for wrong, words in (
+        (["cpu", "cpu"], "cpu:0 more than once"),
+        (["cpu:0", "cuda:0"], "mixes CPUs and GPUs"),
+        (["tpu:0"], "device 'tpu:0' is not understood"),
+        ([], "devices is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            devices.parse_all(wrong)
+    with pytest.raises(TypeError, match="must be a list of devices"):
+        mirrored.MirroredStrategy("cpu:0")
+    with pytest.raises(TypeError, match="must be a list of devices, such as .* not 2"):
+        mirrored.MirroredStrategy(2)  # type: ignore[arg-type]
+
+
+def test_options_are_checked() -> None:
+    for field, value in (("bucket_bytes", 1.5), ("bucket_bytes", True), ("timeout_seconds", float("inf"))):
+        with pytest.raises(ValueError, match=f"{field} is .* but must be a positive"):
+            mirrored.CommunicationOptions(**{field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="wire_dtype is 'float8', but must be one of same, bfloat16"):
+        mirrored.CommunicationOptions(wire_dtype="float8")

@@ -1,0 +1,184 @@
+"""Buckets of gradients: their order, their flags, what travels, and the streams on which they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirrored
+from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
+from tests.support.jobs import towers
+from towers.collectives.communicator import Alone
+from towers.gradients.averager import GradientAverager
+from towers.gradients.buckets import Bucket
+from towers.gradients.streams import StreamOrder
+from towers.gradients.usage import FlagsThroughHosts
+from towers.mirroring.mirror import Named
+
+
+def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return mirrored.launch(_over_gloo, (fn, args), towers=2, timeout=60)
+
+
+def _over_gloo(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    options = mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64, wire_dtype=args[0])
+    return fn(mirrored.MirroredStrategy(communication=options), *args[1:])
+
+
+def exchange_in_mid_backward(strategy: mirrored.Strategy) -> list[float]:
+    """A collective of the user's inside backward, while only tower 1's buckets are full before it."""
+    with strategy.scope():
+        early, late = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    r = strategy.topology.index
+
+    def step() -> None:
+        x = late(torch.full((1, 1), r + 1.0))
+        total = mirrored.get_replica_context().all_reduce("sum", x)
+        (early(total) if r else total * 1.0).sum().backward()
+
+    for m in (early, late):
+        nn.init.ones_(m.weight)
+    strategy.run(step)
+    return [float(early.weight.grad), float(late.weight.grad)]
+
+
+def test_user_collectives_do_not_meet_gradient_buckets() -> None:
+    # early: tower 1 alone, 3 / 2. late: the all-sum's gradient is 2 on both, times mean(1, 2).
+    assert towers(exchange_in_mid_backward) == [[1.5, 3.0]] * 2
+
+
+def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], list[float], list[float]]:
+    """The first layer is made last; tower 1 goes through the two branches the other way round."""
+    with strategy.scope():
+        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("idle", "b", "a", "out", "first")})
+    averager = strategy.engine.averager
+    layouts, losses = [], []
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(8, 8, generator=generator) for _ in model.parameters()]
+    with torch.no_grad():
+        for p, value in zip(model.parameters(), start, strict=True):
+            p.copy_(value)
+
+    def step() -> None:
+        model.zero_grad()
+        x = model["first"](torch.eye(8)[strategy.topology.index : strategy.topology.index + 1])
+        names = ("a", "b") if strategy.is_chief else ("b", "a")
+        model["out"](sum(model[name](x) for name in names)).square().mean().backward()
+
+    for _ in range(3):
+        strategy.run(step)
+        layouts.append([slot.name.split(".")[1] for bucket in averager.buckets for slot in bucket.slots])
+        losses.append(float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)))
+    model.zero_grad()
+    x = model["first"](torch.eye(8)[:2])
+    model["out"](model["a"](x) + model["b"](x)).square().mean().backward()
+    alone = float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None))
+    return layouts, losses, [alone] * 3
+
+
+def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
+    (layouts, *_), (others, *_) = results = over_gloo(use_in_another_order, "same")
+    assert layouts == others
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert layouts[0][0] == "out"
+    assert set(layouts[0][1:3]) == {"a", "b"}
+    assert layouts[0][3:] == ["first", "idle"]
+    for _, ours, alone in results:
+        assert ours == pytest.approx(alone, rel=1e-5)
+
+
+def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
+    cycle = strategy.engine.averager._cycle
+    cycle._flags = FlagsThroughHosts(cycle._channel)  # as between GPUs
+    return fn(strategy)
+
+
+@pytest.mark.parametrize("fn", [use_one_branch_each, keep_models_on_one_tower, use_in_another_order])
+def test_flags_by_way_of_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
+    assert over_gloo(with_flags_apart, "same", fn) == over_gloo(fn, "same")
+
+
+def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)])
+    factors = torch.randn(2, 1000, generator=torch.Generator().manual_seed(strategy.topology.index)).double()
+    strategy.run(lambda: sum((p * f).sum() for p, f in zip(model, factors, strict=True)).backward())
+    return model[0].grad, model[1].grad
+
+
+def test_bfloat16_on_the_wire() -> None:
+    factors = [torch.randn(2, 1000, generator=torch.Generator().manual_seed(i)).double() for i in range(2)]
+    narrow, wide = (factors[0] + factors[1]) / 2
+    for single, double in over_gloo(gradient_on_the_wire, "bfloat16"):
+        assert torch.equal(single, single.bfloat16().float())
+        assert torch.allclose(single.double(), narrow, rtol=0, atol=2**-7 * float(narrow.abs().max()))
+        assert torch.allclose(double, wide, rtol=1e-14)
+    for single, _ in over_gloo(gradient_on_the_wire, "same"):
+        assert torch.allclose(single.double(), narrow, rtol=1e-6, atol=1e-7)
+
+
+class FakeStream:
+    """Notes for whom it waits."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
+    now, one, other = [FakeStream()], FakeStream(), FakeStream()
+    kept: list[tuple[Tensor, FakeStream]] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
+    bucket = Bucket(0, torch.float32, torch.device("cpu"))
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for parameter in parameters:
+        bucket.add(Named("", parameter, "parameter", True))
+        parameter.grad = torch.ones(3)
+
+    bucket.streams = StreamOrder(torch.device("cuda", 0))
+
+    def come(*streams: FakeStream) -> None:
+        for now[0] in streams:
+            bucket.streams.advance()
+
+    gradients = [parameter.grad for parameter in parameters]
+    come(one, one, other, one)
+    assert (one.waited_for, other.waited_for) == ([other], [one])
+    bucket.pack(Alone(bucket.device), 1.0)
+    assert [(id(tensor), stream) for tensor, stream in kept] == [(id(gradient), one) for gradient in gradients]
+    bucket.reset()
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    come(other, other)
+    bucket.pack(Alone(bucket.device), 1.0)
+    assert (len(one.waited_for), len(other.waited_for), len(kept)) == (1, 1, 2)
+
+
+def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
+        method = getattr(owner, name)
+
+        def noting(*args: Any, _name: str = name, _method: Any = method, **kwargs: Any) -> Any:
+            did.append(_name)
+            return _method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noting)
+    averager = GradientAverager(Alone(torch.device("cpu")))
+    model = nn.Linear(300, 200)
+    averager.add([Named(name, p, "parameter", True) for name, p in model.named_parameters()])
+    for bucket in averager.buckets:
+        bucket.streams = StreamOrder(torch.device("cuda", 0))
+    model(torch.ones(1, 300)).sum().backward()
+    assert sorted(did[:3]) == ["advance", "advance", "copy_in"]
+    assert did[did.index("copy_in") - 1] == "advance"
+    assert did[3:] == ["advance", "pack"]

@@ -1,0 +1,167 @@
+"""Gradients of sharded parameters are gathered when a script looks: all towers have to look."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mirrored
+from tests.support.features import mlp
+from tests.support.sharded import launch, parameters, strategy_of
+from tests.support.waiting import at_most
+from towers.collectives.shared_memory import regions
+
+
+def mirror_copies(shard: bool) -> list[Tensor]:
+    """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for regions."""
+    regions.KEYS = 40
+    strategy = strategy_of(shard)
+    base = mlp()
+    for number in range(20):
+        model = copy.deepcopy(base)
+        strategy.mirror(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.full((2, 5), float(number + strategy.topology.index))
+
+        def step(x: Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        strategy.run(step, (x,))
+        base = model
+    return parameters(base)
+
+
+def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, expected = launch(mirror_copies, True), launch(mirror_copies, False)
+    for mine, should in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
+    assert "cannot be allocated" not in capfd.readouterr().err
+
+
+def ask_on_the_chief_after_three_models() -> int:
+    strategy = strategy_of(True)
+    for _ in range(3):
+        model = mlp()
+        strategy.mirror(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)  # which has no state
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+    return len(optimizer.state_dict()["param_groups"]) if strategy.is_chief else 0
+
+
+def test_the_chief_alone_can_ask_where_other_regions_have_lain() -> None:
+    with at_most(20):
+        assert launch(ask_on_the_chief_after_three_models) == [1, 0]
+
+
+def come_for_nothing_that_has_a_name() -> str:
+    barrier = strategy_of(True).engine.averager._channel.regions.barrier
+    barrier.wait_tagged("tries")
+    try:
+        if os.environ["RANK"] == "0":
+            barrier.wait_tagged("steps Adam")
+        else:
+            barrier.wait()
+            barrier.wait()
+    except mirrored.TowersError as error:
+        time.sleep(0.5)
+        return str(error)
+    return "nothing noticed"
+
+
+def test_a_tower_that_comes_for_something_without_a_name_finds_out() -> None:
+    with at_most(20):
+        first, second = launch(come_for_nothing_that_has_a_name)
+    assert "tower 0 steps Adam, tower 1 does something else" in first
+    assert "tower 0 broke off a collective" in second
+
+
+def read_on_the_chief_only() -> None:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        if strategy.is_chief:
+            float(model[0].weight.grad.norm())
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_a_gradient_that_one_tower_alone_reads_is_an_error_on_all() -> None:
+    with at_most(20), pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(read_on_the_chief_only)
+    assert len(caught.value.failures) == 2
+    for failure in caught.value.failures:
+        assert isinstance(failure.exception, mirrored.DisagreementError)
+        assert "tower 0 uses the averaged gradients" in str(failure.exception)
+        assert "tower 1 steps Adam number 0" in str(failure.exception)
+
+
+class Deadly(torch.optim.SGD):
+    elementwise = True
+
+    def step(self) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().step()
+
+
+def die_in_the_step() -> None:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = Deadly(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+
+def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
+    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(die_in_the_step, count=3)
+    assert caught.value.tower == 1
+    for failure in caught.value.failures:
+        if failure.tower != 1:
+            assert "tower 1 (process" in failure.traceback
+
+
+def come_one_meeting_late() -> None:
+    """On the chief alone a gradient goes by, so that the others' next meeting is its second."""
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(number: int) -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.zero_grad()
+        if number == 2 and strategy.is_chief:
+            torch.autograd.grad(model(torch.ones(2, 5)).sum(), list(model.parameters()))
+        optimizer.step()
+
+    for number in range(6):
+        strategy.run(step, (number,))
+
+
+def test_towers_that_meet_one_meeting_apart_find_out() -> None:
+    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
+        launch(come_one_meeting_late)
+    assert isinstance(caught.value.__cause__, mirrored.DisagreementError)

@@ -1,0 +1,299 @@
+"""Sharded optimizers: their groups, settings, hooks and state, and those that cannot be shared out."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_model
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import mirrored
+from tests.support.features import mlp
+from tests.support.jobs import assert_close, make_data
+from tests.support.sharded import assert_same_state, both, launch, parameters, strategy_of, tensors
+from towers.sharding.optimizer import OptimizerSharder
+
+
+def edit_groups(what: str, shard: bool) -> list[Tensor]:
+    """Parameters that leave their group, come back, or change places: their state stays theirs."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5) * (strategy.topology.index + 1)).square().mean().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    group = optimizer.param_groups[0]
+    kept = list(group["params"])
+    group["params"] = {"reordered": kept[::-1], "left": kept[2:], "left and back": kept[2:]}[what]
+    strategy.run(step)
+    if what == "left and back":
+        group["params"] = kept
+        strategy.run(step)
+    # torch's own state_dict() fails while there is state of parameters that have left.
+    return [*parameters(model), *(tensors(optimizer) if what != "left" else ())]
+
+
+def test_groups_that_a_script_edits() -> None:
+    names = ("reordered", "left", "left and back")
+    ours, expected = both(edit_groups, names)
+    for mine, should in zip(ours, expected, strict=True):
+        for name in names:
+            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+
+
+class Scaled(torch.optim.SGD):
+    """Takes an argument more, and counts its steps in the group."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                p.sub_(p.grad * scale)
+
+
+def step_with_an_argument() -> tuple[float, int, int]:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(3)])
+    optimizer = Scaled(model.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model[0].sum().backward()
+        optimizer.step(scale=2.0)
+
+    strategy.run(step)
+    strategy.run(step)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "model.safetensors")
+        save_model(model, str(path))  # refuses parameters that are parts of a larger storage
+        return float(model[0][0]), optimizer.param_groups[0]["steps"], path.stat().st_size
+
+
+def test_arguments_of_a_step_its_settings_and_what_is_saved() -> None:
+    for value, steps, size in launch(step_with_an_argument):
+        assert value == -4.0
+        assert steps == 2
+        assert size < 1000
+
+
+class Normalized(torch.optim.SGD):
+    """Not element-wise, whatever it derives from."""
+
+
+def refused(make: Callable[[Any], torch.optim.Optimizer]) -> str:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = nn.Linear(4, 4, bias=False)
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
+
+    with pytest.raises(mirrored.MirrorError) as caught:
+        strategy.run(step)
+    return str(caught.value)
+
+
+REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "cannot shard Adafactor.step()": torch.optim.Adafactor,
+    "cannot shard LBFGS.step()": torch.optim.LBFGS,
+    "set Normalized.elementwise = True": Normalized,
+    "differentiable=True": lambda p: torch.optim.SGD(p, 0.1, differentiable=True),
+}
+if hasattr(torch.optim, "Muon"):
+    REFUSED["cannot shard Muon.step()"] = torch.optim.Muon
+
+
+def refuse_all() -> dict[str, str]:
+    return {words: refused(make) for words, make in REFUSED.items()}
+
+
+def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
+    for texts in launch(refuse_all):
+        assert all(words in text for words, text in texts.items())
+
+
+def refuse_sparse() -> str:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        table = nn.Embedding(4, 4, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+
+    def step() -> None:
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(mirrored.MirrorError) as caught:
+        strategy.run(step)
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    assert all("Embedding.weight" in text and "sparse" in text for text in launch(refuse_sparse))
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own element-wise optimizer, with state that is no tensor and tensors that are replaced in each step."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.beta = 0.9
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["momentum"] = self.beta * state.get("momentum", torch.zeros_like(p)) + p.grad
+                state["steps"] = state.get("steps", 0) + 1
+                p.sub_(state["momentum"].sign() * group["lr"] / state["steps"])
+
+
+def train_in_two_halves(
+    shard: bool, given: dict[str, Any] | None, lion: bool, chief_alone: bool
+) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """Three steps of six, from the start or from ``given``; state dicts of model and optimizer, elements of state."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = mlp()
+        optimizer = Lion(model.parameters(), 0.01) if lion else torch.optim.AdamW(model.parameters(), 0.02)
+    if given is not None:
+        model.load_state_dict(given["model"])
+        optimizer.load_state_dict(given["optimizer"])
+        assert_same_state(optimizer.state_dict(), given["optimizer"])
+    x, y = make_data(48, torch.float32)
+    batches = list(zip(x.split(8), y.split(8), strict=True))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        share = strategy.topology.index if strategy.num_replicas_in_sync > 1 else slice(None)
+        x, y = x.view(2, 4, -1)[share].flatten(0, -2), y.view(2, 4)[share].flatten()
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        mirrored.compute_average_loss(losses, global_batch_size=8).backward()
+        optimizer.step()
+
+    for batch in batches[3:] if given is not None else batches[:3]:
+        strategy.run(step, batch)
+    if chief_alone and not strategy.is_chief:
+        return {}, {}, []
+    if chief_alone:
+        time.sleep(1.0)  # the others have ended
+    inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if shard else optimizer
+    held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in inner.state.values()]
+    return model.state_dict(), optimizer.state_dict(), held
+
+
+@pytest.mark.parametrize("lion", [False, True], ids=["AdamW", "own optimizer"])
+def test_state_moves_between_sharded_unsharded_and_another_number_of_towers(lion: bool) -> None:
+    unsharded = launch(train_in_two_halves, False, None, lion, False)[0]
+    sharded = launch(train_in_two_halves, True, None, lion, True)[0]
+    assert_same_state(sharded[1], unsharded[1])
+    given = {"model": sharded[0], "optimizer": sharded[1]}
+    expected = launch(train_in_two_halves, False, given, lion, False)[0]
+    for shard, count in ((True, 2), (True, 1), (False, 1)):
+        model, state, _ = launch(train_in_two_halves, shard and count > 1, given, lion, False, count=count)[0]
+        if count == 2:
+            assert_same_state(state, expected[1])
+        assert_close(list(model.values()), list(expected[0].values()), 0 if count == 2 else 1e-5)
+
+
+def test_a_tower_holds_its_part_of_the_state() -> None:
+    *_, all_of_it = launch(train_in_two_halves, False, None, False, False, count=1)[0]
+    parts = [sum(held) for *_, held in launch(train_in_two_halves, True, None, False, False)]
+    scalars = 4 * 2  # each tower counts the steps of its shards
+    assert abs(sum(parts) - sum(all_of_it)) <= scalars
+    assert max(parts) <= sum(all_of_it) / 2 + 2 * 64 + scalars
+
+
+def own_hooks() -> None:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    said: list[str] = []
+    norms: list[float] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        said.append("before")
+        norms.append(float(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)))
+
+    def after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+        said.append("after")
+
+    everywhere = register_optimizer_step_post_hook(after)
+    optimizer.register_step_post_hook(after)
+
+    def step() -> None:
+        start = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        moved = torch.stack([(a - b).norm() for a, b in zip(start, model.parameters(), strict=True)]).norm()
+        if norms:
+            assert abs(float(moved) - 1e-3) < 1e-5, "the hook's clipping must count"
+
+    strategy.run(step)
+    optimizer.register_step_pre_hook(before)
+    strategy.run(step)
+    everywhere.remove()
+    assert said == ["after", "after", "before", "after", "after"]
+
+
+def test_hooks_of_the_optimizer_see_its_parameters_and_come_first() -> None:
+    launch(own_hooks)
+
+
+def ask_for_the_state() -> list[str]:
+    strategy = strategy_of(True)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+    texts = []
+    weight = model[0].weight
+    for ask in (
+        lambda: optimizer.state[weight],
+        lambda: optimizer.state.get(weight),
+        lambda: weight in optimizer.state,
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.values(),
+        lambda: copy.deepcopy(optimizer),
+    ):
+        with pytest.raises(mirrored.MirrorError) as caught:
+            ask()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_the_state_itself_is_refused_with_a_way_out() -> None:
+    for texts in launch(ask_for_the_state):
+        assert all("optimizer.state_dict()" in text for text in texts)

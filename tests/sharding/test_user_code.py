@@ -1,0 +1,289 @@
+"""What scripts do to gradients and parameters around a sharded step."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests.support.features import mlp
+from tests.support.jobs import make_data
+from tests.support.sharded import both, launch, parameters, strategy_of
+from towers.sharding.inner import ShardedState
+
+
+def user_code(what: str, shard: bool) -> list[Tensor]:
+    """What scripts do to gradients and parameters between backward and the next step."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    x, y = make_data(24, torch.float32)
+    seen: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        output = model(x.to(model[0].weight.dtype))
+        return mirrored.compute_average_loss(F.cross_entropy(output, y, reduction="none"))
+
+    def backward(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad(set_to_none=what != "zero_grad to zeros")
+        loss_of(x, y).backward()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if what == "closure":
+
+            def closure() -> float:
+                backward(x, y)
+                return 1.0
+
+            def broken() -> float:
+                raise KeyError("broken")
+
+            with pytest.raises(KeyError, match="broken"):
+                optimizer.step(broken)
+            assert optimizer.step(closure) == 1.0
+            return
+        if what == "GradScaler":
+            optimizer.zero_grad()
+            scaler.scale(loss_of(x, y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if what == "GradScaler without unscale_":
+            optimizer.zero_grad()
+            scaler.scale(loss_of(x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return
+        if what == "no zero_grad":
+            loss_of(x, y).backward()
+            optimizer.step()
+            return
+        backward(x, y)
+        if what == "log":
+            seen.extend(p.grad.clone() for p in model.parameters())
+        elif what == "clip_grad_value_":
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        elif what == "in place":
+            for p in model.parameters():
+                p.grad.mul_(0.5).add_(p.detach(), alpha=0.1)
+        elif what == "grad.data":
+            for p in model.parameters():
+                p.grad.data = p.grad.data * 0.5
+        elif what == "replaced":
+            for p in model.parameters():
+                p.grad = p.grad.sign()
+        elif what == "one read":
+            seen.append(model[2].bias.grad.norm())
+        elif what == "numpy":
+            seen.append(torch.from_numpy(model[0].weight.grad.numpy().copy()))
+        elif what == "several losses":  # their gradients are compared, then summed
+            kept[:] = [p.grad for p in model.parameters()]
+            optimizer.zero_grad()
+            (loss_of(x, y) * 0.5).backward()
+            for p, other in zip(model.parameters(), kept, strict=True):
+                p.grad = p.grad + other
+        elif what == "two backwards":
+            (loss_of(x, y) * 0.5).backward()
+        elif what == "other dtype":
+            model.double()
+        elif what == "backward of a gradient":
+            (p := model[2].bias).grad.requires_grad_(False)
+            (p * 2).backward(p.grad)
+        elif what == "accumulation":
+            with strategy.no_sync():
+                loss_of(x, y).backward()
+            loss_of(x, y).backward()
+        optimizer.step()
+        if what == "after the step":
+            seen.extend(p.grad.clone() for p in model.parameters())
+        elif what == "clamped":
+            for p in model.parameters():
+                p.data.clamp_(-0.1, 0.1)
+        elif what == "scaled":
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.9)
+                    p.data.mul_(0.9)
+        elif what == "other memory":
+            for p in model.parameters():
+                p.data = p.data.clone()
+        elif what == "loaded":
+            model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        elif what == "moved by share_memory":
+            model.share_memory()
+        elif what == "loaded by assignment":
+            state = {name: value * 0.9 for name, value in model.state_dict().items()}
+            for name, p in model.named_parameters():
+                p.data = state[name]
+
+    for batch in strategy.distribute_dataset(TensorDataset(x, y), 8):
+        strategy.run(step, batch)
+    assert isinstance(optimizer.state, ShardedState) is shard
+    return [*(p.detach().clone() for p in model.parameters()), *seen]
+
+
+USER_CODE = (
+    "log",
+    "clip_grad_value_",
+    "in place",
+    "grad.data",
+    "replaced",
+    "one read",
+    "numpy",
+    "several losses",
+    "two backwards",
+    "accumulation",
+    "after the step",
+    "clamped",
+    "scaled",
+    "other memory",
+    "loaded",
+    "loaded by assignment",
+    "moved by share_memory",
+    "other dtype",
+    "backward of a gradient",
+    "closure",
+    "GradScaler",
+    "GradScaler without unscale_",
+    "no zero_grad",
+    "zero_grad to zeros",
+)
+
+
+@pytest.fixture(scope="module")
+def scripts() -> tuple[list[Any], list[Any]]:
+    return both(user_code, USER_CODE)
+
+
+@pytest.mark.parametrize("what", USER_CODE)
+def test_what_scripts_do_to_gradients_and_parameters(what: str, scripts: tuple[list[Any], list[Any]]) -> None:
+    for ours, expected in zip(*scripts, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours[what], expected[what], strict=True))
+
+
+def without_memory(what: str, shard: bool) -> list[Tensor]:
+    """Tower 1 gets no memory to share, but for the two channels that a strategy begins with."""
+    make, asked = os.memfd_create, [0]
+
+    def create(*args: Any) -> int:
+        asked[0] += 1
+        if asked[0] > 2 and os.environ["RANK"] == "1":
+            raise OSError(28, "no memory")
+        return make(*args)
+
+    os.memfd_create = create
+    try:
+        return user_code(what, shard)
+    finally:
+        os.memfd_create = make
+        assert asked[0] > 2
+
+
+WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
+
+
+def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
+    ours, expected = both(without_memory, WITHOUT_MEMORY)
+    said = re.findall(
+        r"\[tower 1\].*a shared region of [0-9.e-]+ MB cannot be allocated \(\[Errno 28\] no memory\)",
+        capfd.readouterr().err,
+    )
+    assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
+    for mine, should in zip(ours, expected, strict=True):
+        for what in WITHOUT_MEMORY:
+            assert all(torch.equal(a, b) for a, b in zip(mine[what], should[what], strict=True)), what
+
+
+def two_alike(what: str, shard: bool) -> list[Tensor]:
+    """Two parameters of one shape, whose gradients lie in one memory, or change places."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = nn.ParameterList([torch.zeros(40, 50), torch.zeros(40, 50)])
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    factors = torch.randn(2000, generator=torch.Generator().manual_seed(strategy.topology.index))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        first, second = model
+        if what == "one memory":
+            ((first.view(-1) + second.flatten()) * factors).sum().backward()
+        else:
+            (first.view(-1) * factors + second.view(-1) * factors.flip(0)).sum().backward()
+        if what == "swapped":
+            first.grad, second.grad = second.grad, first.grad
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    return parameters(model)
+
+
+def test_gradients_that_share_memory_or_change_places() -> None:
+    names = ("one memory", "swapped")
+    ours, expected = both(two_alike, names)
+    for mine, should in zip(ours, expected, strict=True):
+        for name in names:
+            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+
+
+def read_an_old_gradient(shard: bool) -> list[Tensor]:
+    """A second backward reaches one half; then a gradient of the other half, which is still there, is read."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        halves = [nn.Linear(40, 50), nn.Linear(40, 50)]
+    x = torch.ones(2, 40) * (strategy.topology.index + 1)
+
+    def step() -> Tensor:
+        (halves[0](x).square().mean() + halves[1](x).square().mean()).backward()
+        for p in halves[1].parameters():
+            p.grad.norm()
+        halves[0](x).square().mean().backward()
+        return halves[1].weight.grad.norm()
+
+    return [strategy.run(step), *(p.grad.clone() for half in halves for p in half.parameters())]
+
+
+def test_old_gradients_stay_whole() -> None:
+    expected = launch(read_an_old_gradient, False, count=3)[0]
+    for result in launch(read_an_old_gradient, True, count=3):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+
+def keep_a_state_dict(shard: bool) -> list[Tensor]:
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    kept = model.state_dict()  # lies in the parameters' memory
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    assert all(torch.equal(a, b) for a, b in zip(kept.values(), model.parameters(), strict=True))
+    return parameters(model)
+
+
+def test_parameters_that_share_their_memory_stay_there_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = launch(keep_a_state_dict, False)[0]
+    for result in launch(keep_a_state_dict, True):
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    said = (
+        "Adam number 0: 4 parameters (Sequential.0.weight, Sequential.0.bias, Sequential.2.weight …) are updated whole"
+    )
+    assert capfd.readouterr().err.count(said) == 1

@@ -1,0 +1,135 @@
+"""A training that uses one feature of plain PyTorch at a time, named in ``FEATURES``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests.support.jobs import make_data, parameters_of
+
+Result = dict[str, list[Tensor]]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def train(
+    strategy: mirrored.Strategy,
+    make: Callable[[], nn.Module] = mlp,
+    dtype: torch.dtype = torch.float64,
+    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
+    around_step: Callable[..., None] | None = None,
+    schedule: Callable[..., object] | None = None,
+    ema: bool = False,
+    autocast: bool = False,
+    steps: int = 6,
+) -> Result:
+    """Train on ragged batches of 8 of 21 examples; what a feature changes comes in as arguments."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = make().to(dtype)
+    called = prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    scheduler = schedule(optimizer) if schedule else None
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
+    x, y = make_data(21, dtype)
+    data = strategy.distribute_dataset(TensorDataset(x, y), 8)
+    rates: list[float] = []
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses = F.cross_entropy(called(x).float() if autocast else called(x), y, reduction="none")
+        mirrored.compute_average_loss(losses).backward()
+        if around_step:
+            around_step(model)
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+        if averaged:
+            averaged.update_parameters(model)
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    done = 0
+    while done < steps:
+        for batch in data:
+            strategy.run(step, args=batch)
+            done += 1
+    result = {"parameters": parameters_of(model), "rates": [torch.tensor(rates)]}
+    if averaged:
+        result["ema"] = parameters_of(averaged)
+    return result
+
+
+def clip(model: nn.Module) -> None:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm > 0.05, "the test must really clip"
+
+
+def step_lr(optimizer: torch.optim.Optimizer) -> object:
+    return StepLR(optimizer, 2, 0.5)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> object:
+    return OneCycleLR(optimizer, 0.3, total_steps=12)
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> object:
+    return ExponentialLR(optimizer, 0.9)
+
+
+def staircase(optimizer: torch.optim.Optimizer) -> object:
+    """TensorFlow's exponential decay with ``staircase=True``: 0.5 every third step."""
+    return LambdaLR(optimizer, lambda step: 0.5 ** (step // 3))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 6, num_layers=2, batch_first=True)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+class PartlyFrozen(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+        self[0].requires_grad_(False)
+
+
+FEATURES: dict[str, dict[str, object]] = {
+    "clip_grad_norm_": {"around_step": clip},
+    "StepLR": {"schedule": step_lr},
+    "OneCycleLR": {"schedule": one_cycle},
+    "ExponentialLR": {"schedule": exponential},
+    "exponential decay with staircase": {"schedule": staircase},
+    "AveragedModel (EMA)": {"ema": True},
+    "LSTM": {"make": Recurrent},
+    "activation checkpointing": {"make": Checkpointed},
+    "frozen layers": {"make": PartlyFrozen},
+}
+
+
+def with_feature(strategy: mirrored.Strategy, name: str) -> Result:
+    return train(strategy, **FEATURES[name])

@@ -1,0 +1,65 @@
+"""Jobs with virtual towers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests.support.jobs import failures
+
+V = 8
+
+
+def virtual(fn: Callable[..., Any], *args: Any, count: int, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """``fn(strategy, *args)`` on ``count`` towers, with 8 virtual ones."""
+    return mirrored.launch(_with_strategy, (fn, args, kwargs), towers=count, timeout=timeout)
+
+
+def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(mirrored.MirroredStrategy(**{"virtual_towers": V, "seed": 0, **kwargs}), *args)
+
+
+def digest(values: Iterable[Tensor | float]) -> str:
+    found = hashlib.sha256()
+    for value in values:
+        found.update(torch.as_tensor(value).detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def one_digest(fn: Callable[..., Any], *args: Any, counts: Iterable[int] = (1, 2), **kwargs: Any) -> str:
+    """The digest that ``fn(strategy, *args)`` returns on every tower of every number of towers."""
+    found = {count: virtual(fn, *args, count=count, **kwargs) for count in counts}
+    assert len({one for results in found.values() for one in results}) == 1, found
+    return next(iter(found.values()))[0]
+
+
+class CountsExamples(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.weight * x.squeeze(1)
+
+
+def counting(strategy: mirrored.Strategy) -> None:
+    with strategy.scope():
+        model = CountsExamples()
+    for (x,) in strategy.distribute_dataset(TensorDataset(torch.ones(9, 1)), 9):
+        strategy.run(lambda x: strategy.backward(model, x), args=(x,))
+
+
+def failures_of(fn: Callable[..., Any], *args: Any, count: int) -> list[BaseException]:
+    return failures(_in_virtual, fn, args, count=count)
+
+
+def _in_virtual(_: mirrored.Strategy, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _with_strategy(fn, args, {})
