@@ -91,15 +91,33 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
         assert ours == pytest.approx(alone, rel=1e-5)
 
 
-def with_flags_apart(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
+def with_flags_through_hosts(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
     cycle = strategy.engine.averager._cycle
     cycle._flags = FlagsThroughHosts(cycle._channel)  # as between GPUs
     return fn(strategy)
 
 
+def use_all_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[float]]:
+    """After the first backward the closing bucket has another number of slots; flags are read when the next begins."""
+    with strategy.scope():
+        model = nn.ParameterList([torch.ones(size) for size in (20, 4, 4)])
+    averager = strategy.engine.averager
+    slots = []
+    for _ in range(3):
+        slots.append([len(bucket.slots) for bucket in averager.buckets])
+        strategy.run(lambda: (model[1].mean() * model[2].mean() * model[0].mean()).backward())
+    return slots[1:], [float(p.grad.sum()) for p in model]
+
+
+def test_buckets_are_laid_out_anew_before_the_flags_of_a_backward_are_read() -> None:
+    for slots, gradients in over_gloo(with_flags_through_hosts, "same", use_all_in_another_order):
+        assert slots == [[1, 2], [1, 2]]
+        assert gradients == pytest.approx([3, 3, 3])
+
+
 @pytest.mark.parametrize("fn", [use_one_branch_each, keep_models_on_one_tower, use_in_another_order])
-def test_flags_by_way_of_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
-    assert over_gloo(with_flags_apart, "same", fn) == over_gloo(fn, "same")
+def test_flags_through_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
+    assert over_gloo(with_flags_through_hosts, "same", fn) == over_gloo(fn, "same")
 
 
 def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:

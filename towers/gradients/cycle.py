@@ -85,7 +85,7 @@ class Cycle:
         self._watch = watch
         self._flags = usage_flags(channel)
         self._backward = BackwardCounter(channel.health)
-        self._unread: Callable[[], list[float]] | None = None  # flags of the last backward, where reading them waits
+        self._unread: Callable[[], object] | None = None  # reads the flags of the last backward, where that waits
         self._starts_early = False  # not before a backward has been seen that has no other within it
         self._nested = False
         self._task = -1  # of autograd, in which the cycle was opened
@@ -119,7 +119,7 @@ class Cycle:
         """
         unread, self._unread = self._unread, None
         if unread is not None:
-            self._read(unread())
+            unread()
 
     def _enter(self, state: State) -> None:
         assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
@@ -247,9 +247,9 @@ class Cycle:
         self._start(buckets[last], reduction, closing)
         tail = self._await(reduction, closing)
         if not self._flags.in_tails and all(touched):  # then nobody can have touched more than this tower
-            self._unread = lambda: buckets[last].closing_counts(tail())
+            self._unread = lambda: self._read(layout, buckets[last], tail)
         else:
-            touched = [count > 0 for count in self._read(buckets[last].closing_counts(tail()))]
+            touched = self._read(layout, buckets[last], tail)
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
@@ -273,12 +273,17 @@ class Cycle:
             bucket.settle(tail, self.number, self._channel.index)
         return tails[-1]
 
-    def _read(self, counts: list[float]) -> list[float]:
-        """What the flags of a backward say of units, after a look whether all towers were in the same backward.
+    def _read(self, layout: BucketLayout, last: Bucket, tail: TailSum) -> list[bool]:
+        """Which units any tower has touched, after a look whether all towers were in the same backward.
+
+        Args:
+            layout, last: the layout at that time, and the bucket that closed the backward.
+            tail: of that bucket.
 
         Raises:
             DisagreementError: on all towers, when they were not.
         """
-        if not pairing.agree(counts[self._layout.units :]):
+        counts = last.closing_counts(tail())
+        if not pairing.agree(counts[layout.units :]):
             raise pairing.difference(self._channel, self._backward)
-        return counts[: self._layout.units]
+        return [count > 0 for count in counts[: layout.units]]

@@ -50,7 +50,7 @@ class Reduction(ABC):
             buckets: those, in the order in which they were started.
 
         Returns:
-            The sum over towers (or, for the flags in it, something that is zero where the sum is) of every tail.
+            Every tail's sum over the towers, or its mean: zero where no tower has set a flag.
         """
 
     @abstractmethod
