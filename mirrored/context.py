@@ -1,4 +1,4 @@
-"""Whose code is running: a strategy's scope, one of its replicas, or neither."""
+"""The context of running code: a strategy's scope, one of its replicas, or neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class ActiveEngine(Protocol):
-    """What the layers below strategies know of a strategy's engine (:class:`mirrored.strategy.engine.Engine`)."""
+    """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies know."""
 
     def attached(self, kind: type[_T]) -> _T | None: ...
 
@@ -31,7 +31,7 @@ class ActiveEngine(Protocol):
 
 
 class ActiveStrategy(Protocol):
-    """What the layers below strategies know of a strategy, which is always a :class:`mirrored.Strategy`."""
+    """The part of a strategy, always a :class:`mirrored.Strategy`, that the layers below strategies know."""
 
     topology: Topology
     communicator: Communicator
@@ -60,7 +60,7 @@ class ActiveStrategy(Protocol):
 
 
 class ReplicaContext:
-    """What code inside ``strategy.run`` can know and do.
+    """The replica that runs code inside ``strategy.run``: its place among the towers, and its collectives.
 
     Attributes:
         strategy: the strategy that runs this code.

@@ -1,4 +1,4 @@
-"""Where the global random generators stand: Python's, NumPy's, torch's CPU generator and a GPU's.
+"""The states of the global random generators: Python's, NumPy's, torch's CPU generator and a GPU's.
 
 ``take`` and ``put`` are for this process and need microseconds; ``state``, ``read`` and ``go_on`` are for files and
 other processes.
@@ -30,7 +30,7 @@ _WORDS = 624
 
 
 class _NumPyPlace(NamedTuple):
-    """Where NumPy's generator stands.
+    """The state of NumPy's generator.
 
     Attributes:
         bits: its bit generator; a script may set another one.
@@ -44,7 +44,7 @@ class _NumPyPlace(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where all generators stand.
+    """The states of all generators.
 
     Attributes:
         gpu: the state of the GPU's generator; None on a CPU, and while a CUDA graph is captured.
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 def take(device: torch.device) -> Place:
-    """Where the generators stand now: those of the CPU and, if ``device`` is a GPU, its own."""
+    """The states of the generators now: those of the CPU and, if ``device`` is a GPU, its own."""
     gpu = torch.cuda.get_rng_state(device) if _can_use_gpu(device) else None
     return Place(random.getstate(), _take_numpy(), torch.default_generator.get_state(), gpu)
 
@@ -125,7 +125,7 @@ def _put_numpy(place: _NumPyPlace) -> None:
 
 
 def state(device: torch.device) -> dict[str, Any]:
-    """Where the generators of Python, NumPy, torch and a GPU ``device`` stand: numbers, texts and tensors."""
+    """The states of the generators of Python, NumPy, torch and a GPU ``device``: numbers, texts and tensors."""
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
     return {
@@ -137,7 +137,7 @@ def state(device: torch.device) -> dict[str, Any]:
 
 
 class Saved(NamedTuple):
-    """What :func:`state` has told, checked, in the form that the generators take.
+    """A result of :func:`state`, checked, in the form that the generators take.
 
     Attributes:
         python: as ``random.setstate`` takes it.
@@ -153,7 +153,7 @@ class Saved(NamedTuple):
 
 
 def read(state: Mapping[str, Any], device: torch.device) -> Saved:
-    """What :func:`state` has told, if every field of it is one that a generator can stand at; lists do for tensors.
+    """A result of :func:`state`, if every field of it is one that a generator can have; lists do for tensors.
 
     The libraries believe positions that they are given, and read memory of others with them. A GPU's state is left out
     on a CPU.

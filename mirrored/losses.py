@@ -173,7 +173,7 @@ _ScaleGradient.forward.__signature__ = inspect.signature(_ScaleGradient.forward)
 
 
 def _measure(entries: int, values: Any, counts: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
-    """How many examples all towers have together (at least 1), if that ``counts``, and whether losses are a stand-in's.
+    """The number of examples of all towers (at least 1), if that ``counts``, and whether losses are a stand-in's.
 
     Args:
         entries: how many losses there are.

@@ -1,4 +1,4 @@
-"""The observer of a run of a script: told what strategies and distributed datasets do, while it is set."""
+"""The observer of a run of a script: strategies and distributed datasets report to it while it is set."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Observer:
         return requested
 
     def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """What ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` that is given."""
+        """The function that ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` ``replica``."""
         return fn
 
     def batches(self, dataset: object, load: Callable[[int], Iterator[Any]], first: int) -> Iterator[Any]:
-        """What a distributed dataset yields in place of ``load(first)``, the batches from number ``first`` on."""
+        """The batches that a distributed dataset yields in place of ``load(first)``, those from number ``first`` on."""
         return load(first)
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
-        """Where checkpoints are that the script wants in ``requested``."""
+        """The folder of checkpoints that the script wants in ``requested``."""
         return requested
 
     def returned(self, call: str, result: Any) -> None:
@@ -37,12 +37,12 @@ _observer: Observer | None = None
 
 
 def observer() -> Observer | None:
-    """What observes this process; None where nothing does."""
+    """The observer of this process; None where there is none."""
     return _observer
 
 
 def folder_of(requested: pathlib.Path) -> pathlib.Path:
-    """Where checkpoints are that the script wants in ``requested``."""
+    """The folder of checkpoints that the script wants in ``requested``."""
     return _observer.folder(requested) if _observer is not None else requested
 
 

@@ -8,7 +8,7 @@ from towers.collectives.values import OPERATIONS
 
 
 class ReduceOp(enum.Enum):
-    """How values of several towers become one."""
+    """The ways in which values of several towers become one."""
 
     SUM = "sum"
     MEAN = "mean"

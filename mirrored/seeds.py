@@ -145,7 +145,7 @@ class TowerStreams:
             self.switch(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this tower's streams stand; None for the one inside if there was no run."""
+        """The states of this tower's streams; None for the one inside if there was no run."""
         before = self.switch(False)
         state: dict[str, Any] = {"outside": generators.state(self._device), "inside": None}
         if self._other is not None:

@@ -82,7 +82,7 @@ def _without_entries(value: Any, dim: int) -> Any:
 
 
 def _entries(values: Any, dim: int) -> int | None:
-    """How many entries the first tensor, array or list has."""
+    """The number of entries of the first tensor, array or list."""
     for leaf in values:
         if isinstance(leaf, (Tensor, np.ndarray)):
             return int(leaf.shape[dim]) if leaf.ndim else None
@@ -161,7 +161,7 @@ def shares_at_hand(strategy: ActiveStrategy, replica: ReplicaContext | None) -> 
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
-    """Where a share has no examples, say in an exception of Python's own that this may be why, and what helps.
+    """Add to an exception of Python's own, where a share has no examples, that this may be why, and what helps.
 
     Exceptions of other classes, whose messages may mean something to a program, stay as they are.
     """

@@ -1,1 +1,1 @@
-"""What a strategy attaches to models: the mirror check, synchronised batch norm, metrics."""
+"""Features that a strategy attaches to models: the mirror check, synchronised batch norm, metrics."""

@@ -44,11 +44,11 @@ _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
 
 class BatchNorms:
-    """What the BatchNorm layers of one strategy share.
+    """The common state of all BatchNorm layers of one strategy.
 
     Args:
         communicator: over all towers.
-        name_of: how messages call a layer; None when it is in no mirrored model.
+        name_of: the name that messages give a layer; None when it is in no mirrored model.
     """
 
     def __init__(self, communicator: Communicator, name_of: Callable[[nn.Module], str | None]) -> None:
@@ -81,7 +81,7 @@ class BatchNorms:
         module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
 
     def train(self, layer: BatchNormBase, x: Tensor, counts: bool) -> Tensor:
-        """What ``layer``, with torch's forward, makes of this tower's share ``x`` in training mode; all towers call it.
+        """The output of ``layer``, with torch's forward, for this tower's share ``x`` in training; all towers call it.
 
         Args:
             counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
@@ -103,7 +103,7 @@ class BatchNorms:
         return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
 
     def train_its_own_way(self, layer: BatchNormBase, forward: Callable[[], Any], counts: bool) -> Any:
-        """What ``layer`` makes of this tower's share by a forward of its own; all towers call it.
+        """The output of ``layer`` for this tower's share by a forward of its own; all towers call it.
 
         Raises:
             RuntimeError: the forward does not normalise by ``F.batch_norm``; and as of :meth:`train`.
@@ -203,7 +203,7 @@ def _plain(layer: Any) -> type:
 
 @disable_dynamo
 def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``layer`` does in training mode; ``forward`` is that of its plain class."""
+    """The forward of ``layer`` in training mode; ``forward`` is that of its plain class."""
     frame = current_frame()
     strategy = frame.strategy if frame is not None else strategy_with_towers()
     layers = strategy.engine.attached(BatchNorms) if strategy is not None else None

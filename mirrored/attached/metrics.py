@@ -46,7 +46,7 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """What the metrics in ``module`` have counted, by path: torchmetrics leaves it out of a ``state_dict()``."""
+    """The states of the metrics in ``module``, by path: torchmetrics leaves them out of a ``state_dict()``."""
     states = {}
     for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
         if _is_a(part, "Metric"):
@@ -56,7 +56,7 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def problem_of(module: nn.Module, states: Any) -> str | None:
-    """Why ``states`` are none that :func:`states_of` could have told of ``module``; None where they are."""
+    """The reason why :func:`states_of` cannot have returned ``states`` for ``module``; None where it can."""
     if not isinstance(states, Mapping):
         return "what its metrics have counted is saved as no dict"
     parts = dict(module.named_modules()) if states else {}

@@ -181,7 +181,7 @@ class MirrorCheck:
     # -- what --------------------------------------------------------------------------------------------
 
     def held(self, part: int | None = None) -> list[Held]:
-        """What has to be the same on all towers.
+        """Everything that has to be the same on all towers.
 
         Args:
             part: only what is in this part; None for all.
@@ -232,7 +232,7 @@ class MirrorCheck:
             if self._comm.index:  # it is the same on all towers, and one says so
                 return
             name, kind = next(iter(not_finite.items()))
-            among = "parameters" if check.part is None else "parameters of those looked at"
+            among = "parameters" if check.part is None else "parameters of those compared"
             more = f", and {len(not_finite) - 1} more {among} are not finite" if len(not_finite) > 1 else ""
             log.warning(
                 "parameter %s holds %s on all towers%s, found %s. MirroredStrategy(nonfinite_gradients="

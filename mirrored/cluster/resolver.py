@@ -1,4 +1,4 @@
-"""What every way of describing a cluster has in common."""
+"""The common interface of all descriptions of a cluster."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class BatchDims:
         return self._by_user is not None
 
     def examples(self, batch: Any) -> int:
-        """How many examples a batch has.
+        """The number of examples in a batch.
 
         Raises:
             TypeError, ValueError: that cannot be told for certain, or ``batch_dims`` do not fit.
@@ -111,7 +111,7 @@ def _is_dim(dims: Any) -> bool:
 
 
 def _sizes(value: Any, dims: Any, path: str = "batch") -> Iterator[tuple[str, int]]:
-    """How many examples each part of a batch that is per example says there are."""
+    """The number of examples that each part of a batch has which is per example, with the part's path."""
     pairs = _pairs(value, dims, path)
     if pairs is not None:
         for _, entry, entry_dims, entry_path in pairs:
@@ -184,7 +184,7 @@ class _Reading:
             raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
 
     def dims(self) -> Any:
-        """What is per example, as a structure like the batch's."""
+        """The dimensions that are per example, as a structure like the batch's."""
         return self._dims(self._batch, "batch")
 
     def _note(self, path: str, description: str, size: int) -> None:

@@ -74,7 +74,7 @@ class DistributedDataset(ABC):
         log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
         in_hand_outside = self._known.in_hand
         try:
-            for batch, share in self._comm.health.each(LOADING, _traced(self._batches(drawn, epoch, step))):
+            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
                 step += 1
                 if self._newest is this:
                     self._step = step
@@ -93,7 +93,7 @@ class DistributedDataset(ABC):
 
     def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(_on_cpu(self._load(drawn, epoch, first)), self._comm.device)
+            return to_device(_loaded(self._load(drawn, epoch, first)), self._comm.device)
 
         watching = observer()
         return load(first) if watching is None else watching.batches(self, load, first)
@@ -225,20 +225,11 @@ class DistributedDataset(ABC):
             )
 
 
-def _traced(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; the wait for each is a range in a profiler's trace."""
+def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches, each loaded in a range of the profiler; see [Note: data is loaded on the CPU]."""
     while True:
-        with range_("mirrored::data"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-
-
-def _on_cpu(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches, loaded with the CPU as default device: see [Note: data is loaded on the CPU]."""
-    while True:
-        with torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext():
+        on_cpu = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
+        with range_("mirrored::data"), on_cpu:
             batch = next(batches, None)
         if batch is None:
             return

@@ -139,7 +139,7 @@ def _from_loader(
 def _settings(
     order: Order, examples: int, global_batch_size: int | None, shuffle: bool, drop_last: bool, seed: int
 ) -> dict[str, object]:
-    """What data by index are, as towers compare it and states keep it."""
+    """The description of data by index that towers compare and states keep."""
     settings: dict[str, object] = {
         "examples": examples,
         "global_batch_size": global_batch_size,

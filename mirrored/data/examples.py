@@ -74,7 +74,7 @@ _WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
 class Key(NamedTuple):
-    """What the sampler asks for: an example, in an epoch of a run.
+    """The sampler's request for an example, in an epoch of a run.
 
     Attributes:
         missing: whether the share has no examples: this one, of another tower, shows what a batch looks like.
@@ -87,7 +87,7 @@ class Key(NamedTuple):
 
 
 class Examples(list[Any]):
-    """The examples of one share, with what the sampler asked for."""
+    """The examples of one share, with the sampler's requests."""
 
     keys: list[Key]
 
@@ -153,20 +153,20 @@ class ShareCollate:
         stand_in: whether a tower without examples is given another tower's one, instead of an empty batch.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
-        self._collate = collate
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
+        self._collate_fn = collate_fn
         self._cut = cut
         self._stand_in = stand_in
-        self._draws = collate is not default_collate  # whose parts can be cut out of the whole, too
+        self._draws = collate_fn is not default_collate  # whose parts can be cut out of the whole, too
 
-    def __call__(self, examples: list[Any], seeds_of: Callable[[int], int]) -> Any:
+    def collate(self, examples: list[Any], seeds_of: Callable[[int], int]) -> Any:
         """One batch, or a :class:`Joined`.
 
         Args:
             seeds_of: a seed for the part that begins with a certain one of the examples.
         """
         if not self._draws or not examples:
-            return self._collate(examples)
+            return self._collate_fn(examples)
         cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
         with _own_randomness():
             parts = [self._seeded(examples[start:end], seeds_of(start)) for start, end in cuts]
@@ -198,36 +198,29 @@ class ShareCollate:
 
     def _seeded(self, examples: list[Any], seed: int) -> Any:
         seeds.seed_cpu(seed)
-        return self._collate(examples)
+        return self._collate_fn(examples)
 
 
-class SeededCollate:
-    """A :class:`ShareCollate` for a map-style dataset's examples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
-        self._collate = ShareCollate(collate, cut, stand_in)
+class SeededCollate(ShareCollate):
+    """Collates a share of a map-style dataset's examples."""
 
     def __call__(self, examples: Examples) -> Any:
         keys = examples.keys
         if keys and keys[0].missing:
-            return self._collate.without_examples(examples[0], _collate_seed(keys[0]))
-        return self._collate(list(examples), lambda start: _collate_seed(keys[start]))
+            return self.without_examples(examples[0], _collate_seed(keys[0]))
+        return self.collate(list(examples), lambda start: _collate_seed(keys[start]))
 
 
 def _collate_seed(key: Key) -> int:
     return seeds.mix(key.seed, "collate", key.epoch, key.index)
 
 
-class CollateShare:
+class CollateShare(ShareCollate):
     """Collates this tower's share out of the list of a global batch's examples (for iterable datasets).
 
     What collating draws depends on the share, so it is kept off the stream that the examples are drawn from,
     which must stay the same on all towers.
     """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
-        self._collate = ShareCollate(collate, cut, stand_in)
-        self._cut = cut
 
     def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
         """(the collated share, its size, the global batch's size)."""
@@ -235,7 +228,7 @@ class CollateShare:
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
             if start == end:
-                batch = self._collate.without_examples(examples[0], seeds.mix(seed, start))
+                batch = self.without_examples(examples[0], seeds.mix(seed, start))
             else:
-                batch = self._collate(examples[start:end], lambda first: seeds.mix(seed, start + first))
+                batch = self.collate(examples[start:end], lambda first: seeds.mix(seed, start + first))
             return batch, end - start, len(examples)

@@ -1,4 +1,4 @@
-"""What a function that builds a tower's own input pipeline needs to know."""
+"""The arguments of functions that build a tower's own input pipeline, or its own value."""
 
 from __future__ import annotations
 

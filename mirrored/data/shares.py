@@ -1,4 +1,4 @@
-"""How a global batch is cut into the towers' shares (rule R4, docs/rules.md), and which share a tensor belongs to.
+"""Shares: global batches are cut into them (rule R4, docs/rules.md), and a table knows the share of each tensor.
 
 [Note: batch sizes travel beside the batch] A loss has to be divided by the size of the global batch (rule R3), of which
 a tower has its own examples only, and the script hands nothing but its tensors to the loss. So a distributed dataset
@@ -27,7 +27,7 @@ from towers.system import tree as trees
 
 @dataclass(frozen=True)
 class Share:
-    """What one tower holds of a global batch.
+    """One tower's share of a global batch.
 
     Attributes:
         local: number of examples of this tower.
@@ -43,7 +43,7 @@ class Share:
 
     @property
     def entries(self) -> int:
-        """How many entries the batch has that the tower was given."""
+        """The number of entries in the batch that the tower gets."""
         return self.local or self.stand_in
 
 
@@ -52,7 +52,7 @@ Batch = tuple[Any, Share]
 
 
 def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
-    """Where tower ``index``'s share of a batch begins and ends.
+    """The begin and end of tower ``index``'s share of a batch.
 
     Shares are contiguous and cut as ``numpy.array_split`` cuts: sizes differ by one at most, the larger ones
     come first, and when there are fewer examples than towers the last shares are empty.
@@ -64,7 +64,7 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How global batches are cut: into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
+    """The cut of global batches into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
 
     There are as many parts as towers, or as virtual towers.
 
@@ -83,16 +83,16 @@ class Cut:
         return self.first // (self.end - self.first)
 
     def empty_shares(self, examples: int) -> int:
-        """How many towers get nothing of a batch of so many examples; the last ones."""
+        """The number of towers, the last ones, that get nothing of a batch of so many examples."""
         parts_here = self.end - self.first
         return self.parts // parts_here - min(-(-examples // parts_here), self.parts // parts_here)
 
     def bounds(self, examples: int) -> tuple[int, int]:
-        """Where this tower's share of a batch begins and ends."""
+        """The begin and end of this tower's share of a batch."""
         return bounds(examples, self.parts, self.first)[0], bounds(examples, self.parts, self.end - 1)[1]
 
     def parts_of(self, local: int) -> list[tuple[int, int]]:
-        """Where the parts of a share of ``local`` examples begin and end, within the share.
+        """The begins and ends of the parts of a share of ``local`` examples, within the share.
 
         The sizes of a batch's parts never increase, so those of a share are what cutting the share alone gives.
         """
@@ -101,7 +101,7 @@ class Cut:
 
 
 def cut_for(towers: int, index: int, virtual_towers: int | None) -> Cut:
-    """How batches are cut on tower ``index`` of so many.
+    """The cut of batches on tower ``index`` of ``towers``.
 
     Raises:
         ValueError: that many virtual towers cannot be added up by a balanced tree, or not be shared out evenly.
@@ -165,7 +165,7 @@ class KnownShares:
         self._held.pop(iterator, None)
 
     def local_of(self, batch: Sequence[Any]) -> int:
-        """How many examples of this tower the arguments of a step hold: as is known, else as their first array says.
+        """The number of this tower's examples in the arguments of a step: as is known, else as their first array says.
 
         Raises:
             TypeError: it cannot be told.
@@ -189,7 +189,7 @@ class KnownShares:
         return bool(sizes) and not any(sizes)
 
     def part(self, value: Any, cut: Cut, local: int, index: int, derived: bool = False) -> Any:
-        """What one of this tower's virtual towers gets of an argument of a step.
+        """The part of an argument of a step that one of this tower's virtual towers gets.
 
         Args:
             local: how many examples of this tower the step has.
@@ -237,7 +237,7 @@ class KnownShares:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How a strategy shares out batches.
+    """A strategy's way of sharing out batches.
 
     Attributes:
         comm: the towers.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -18,7 +20,45 @@ from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 
 
-class StreamDataset(DistributedDataset):
+class _StepwiseDataset(DistributedDataset):
+    """Data of which the towers agree at every step whether there is a next batch, and how many examples it has."""
+
+    def _counted(
+        self, source: Iterable[Any], stream: seeds.Stream, kind: str, count: Callable[[Any], int]
+    ) -> Iterator[tuple[int, Any, list[int]]]:
+        """Numbers from 0 and batches, each with every tower's number of examples in it, until no tower has one.
+
+        Args:
+            stream: the random numbers of ``source``.
+            kind: the data's name in messages.
+            count: the number of examples of a batch; a tower without a batch counts -1, and has None.
+
+        Raises:
+            TypeError, ValueError: on all towers, when one of them cannot count.
+        """
+        with stream:
+            batches = iter(source)
+        for step in itertools.count():
+            with stream:
+                batch = next(batches, None)
+            local, error = -1, None
+            if batch is not None:
+                try:
+                    local = count(batch)
+                except (TypeError, ValueError) as problem:
+                    error = problem
+            counts = [local]
+            if self._comm.size > 1:
+                announcements = announce(self._comm, f"batch {step} of {kind}", local, error=error)
+                counts = [announcement.details for announcement in announcements]
+            elif error is not None:
+                raise error
+            if max(counts) < 0:
+                return
+            yield step, batch, counts
+
+
+class StreamDataset(_StepwiseDataset):
     """An iterable dataset: every tower reads the whole stream and keeps its share of each global batch.
 
     The stream must be the same on all towers; it runs on random streams seeded alike everywhere. Whether
@@ -80,47 +120,26 @@ class StreamDataset(DistributedDataset):
         stream = seeds.Stream(seeds.mix(self._seed, "stream", epoch))
         if self._sampler is not None:
             self._sampler.order = drawn.order
-        with stream:
-            batches = iter(self._loader)
-        step = 0
-        while True:
-            with stream:
-                batch = next(batches, None)
-            total = self._agree(batch, step)
-            if batch is None:
-                return
-            step += 1
-            if step <= first:
+        count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(2)
+        for step, batch, totals in self._counted(self._loader, stream, "a stream", count):
+            self._check_totals(step, totals)
+            if step < first:
                 continue
+            total = totals[0]
             start, end = self._cut.bounds(total)
             if self._ready_made is not None:
                 yield self._ready_made.share(batch, start, end, total)
             else:
                 yield batch[0], Share(end - start, total, int(self._stand_in and start == end), self._stand_in)
 
-    def _agree(self, batch: Any, step: int) -> int:
-        """How many examples all towers find in the next batch; -1 where the stream has ended.
+    def _check_totals(self, step: int, totals: Sequence[int]) -> None:
+        """See that all towers find as many examples in a batch.
 
         Raises:
-            DisagreementError: they find different ones.
-            TypeError, ValueError: it cannot be told how many.
+            DisagreementError: they find different numbers.
         """
-        total, error = -1, None
-        if batch is not None:
-            try:
-                total = self._ready_made.examples(batch) if self._ready_made is not None else batch[2]
-            except (TypeError, ValueError) as problem:
-                error = problem
-        if self._comm.size == 1:
-            if error is not None:
-                raise error
-            return total
-        totals = [
-            announcement.details
-            for announcement in announce(self._comm, f"batch {step} of a stream", total, error=error)
-        ]
         if min(totals) == max(totals):
-            return total
+            return
         if min(totals) < 0:
             ended = ", ".join(str(tower) for tower, count in enumerate(totals) if count < 0)
             what = f"the stream has ended after {step} batches on tower {ended}, but not on the others"
@@ -192,7 +211,7 @@ class ReadyMade:
         return batch, Share(local, total, 0, self._stand_in)
 
 
-class PipelineDataset(DistributedDataset):
+class PipelineDataset(_StepwiseDataset):
     """Batches that each tower's own pipeline makes; the pipelines may have different lengths.
 
     Towers whose pipeline has ended go on with empty shares until all have ended. Each runs on a random stream of its
@@ -221,32 +240,17 @@ class PipelineDataset(DistributedDataset):
         tell_epoch(self._pipeline, epoch)
         # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
         stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
-        with stream:
-            batches = iter(self._pipeline)
         template: Any = None
-        step = 0
-        while True:
-            with stream:
-                batch = next(batches, None)
-            local, error = -1, None
-            if batch is not None:
-                try:
-                    local = self._ready_made.examples(batch)
-                except (TypeError, ValueError) as problem:
-                    error = problem
-            announcements = announce(self._comm, f"batch {step} of a dataset from a function", local, error=error)
-            counts = [announcement.details for announcement in announcements]
-            if max(counts) < 0:
-                return
+        count = self._ready_made.examples
+        for step, batch, counts in self._counted(self._pipeline, stream, "a dataset from a function", count):
             if step == 0 and min(counts) < 0:
                 # No batch to take the shapes of an empty share from; all towers see it in the same step.
-                empty = ", ".join(str(tower) for tower, count in enumerate(counts) if count < 0)
+                empty = ", ".join(str(tower) for tower, found in enumerate(counts) if found < 0)
                 raise ValueError(f"the pipeline of tower {empty} has no batch at all; each needs at least one")
+            local, total = counts[self._comm.index], sum(max(each, 0) for each in counts)
             if local > 0 or template is None:
                 template = batch
-            step += 1
-            total = sum(max(count, 0) for count in counts)
-            if step > first:
+            if step >= first:
                 if local > 0:
                     yield self._ready_made.whole(batch, local, total)
                 else:

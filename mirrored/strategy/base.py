@@ -35,7 +35,7 @@ log = get_logger("mirrored")
 
 
 class Strategy(OwnGradients, DistributedData):
-    """What all strategies share; make one of its subclasses.
+    """The common base of all strategies; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
     is simply each tower's own value, and every method here must be called by all towers alike.
@@ -87,14 +87,14 @@ class Strategy(OwnGradients, DistributedData):
 
     @property
     def virtual_towers(self) -> int | None:
-        """How many virtual towers there are; None where there are none."""
+        """The number of virtual towers; None where there are none."""
         return self._distribution.cut.parts if self._distribution.cut.virtual else None
 
     # -- creating the model ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
-        """What is created inside is mirrored: modules' parameters and buffers, on this tower's device.
+        """Mirror what is created inside: modules' parameters and buffers, on this tower's device.
 
         Re-entrant. On the first use after leaving (the first ``run``), names, shapes, dtypes and order are
         compared, values are broadcast from tower 0, and gradient averaging is attached. A copy of a whole model
@@ -120,7 +120,7 @@ class Strategy(OwnGradients, DistributedData):
     def mirror(self, module: nn.Module, *, sync_batch_norm: bool = False) -> nn.Module:
         """Mirror a module that was created outside the scope (loaded, copied); returns it.
 
-        It has to lie on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
+        It has to be on this tower's device already. Takes effect on the next ``run``. Metrics of torchmetrics count
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.attached.metrics`).
 
         Args:
@@ -259,7 +259,7 @@ class Strategy(OwnGradients, DistributedData):
         return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
 
     def state_dict(self) -> dict[str, int]:
-        """What the next :meth:`backward` draws depends on: the seed, and how many there were before."""
+        """The seed and the number of backwards so far, which decide what the next :meth:`backward` draws."""
         backwards = self.engine.virtual.step if self.engine.virtual is not None else 0
         return {"seed": self.streams.seed, "backwards": backwards}
 

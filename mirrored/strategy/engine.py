@@ -1,4 +1,4 @@
-"""What a strategy attaches to models and optimizers: put together here, and told of each moment of a training."""
+"""The assembler of a strategy's features, which it attaches to models and optimizers and calls at each moment."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Part:
 
 
 class Engine:
-    """Records models, keeps them mirrored, averages their gradients and shares out their optimizers' steps.
+    """Records models, keeps them mirrored, averages their gradients and shards their optimizers' steps.
 
     At one tower nothing is attached, but for virtual towers and watched gradients.
 
@@ -201,7 +201,7 @@ class Engine:
             self._tell_recorded()
 
     def _adopt(self, sync_batch_norm: bool) -> Callable[[nn.Module], None] | None:
-        """What lets a batch norm layer normalise over the global batch; None if that is not asked for, or at one tower.
+        """A function that lets a layer normalise over the global batch; None if that is not asked for, or at one tower.
 
         Raises:
             ValueError: there are virtual towers.

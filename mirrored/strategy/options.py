@@ -1,4 +1,4 @@
-"""How a strategy trains, as a user chooses it."""
+"""Options of a strategy's training."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:
-    """Which elements of the buffers' values, one after the other, belong to those that all towers have."""
+    """The elements, in the buffers' values one after the other, that belong to buffers that all towers have."""
     if all(buffer.name in kept for buffer in buffers):
         return slice(None)
     flags = [torch.full((real(b.tensor).numel(),), b.name in kept, device=b.tensor.device) for b in buffers]

@@ -56,13 +56,13 @@ class Buffer:
 
     @property
     def home(self) -> dict[str, Tensor | None]:
-        """Where it is registered; where its module is gone, it still is."""
+        """The dict in which it is registered; it outlives its module."""
         module = self._module()
         return own_buffers(module) if module is not None else {self.key: self.tensor}
 
     @property
     def now(self) -> Tensor:
-        """What is registered now; the forward may have put another tensor there.
+        """The tensor that is registered now; the forward may have put another one there.
 
         Raises:
             MirrorError: it is of another shape or dtype.
@@ -231,7 +231,7 @@ class IntegerPack(Pack):
         return [tensor._version for tensor in self._own]
 
     def _flags(self) -> list[bool]:
-        """Which of them have another version than before, or are not the registered tensor any more."""
+        """For each whether it has another version than before, or is not the registered tensor any more."""
         flags = list(map(operator.ne, self._current_versions(), self._versions))
         if not self._are_in_place():
             flags = [says or b.home.get(b.key) is not b.tensor for says, b in zip(flags, self.buffers, strict=True)]
@@ -250,5 +250,5 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def narrow(value: Tensor, like: Tensor) -> Tensor:
-    """What :func:`real` made of a tensor like ``like``, as that was."""
+    """The inverse of :func:`real`, for a tensor like ``like``."""
     return torch.view_as_complex(value) if like.is_complex() else value

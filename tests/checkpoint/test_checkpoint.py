@@ -166,7 +166,8 @@ class Widths(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
 
 
-def test_row_33_tied_weights_and_every_dtype_and_layout_come_back(folder: pathlib.Path) -> None:
+@pytest.mark.row(33)
+def test_tied_weights_and_every_dtype_and_layout_come_back(folder: pathlib.Path) -> None:
     strategy = mirrored.OneDeviceStrategy()
     first, second = Widths(), Widths()
     optimizers = []
@@ -230,7 +231,8 @@ def damage(path: pathlib.Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "how"), DAMAGES)
-def test_row_45_a_damaged_checkpoint_is_named_and_the_one_before_used(
+@pytest.mark.row(45)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     folder: pathlib.Path, file: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager, model = one_tower(folder)
@@ -251,7 +253,8 @@ def test_row_45_a_damaged_checkpoint_is_named_and_the_one_before_used(
         manager.restore(name_of(2))
 
 
-def test_row_45_nothing_whole_is_left(folder: pathlib.Path) -> None:
+@pytest.mark.row(45)
+def test_nothing_whole_is_left(folder: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.step()
     manager.wait()
@@ -260,7 +263,8 @@ def test_row_45_nothing_whole_is_left(folder: pathlib.Path) -> None:
         manager.restore_newest()
 
 
-def test_row_45_what_is_no_part_of_a_checkpoint_is_refused(folder: pathlib.Path) -> None:
+@pytest.mark.row(45)
+def test_what_is_no_part_of_a_checkpoint_is_refused(folder: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.save(wait=True)
     (folder / name_of(0) / "more.bin").write_bytes(b"")
@@ -268,7 +272,8 @@ def test_row_45_what_is_no_part_of_a_checkpoint_is_refused(folder: pathlib.Path)
         manager.restore(name_of(0))
 
 
-def test_row_46_a_checkpoint_of_another_model_changes_nothing(folder: pathlib.Path) -> None:
+@pytest.mark.row(46)
+def test_a_checkpoint_of_another_model_changes_nothing(folder: pathlib.Path) -> None:
     strategy = mirrored.OneDeviceStrategy()
     progress = {"epoch": 1}
     first = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -302,7 +307,8 @@ class Stubborn:
             raise KeyError("not mine")
 
 
-def test_row_46_an_object_that_refuses_its_state_changes_nothing(folder: pathlib.Path) -> None:
+@pytest.mark.row(46)
+def test_an_object_that_refuses_its_state_changes_nothing(folder: pathlib.Path) -> None:
     strategy = mirrored.OneDeviceStrategy()
     progress, stubborn, model = {"epoch": 1}, Stubborn(), nn.Linear(2, 2)
     objects = {"progress": progress, "stubborn": stubborn, "model": model}
@@ -317,7 +323,8 @@ def test_row_46_an_object_that_refuses_its_state_changes_nothing(folder: pathlib
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/b", "", ".", "..", ".x", "latest", "a\0b", "x" * 101, 3])
-def test_row_47_a_name_cannot_leave_the_folder(folder: pathlib.Path, name: Any) -> None:
+@pytest.mark.row(47)
+def test_a_name_cannot_leave_the_folder(folder: pathlib.Path, name: Any) -> None:
     manager, _ = one_tower(folder)
     for call in (manager.save, manager.restore):
         with pytest.raises(ValueError, match="a checkpoint's name is"):
@@ -325,7 +332,8 @@ def test_row_47_a_name_cannot_leave_the_folder(folder: pathlib.Path, name: Any) 
     assert sorted(p.name for p in folder.iterdir()) == [".lock"]
 
 
-def test_row_47_links_out_of_the_folder_are_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.row(47)
+def test_links_out_of_the_folder_are_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.save("elsewhere", wait=True)
     (folder / "elsewhere").rename(tmp_path / "elsewhere")
@@ -349,7 +357,8 @@ BOMBED = "/tmp/towers-test-bombed"
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "tensors.safetensors", "data.pkl"])
-def test_row_48_a_pickle_in_a_checkpoint_is_never_unpickled(folder: pathlib.Path, file: str) -> None:
+@pytest.mark.row(48)
+def test_a_pickle_in_a_checkpoint_is_never_unpickled(folder: pathlib.Path, file: str) -> None:
     manager, _ = one_tower(folder)
     manager.save(wait=True)
     (folder / name_of(0) / file).write_bytes(pickle.dumps(Bomb()))
@@ -358,7 +367,8 @@ def test_row_48_a_pickle_in_a_checkpoint_is_never_unpickled(folder: pathlib.Path
     assert not os.path.exists(BOMBED)
 
 
-def test_row_48_a_pickle_with_right_checksums_is_never_unpickled(folder: pathlib.Path) -> None:
+@pytest.mark.row(48)
+def test_a_pickle_with_right_checksums_is_never_unpickled(folder: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.save(wait=True)
     disk, place = Disk(), folder / name_of(0)
@@ -441,7 +451,8 @@ def test_state_of_another_dtype_than_its_parameter_keeps_it(folder: pathlib.Path
     assert state["momentum_buffer"].tolist() == torch.full((3,), 1 / 3).tolist()
 
 
-def test_row_46_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) -> None:
+@pytest.mark.row(46)
+def test_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(mirrored.CheckpointError, match="it is a Adam here; that in the checkpoint has momentum"):
         come_back(folder, torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters()))
@@ -512,7 +523,8 @@ def count_calls(tmp_path: pathlib.Path) -> int:
 
 
 @pytest.mark.parametrize("error", [28, 5], ids=["ENOSPC", "EIO"])
-def test_row_44_a_disk_that_fails_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path, error: int) -> None:
+@pytest.mark.row(44)
+def test_a_disk_that_fails_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path, error: int) -> None:
     calls = count_calls(tmp_path)
     assert calls > 15
     outcomes = collections.Counter[str]()
@@ -575,7 +587,8 @@ def _full_disk(strategy: mirrored.Strategy, folder: str, asynchronous: bool) -> 
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_row_44_all_towers_are_told_that_the_disk_is_full(folder: pathlib.Path, asynchronous: bool) -> None:
+@pytest.mark.row(44)
+def test_all_towers_are_told_that_the_disk_is_full(folder: pathlib.Path, asynchronous: bool) -> None:
     texts = towers(_full_disk, str(folder), asynchronous)
     assert texts[0] == texts[1]
     assert texts[0].startswith("tower 0: checkpoint ")
@@ -611,11 +624,13 @@ def saved_names(folder: pathlib.Path) -> list[str]:
     return sorted(p.name for p in folder.glob("step-*"))
 
 
-def test_row_49_the_newest_step_that_all_have(folder: pathlib.Path) -> None:
+@pytest.mark.row(49)
+def test_the_newest_step_that_all_have(folder: pathlib.Path) -> None:
     assert [step for step, _ in towers(_of_its_own, str(folder), 3)] == [2, 2]
 
 
-def test_row_49_no_step_that_all_have(folder: pathlib.Path) -> None:
+@pytest.mark.row(49)
+def test_no_step_that_all_have(folder: pathlib.Path) -> None:
     with pytest.raises(
         mirrored.TowerFailedError, match=r"no checkpoint in .* is there for all towers \(step 3 is for tower 0\)"
     ):

@@ -1,4 +1,4 @@
-"""Rows 1 to 22 of the bad inputs: descriptions of clusters and devices. Type, wording and time of each."""
+"""Descriptions of clusters and devices that cannot be right: the type, wording and time of each error."""
 
 from __future__ import annotations
 
@@ -61,41 +61,49 @@ def refused(text: object, words: str) -> None:
         tf_config(text)
 
 
-def test_row_01_not_json() -> None:
+@pytest.mark.row(1)
+def test_not_json() -> None:
     refused('{\n  "cluster": {]\n}', r"TF_CONFIG is not JSON: .* at line 2, column 15")
 
 
-def test_row_02_empty(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.row(2)
+def test_empty(caplog: pytest.LogCaptureFixture) -> None:
     assert resolve({"TF_CONFIG": ""}).workers == 1
     assert caplog.messages == ["TF_CONFIG is set but empty: taken as unset"]
 
 
 @pytest.mark.parametrize(("text", "kind"), [("[]", "a list"), ("3", "a number"), ('"x"', "a text"), ("null", "null")])
-def test_row_03_no_object(text: str, kind: str) -> None:
+@pytest.mark.row(3)
+def test_no_object(text: str, kind: str) -> None:
     refused(text, f"TF_CONFIG must be a JSON object with 'cluster' and 'task', not {kind}")
 
 
-def test_row_04_no_task_or_index() -> None:
+@pytest.mark.row(4)
+def test_no_task_or_index() -> None:
     refused({"cluster": {"worker": ["a:1"]}}, "TF_CONFIG: task is missing")
     refused({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}, "TF_CONFIG: task.index is missing")
     refused({"cluster": {"worker": ["a:1"]}, "task": {"index": 0}}, "TF_CONFIG: task.type is missing")
 
 
-def test_row_05_index_too_large() -> None:
+@pytest.mark.row(5)
+def test_index_too_large() -> None:
     refused(two_workers(index=2), "task.index is 2, but cluster.worker has 2 addresses: it goes from 0 to 1")
 
 
-def test_row_06_negative_index() -> None:
+@pytest.mark.row(6)
+def test_negative_index() -> None:
     refused(two_workers(index=-1), "task.index is -1, but .* it goes from 0 to 1")
 
 
-def test_row_07_index_as_text() -> None:
+@pytest.mark.row(7)
+def test_index_as_text() -> None:
     assert tf_config(two_workers(index="1")).worker == 1
     refused(two_workers(index="one"), "task.index is 'one', but must be a whole number")
     refused(two_workers(index=True), "task.index is True, but must be a whole number")
 
 
-def test_row_08_the_same_address_twice() -> None:
+@pytest.mark.row(8)
+def test_the_same_address_twice() -> None:
     config = {"cluster": {"chief": ["a:1"], "worker": ["b:1", "a:1"]}, "task": {"type": "chief", "index": 0}}
     refused(config, r"cluster.chief\[0\] and cluster.worker\[1\] are the same address, a:1")
     config = {"cluster": {"worker": ["a.b:1", "A.b:01"]}, "task": {"type": "worker", "index": 0}}
@@ -117,23 +125,27 @@ def test_row_08_the_same_address_twice() -> None:
         (7, r"cluster.worker\[0\] must be a text 'host:port', not a number"),
     ],
 )
-def test_row_09_addresses(address: object, words: str) -> None:
+@pytest.mark.row(9)
+def test_addresses(address: object, words: str) -> None:
     refused({"cluster": {"worker": [address]}, "task": {"type": "worker", "index": 0}}, words)
 
 
-def test_row_09_ipv6_in_brackets() -> None:
+@pytest.mark.row(9)
+def test_ipv6_in_brackets() -> None:
     config = {"cluster": {"worker": ["[::1]:2222", "[fe80::1]:1"]}, "task": {"type": "worker", "index": 0}}
     assert tf_config(config).addresses == ("[::1]:2222", "[fe80::1]:1")
 
 
-def test_row_10_unknown_task_and_two_chiefs() -> None:
+@pytest.mark.row(10)
+def test_unknown_task_and_two_chiefs() -> None:
     refused(two_workers(type="boss"), "task.type is 'boss', but must be a job of the cluster: worker")
     refused({"cluster": {"boss": ["a:1"]}, "task": {}}, "unknown job 'boss'; jobs are chief, worker, evaluator")
     config = {"cluster": {"chief": ["a:1", "b:1"]}, "task": {"type": "chief", "index": 0}}
     refused(config, "cluster.chief names 2 addresses; there is one chief")
 
 
-def test_row_11_ps_and_evaluator() -> None:
+@pytest.mark.row(11)
+def test_ps_and_evaluator() -> None:
     refused({"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}, "no parameter servers: remove the job 'ps'")
     config = {
         "cluster": {"worker": ["a:1", "b:1"], "evaluator": ["c:1"]},
@@ -170,7 +182,8 @@ def run_agents(*configurations: Job) -> list[tuple[str, int]]:
     return [(process.communicate(timeout=20)[1], process.returncode) for process in processes]
 
 
-def test_row_12_clusters_differ_between_workers() -> None:
+@pytest.mark.row(12)
+def test_clusters_differ_between_workers() -> None:
     first, second = f"127.0.0.1:{free_port()}", "127.0.0.1:2222"
     for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, "127.0.0.1:3333"])):
         assert code == 1
@@ -182,7 +195,8 @@ def test_row_12_clusters_differ_between_workers() -> None:
         assert "worker 1 knows 3 workers" in text
 
 
-def test_row_13_left_over_cluster() -> None:
+@pytest.mark.row(13)
+def test_left_over_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
     [(text, code)] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
     assert code == 1
@@ -190,13 +204,15 @@ def test_row_13_left_over_cluster() -> None:
     assert "the address comes from TF_CONFIG" in text
 
 
-def test_row_14_tf_config_and_world_size_disagree() -> None:
+@pytest.mark.row(14)
+def test_tf_config_and_world_size_disagree() -> None:
     environ = {"TF_CONFIG": json.dumps(two_workers()), **torchrun_variables(), "WORLD_SIZE": "1"}
     with pytest.raises(ClusterError, match="TF_CONFIG says worker 0 of 2, the variables RANK.* say worker 0 of 1"):
         resolve(environ)
 
 
-def test_row_15_two_processes_claim_one_rank() -> None:
+@pytest.mark.row(15)
+def test_two_processes_claim_one_rank() -> None:
     store = HashStore()
     arguments = {
         "kind": "tower",
@@ -216,14 +232,16 @@ def torchrun_variables(**changes: str) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **changes}
 
 
-def test_row_16_missing_variables_are_named_at_once() -> None:
+@pytest.mark.row(16)
+def test_missing_variables_are_named_at_once() -> None:
     with pytest.raises(ClusterError, match="RANK, MASTER_ADDR, MASTER_PORT not set; start with torchrun"):
         TorchrunClusterResolver({"WORLD_SIZE": "2"})
     with pytest.raises(ClusterError, match="RANK, LOCAL_WORLD_SIZE not set"):
         TorchrunClusterResolver(torchrun_variables(LOCAL_RANK="0", RANK=""))
 
 
-def test_row_17_rank_not_below_world_size() -> None:
+@pytest.mark.row(17)
+def test_rank_not_below_world_size() -> None:
     with pytest.raises(ValueError, match="RANK is 2, but WORLD_SIZE is 2: it goes from 0 to 1"):
         TorchrunClusterResolver(torchrun_variables(RANK="2"))
     with pytest.raises(ValueError, match="LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"):
@@ -231,12 +249,14 @@ def test_row_17_rank_not_below_world_size() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "1.0", "9" * 5000])
-def test_row_18_not_a_number(text: str) -> None:
+@pytest.mark.row(18)
+def test_not_a_number(text: str) -> None:
     with pytest.raises(ClusterError, match="RANK=.* is not a whole number from 0"):
         TorchrunClusterResolver(torchrun_variables(RANK=text))
 
 
-def test_row_19_port_in_use() -> None:
+@pytest.mark.row(19)
+def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
@@ -247,7 +267,8 @@ def test_row_19_port_in_use() -> None:
         assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
 
 
-def test_row_20_a_worker_never_starts() -> None:
+@pytest.mark.row(20)
+def test_a_worker_never_starts() -> None:
     addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:2", "127.0.0.1:3"]
     for text, code in run_agents(worker_job(0, addresses, seconds=2.0), worker_job(2, addresses, seconds=2.0)):
         assert code == 1
@@ -256,7 +277,8 @@ def test_row_20_a_worker_never_starts() -> None:
         assert len(text.splitlines()) == 1
 
 
-def test_row_20_a_tower_never_starts() -> None:
+@pytest.mark.row(20)
+def test_a_tower_never_starts() -> None:
     program = (
         "import mirrored; mirrored.MirroredStrategy("
         "communication=mirrored.CommunicationOptions(startup_timeout_seconds=1))"
@@ -267,7 +289,8 @@ def test_row_20_a_tower_never_starts() -> None:
     assert last.startswith("towers.errors.StartupError: 1 of 2 towers did not come within 1 s: tower 1 (rank 1)")
 
 
-def test_row_20_something_else_answers() -> None:
+@pytest.mark.row(20)
+def test_something_else_answers() -> None:
     """A program of another kind has the chief's port: it takes the connection, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         addresses = [f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:2"]
@@ -277,7 +300,8 @@ def test_row_20_something_else_answers() -> None:
     assert len(text.splitlines()) == 1
 
 
-def test_row_21_no_visible_gpu() -> None:
+@pytest.mark.row(21)
+def test_no_visible_gpu() -> None:
     result = run_program(
         ["-c", "import mirrored; print(mirrored.MirroredStrategy().device)"], env={"CUDA_VISIBLE_DEVICES": ""}
     )
@@ -290,7 +314,8 @@ def test_row_21_no_visible_gpu() -> None:
         devices.check_exist(wanted, gpus=1)
 
 
-def test_row_22_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.row(22)
+def test_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "count_gpus", lambda: 2)
     assert devices.for_tower(1, 2, None, "torchrun") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
@@ -307,7 +332,8 @@ def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("what", ["torch", "python", "mirrored"])
-def test_row_23_versions_differ(what: str) -> None:
+@pytest.mark.row(23)
+def test_versions_differ(what: str) -> None:
     store = HashStore()
 
     def come(index: int) -> str:

@@ -83,7 +83,8 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("towers", [1, 2])
-def test_row_43_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towers: int) -> None:
+@pytest.mark.row(43)
+def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towers: int) -> None:
     words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers)]
     process = start(*words, "--fault", f"slow:forward:{towers - 1}:5", "--every", "100")
     wait_until((tmp_path / "run.fault").exists, 60)
@@ -101,7 +102,8 @@ def test_row_43_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Pat
 
 
 @pytest.mark.parametrize(("towers", "why"), [(2, "second signal"), (1, "grace is over")])
-def test_row_43_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
+@pytest.mark.row(43)
+def test_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
     words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers), "--deadline", "100"]
     grace = "100" if why == "second signal" else "0.5"
     process = start(*words, "--fault", f"hang:forward:{towers - 1}:1", "--grace", grace)

@@ -280,7 +280,8 @@ def sparse_on_one_tower(strategy: mirrored.Strategy) -> tuple[list[float], list[
     return first, table.weight.grad.to_dense().flatten().tolist()
 
 
-def test_row_40_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
+@pytest.mark.row(40)
+def test_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
     assert towers(sparse_on_one_tower) == [([0, 1, 0, 0.5], [1.5, 1, 1, 1])] * 2
 
 
@@ -378,7 +379,8 @@ def look_at_a_complex_parameter(strategy: mirrored.Strategy) -> tuple[list[compl
     return [*model.weight.detach().tolist(), *model.weight.grad.tolist()], model.steps.tolist()
 
 
-def test_row_41_complex_and_integer_parameters() -> None:
+@pytest.mark.row(41)
+def test_complex_and_integer_parameters() -> None:
     for numbers, steps in towers(look_at_a_complex_parameter):
         assert numbers == [1 + 1j, 2 - 1j, 1.5, 1.5]
         assert steps == [0]

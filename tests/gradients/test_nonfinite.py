@@ -1,4 +1,4 @@
-"""Row 39 of the bad inputs: gradients that are NaN or infinite. All towers decide alike, and say whose they are."""
+"""Gradients that are NaN or infinite. All towers decide alike, and say whose they are."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def scale_gradients(sharded: bool) -> tuple[list[float], list[list[float]], list
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_row_39_a_scaler_skips_on_all_towers_alike(sharded: bool) -> None:
+@pytest.mark.row(39)
+def test_a_scaler_skips_on_all_towers_alike(sharded: bool) -> None:
     first, second = on_towers(scale_gradients, sharded)
     assert first == second
     scales, weights, parameters = first
@@ -147,7 +148,8 @@ def texts_of(backwards: list[Factors], options: dict[str, Any], sparse: bool = T
     return texts
 
 
-def test_row_39_parameter_kind_and_tower_are_named() -> None:
+@pytest.mark.row(39)
+def test_parameter_kind_and_tower_are_named() -> None:
     cases: dict[str, Factors] = {
         "Odd.large (nan on tower 1)": [{}, {"large": NAN}],
         "Odd.small (inf on tower 0)": [{"small": -INF}, {}],

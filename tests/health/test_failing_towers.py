@@ -27,8 +27,8 @@ HERE = "in step 3, in the step's function"
         (2, "die 1 3 optimizer", 137, "towers: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
     ],
 )
+@pytest.mark.row(42)
 def test_the_last_line_names_the_tower_and_its_place(towers: int, words: str, code: int, last: str) -> None:
-    """The exception of one tower ends all: row 42 of docs/bad_inputs.md."""
     result = within(5, towers, *words.split())
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == last

@@ -234,8 +234,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_running(number: int, tmp_path: pathlib.Path) -> None:
+    """SIGTERM is sent in tests/health/test_signals.py."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(

@@ -10,7 +10,6 @@ import pathlib
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,8 @@ import pytest
 
 import mirrored
 from mirrored import cli
-from tests.support.jobs import ROOT, run_program
+from tests.support.clusters import free_port, torchrun_variables
+from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import at_most, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
@@ -29,6 +29,8 @@ from towers.system import devices
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
 REPORT = str(ROOT / "tests" / "programs" / "report.py")
+RUN = ["-m", "mirrored", "run", "--towers", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def report(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
@@ -72,40 +74,27 @@ def test_a_module_becomes_its_towers() -> None:
     assert result.stderr == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by python\n"
 
 
-def test_the_process_itself_becomes_the_launcher() -> None:
-    """No parent is left waiting: job control and signals reach the process that was started."""
-    process = subprocess.Popen(
-        [sys.executable, REPORT, "two", "wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    tower = json.loads(process.stdout.readline())["pid"]
-    assert os.path.exists(f"/proc/{tower}")
-    assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
-    process.send_signal(signal.SIGINT)
-    with at_most(15):
-        process.communicate(timeout=20)
-    assert process.returncode == -signal.SIGINT
-    assert not os.path.exists(f"/proc/{tower}")
-
-
 def state_of(process: int) -> str:
     """T when stopped, S or R when not."""
     return pathlib.Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
-def test_suspending_and_continuing_reaches_the_towers() -> None:
+def test_the_process_itself_becomes_the_launcher() -> None:
+    """No parent is left waiting: job control and signals reach the process that was started, and with it the towers."""
     # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
-    command = [sys.executable, REPORT, "two", "wait"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp)
+    command, pipe = [sys.executable, REPORT, "two", "wait"], subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=os.setpgrp)
     assert process.stdout is not None
     tower = json.loads(process.stdout.readline())["pid"]
-    for number, wanted in ((signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"}), (signal.SIGTSTP, {"T"})):
+    assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
+    for number, wanted in 2 * [(signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"})]:
         process.send_signal(number)
         wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted, 10)  # type: ignore[misc]
-    process.send_signal(signal.SIGCONT)
-    process.terminate()
-    process.communicate(timeout=15)
-    assert process.returncode == -signal.SIGTERM
+    process.send_signal(signal.SIGINT)
+    with at_most(15):
+        process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGINT
+    assert not os.path.exists(f"/proc/{tower}")
 
 
 def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
@@ -127,7 +116,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
 
 def test_the_first_exception_comes_last_and_whole() -> None:
     with at_most(20):
-        result = run_program([REPORT, "two", "fail"])
+        result = run_program([*RUN, REPORT, "fail"])
     assert result.returncode == 1
     text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
@@ -139,7 +128,7 @@ def test_the_first_exception_comes_last_and_whole() -> None:
 
 def debug_log(*words: str) -> list[str]:
     """The lines of a job's debug log, without their times."""
-    result = run_program([REPORT, "two", *words], env={"MIRRORED_LOG_LEVEL": "debug"})
+    result = run_program([*RUN, REPORT, *words], env={"MIRRORED_LOG_LEVEL": "debug"})
     return [re.sub(r" [0-9]+ ms: ", ": ", line) for line in result.stderr.splitlines()]
 
 
@@ -148,7 +137,7 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
     assert any(line.startswith("towers: worker 0 of 1 starts 2 towers: ") for line in lines)
     for tower, name in ((0, ""), (1, "[tower 1] ")):
         for text in (
-            f"mirrored: tower {tower} of 2 on cpu joins the others at",
+            f"mirrored: tower {tower} of 2 on cpu:{tower} joins the others at",
             f"towers: tower {tower} has begun its heartbeats",
             f"towers: tower {tower} is connected by shared memory",
             "towers: this tower has left its process groups",
@@ -160,23 +149,15 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
     assert "towers: tower 1 ended with 1; its report: ValueError: planned failure" in lines
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "last"),
-    [
-        ("exit", 7, "towers: tower 1 ended with exit code 7 before its first step"),
-        ("die", 137, "towers: tower 1 was ended by SIGKILL before its first step"),
-    ],
-)
-def test_exit_codes(how: str, code: int, last: str) -> None:
+def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     with at_most(20):
-        result = run_program([REPORT, "two", how])
-    assert result.returncode == code
-    assert result.stderr.splitlines()[-1] == last
+        result = run_program([*RUN, REPORT, "exit"])
+    assert result.returncode == 7
+    assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
 
 
 def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", REPORT, "fail"]
-    result = run_program(words)
+    result = run_program([*TORCHRUN, REPORT, "fail"])
     assert result.returncode == 1
     assert "ValueError: planned failure" in result.stderr[result.stderr.index("Root Cause") :]
 
@@ -250,8 +231,8 @@ def train() -> str:
 def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     ways = {
         "python": [TRAIN, "two"],
-        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN],
-        "mirrored run": ["-m", "mirrored", "run", "--towers", "2", TRAIN],
+        "torchrun": [*TORCHRUN, TRAIN],
+        "mirrored run": [*RUN, TRAIN],
         "TF_CONFIG": ["-m", "mirrored", "cluster", TRAIN],
     }
     losses = {}
@@ -279,30 +260,19 @@ def test_srun(tmp_path: pathlib.Path) -> None:
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": "0",
         }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, REPORT],
-                env={**os.environ, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        processes.append(start_program([REPORT], env=variables))
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
     assert outputs[1][1] == ""
 
 
-def test_row_15_a_second_process_with_the_same_rank_is_refused() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+@pytest.mark.row(15)
+def test_a_second_process_with_the_same_rank_is_refused() -> None:
+    port = str(free_port())
 
     def start(rank: int) -> subprocess.Popen[str]:
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        words = [sys.executable, REPORT, "wait"]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
+        return start_program([REPORT, "wait"], env=torchrun_variables(RANK=str(rank), MASTER_PORT=port))
 
     first, second = start(0), start(1)
     try:

@@ -1,4 +1,4 @@
-"""Rows 24 to 38 of the bad inputs: models, gradients and data. Each ends on all towers, with one text, quickly."""
+"""Models, gradients and data that cannot be right: each ends on all towers, with one text, quickly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def train_nothing(strategy: mirrored.Strategy, frozen: bool) -> tuple[list[float
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["no parameters", "all frozen"])
-def test_row_24_nothing_to_train(frozen: bool) -> None:
+@pytest.mark.row(24)
+def test_nothing_to_train(frozen: bool) -> None:
     (first, error, said), second = towers(train_nothing, frozen)
     assert (first, error, said) == second
     assert "does not require grad" in error
@@ -93,8 +94,9 @@ def differing_models(strategy: mirrored.Strategy, kind: str) -> None:
         ("order", "the order of parameters differs: Module.b on tower 0 is Module.a on tower 1"),
         ("frozen", "parameter Linear.weight is trainable on tower 0, but not on tower 1"),
     ],
-    ids=["row_25_count", "row_25_shape", "row_25_buffer", "row_26_dtype", "row_27_order", "trainable"],
+    ids=["count", "shape", "buffer", "dtype", "order", "trainable"],
 )
+@pytest.mark.row(25, 26, 27)
 def test_models_that_differ(kind: str, words: str) -> None:
     first, second = failures(differing_models, kind)
     assert str(first) == str(second)
@@ -128,7 +130,8 @@ def disagree(strategy: mirrored.Strategy, call: str, row: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("row", [28, 29], ids=["row_28_equal_bytes_of_another_dtype", "row_29_sizes"])
+@pytest.mark.row(28, 29)
+@pytest.mark.parametrize("row", [28, 29], ids=["equal bytes of another dtype", "sizes"])
 @pytest.mark.parametrize("call", ["reduce", "gather", "all_reduce", "all_gather"])
 def test_values_that_differ(call: str, row: int) -> None:
     first, second = towers(disagree, call, row)
@@ -165,7 +168,8 @@ def unused_on_one_tower(strategy: mirrored.Strategy) -> list[Tensor]:
     return [*parameters_of(model), *parameters_of(extra)]
 
 
-def test_row_30_parameter_unused_on_one_tower() -> None:
+@pytest.mark.row(30)
+def test_parameter_unused_on_one_tower() -> None:
     expected = unused_on_one_tower(mirrored.OneDeviceStrategy())
     for result in towers(unused_on_one_tower):
         assert_close(result, expected, 1e-12)
@@ -192,7 +196,8 @@ def frozen_in_mid_training(strategy: mirrored.Strategy) -> list[Tensor]:
     return parameters_of(model)
 
 
-def test_row_31_parameter_frozen_in_mid_training() -> None:
+@pytest.mark.row(31)
+def test_parameter_frozen_in_mid_training() -> None:
     expected = frozen_in_mid_training(mirrored.OneDeviceStrategy())
     for result in towers(frozen_in_mid_training):
         assert_close(result, expected, 1e-12)
@@ -216,7 +221,8 @@ def add_a_parameter(strategy: mirrored.Strategy, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before the first step", "after the first step"])
-def test_row_32_parameter_added_after_the_scope(when: str) -> None:
+@pytest.mark.row(32)
+def test_parameter_added_after_the_scope(when: str) -> None:
     for tower, error in enumerate(failures(add_a_parameter, when)):
         words = (
             rf"step\(\) on tower {tower} would change Linear.scale, which no scope mirrored.*strategy.mirror\(module\)"
@@ -259,7 +265,8 @@ def load_tied_weights(strategy: mirrored.Strategy) -> tuple[bool, list[str], boo
     return tied, sorted(model.state_dict()), bool((model["embed"].weight == 7).all())
 
 
-def test_row_33_tied_weights_stay_tied_on_load() -> None:
+@pytest.mark.row(33)
+def test_tied_weights_stay_tied_on_load() -> None:
     assert towers(load_tied_weights) == [(True, ["embed.weight", "out.weight"], True)] * 2
 
 
@@ -269,7 +276,8 @@ def loss_with_a_shape(strategy: mirrored.Strategy) -> None:
     strategy.run(lambda: model(torch.ones(3, 1)).backward())
 
 
-def test_row_34_loss_is_no_scalar() -> None:
+@pytest.mark.row(34)
+def test_loss_is_no_scalar() -> None:
     for error in failures(loss_with_a_shape):
         with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
             raise error
@@ -291,7 +299,8 @@ def uneven_mean(strategy: mirrored.Strategy, exact: bool) -> float:
     return float(model.weight.grad)
 
 
-def test_row_35_uneven_shares() -> None:
+@pytest.mark.row(35)
+def test_uneven_shares() -> None:
     # Shares are (-20, -4) and (-2): the true mean is -26/3, a mean of means -7.
     assert towers(uneven_mean, True) == pytest.approx([-26 / 3] * 2, rel=1e-15)
     assert towers(uneven_mean, False) == [-7.0, -7.0]
@@ -312,7 +321,8 @@ def one_example_on_three_towers(strategy: mirrored.Strategy) -> tuple[float, flo
     return float(loss), float(model.weight.grad), list(x.shape)
 
 
-def test_row_36_empty_share() -> None:
+@pytest.mark.row(36)
+def test_empty_share() -> None:
     assert towers(one_example_on_three_towers, count=3) == [(4, 4, [1, 1]), (4, 4, [0, 1]), (4, 4, [0, 1])]
 
 
@@ -324,7 +334,8 @@ def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[st
     return seen, [message for message in records.messages if "smaller" in message]
 
 
-def test_row_37_global_batch_smaller_than_the_tower_count() -> None:
+@pytest.mark.row(37)
+def test_global_batch_smaller_than_the_tower_count() -> None:
     results = towers(small_batches, count=3)
     assert results[0][0] == [[0], [2], [4]] * 2
     assert results[1][0] == [[1], [3], []] * 2
@@ -366,14 +377,16 @@ def different_lengths(strategy: mirrored.Strategy, kind: str) -> list[list[int]]
         ("empty pipeline", ValueError, "the pipeline of tower 0 has no batch at all"),
     ],
 )
-def test_row_38_different_numbers_of_steps_are_refused(kind: str, error: type[Exception], words: str) -> None:
+@pytest.mark.row(38)
+def test_different_numbers_of_steps_are_refused(kind: str, error: type[Exception], words: str) -> None:
     first, second = failures(different_lengths, kind)
     assert str(first) == str(second)
     with pytest.raises(error, match=words):
         raise first
 
 
-def test_row_38_pipelines_of_different_lengths_are_agreed_on() -> None:
+@pytest.mark.row(38)
+def test_pipelines_of_different_lengths_are_agreed_on() -> None:
     assert towers(different_lengths, "pipeline") == [[[0], [], []], [[10], [11], [12]]]
 
 

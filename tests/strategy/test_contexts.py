@@ -58,7 +58,8 @@ def test_replica_context() -> None:
     assert towers(replica_facts) == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
 
 
-def test_row_50_one_strategy_inside_another() -> None:
+@pytest.mark.row(50)
+def test_one_strategy_inside_another() -> None:
     first, second = mirrored.OneDeviceStrategy(), mirrored.OneDeviceStrategy()
     with first.scope():
         for call in (second.scope().__enter__, lambda: second.run(int), lambda: second.reduce("sum", 1)):
@@ -85,7 +86,8 @@ def fork_and_run(strategy: mirrored.Strategy) -> str:
     return os.read(reader, 1000).decode()
 
 
-def test_row_50_process_forked_after_the_start() -> None:
+@pytest.mark.row(50)
+def test_process_forked_after_the_start() -> None:
     for text in towers(fork_and_run):
         assert text.startswith("ForkedError: run() was called in a process that was forked after the strategy")
 

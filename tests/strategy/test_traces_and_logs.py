@@ -42,6 +42,7 @@ def test_a_step_of_two_towers_has_its_phases_in_the_trace(tmp_path: pathlib.Path
     for ranges in towers(trace_of, str(tmp_path / "trace")):
         count = {name: sum(other == name for other, _, _ in ranges) for name, _, _ in ranges}
         assert count["mirrored::run"] == count["mirrored::optimizer-step"] == count["mirrored::reduce"] == 3
+        assert count["mirrored::bucket"] == count["mirrored::wait"] == count["mirrored::average"] == 3
         assert count["mirrored::data"] == 4  # the last wait finds the end of the epoch
         assert count["mirrored::mirror"] == count["mirrored::mirror-check"] == 1
         runs = [(begin, end) for name, begin, end in ranges if name == "mirrored::run"]
@@ -49,21 +50,31 @@ def test_a_step_of_two_towers_has_its_phases_in_the_trace(tmp_path: pathlib.Path
         assert all(run[0] < step[0] < step[1] < run[1] for run, step in zip(runs, steps, strict=True))
 
 
-def names_of_virtual_towers_and_batch_norm(strategy: mirrored.Strategy) -> list[str]:
+def names_of_other_ranges(strategy: mirrored.Strategy) -> list[str]:
+    sharding = mirrored.MirroredStrategy(shard_optimizer=True)
+    with sharding.scope():
+        sharded = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+
+    def sharded_step() -> None:
+        sharded(torch.randn(4, 4)).sum().backward()
+        optimizer.step()
+
     with strategy.scope(sync_batch_norm=True):
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     virtual = mirrored.MirroredStrategy(virtual_towers=4)
     with virtual.scope():
         other = nn.Linear(4, 1)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        sharding.run(sharded_step)
         strategy.run(lambda: model(torch.randn(4, 4)).sum().backward())
         virtual.run(lambda: virtual.backward(lambda x: other(x).square().mean(1), torch.randn(4, 4)))
     return [event.key for event in profiler.key_averages()]
 
 
 def test_other_collectives_of_a_step_are_named_too() -> None:
-    for names in towers(names_of_virtual_towers_and_batch_norm):
-        assert {"mirrored::batch-norm", "mirrored::virtual-tower"} <= set(names)
+    for names in towers(names_of_other_ranges):
+        assert {"mirrored::batch-norm", "mirrored::virtual-tower", "mirrored::sharded-step"} <= set(names)
 
 
 def test_without_a_profiler_there_is_no_range() -> None:

@@ -41,7 +41,7 @@ def plain(report: VerificationReport) -> str:
 @pytest.mark.parametrize(
     ("script", "cause", "words", "place"),
     [
-        # Row 35 of the list of bad inputs: uneven shares with a plain mean.
+        # Uneven shares with a plain mean, row 35 of docs/bad_inputs.md.
         ("local_mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1", "F.cross_entropy"),
         ("sum_loss", Cause.SUM_LOSS, "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
         ("sum_and_penalty", Cause.SUM_LOSS, "by the number of towers: all 5 steps are equal", "loss.backward()"),

@@ -63,7 +63,7 @@ class GradientAverager:
         reduction: how buckets are averaged; all-reduces by default.
         announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
             all of them are; raises on all where they are not.
-        watch: looks at what this tower contributes.
+        watch: inspects what this tower contributes.
 
     Attributes:
         keys: of memory in ``channel``.

@@ -45,13 +45,13 @@ _NEXT = {State.IDLE: State.COLLECTING, State.COLLECTING: State.CLOSING, State.CL
 
 
 class Watch(Protocol):
-    """Looks at what this tower contributes (:mod:`towers.gradients.nonfinite`)."""
+    """Inspects what this tower contributes (:mod:`towers.gradients.nonfinite`)."""
 
-    def look(self, slots: Iterable[Slot]) -> None:
+    def inspect(self, slots: Iterable[Slot]) -> None:
         """These gradients are about to be reduced."""
 
     def exchange(self) -> None:
-        """A backward is over, and the towers are in step."""
+        """A backward is over, and the towers are in step: exchange what they found."""
 
 
 class Cycle:
@@ -70,7 +70,7 @@ class Cycle:
     Args:
         channel: of the towers.
         reduction: what becomes of packed buckets.
-        watch: looks at what this tower contributes.
+        watch: inspects what this tower contributes.
 
     Attributes:
         state: changes in :meth:`_enter` only.
@@ -209,7 +209,7 @@ class Cycle:
             if bucket.streams is not None:
                 bucket.streams.advance()
             if self._watch is not None:
-                self._watch.look(bucket.slots)
+                self._watch.inspect(bucket.slots)
             bucket.pack(self._channel, reduction.scale, closing, tail=self._flags.in_tails)
             self._started.append(bucket)
             reduction.start(bucket)
@@ -256,7 +256,7 @@ class Cycle:
         if missed:
             self._await(reduction, closing)
         if self._watch is not None:
-            self._watch.look(layout.sparse)
+            self._watch.inspect(layout.sparse)
         for slot, anyone in zip(layout.sparse, touched[len(buckets) :], strict=True):
             if anyone:
                 reduction.reduce_sparse(slot)

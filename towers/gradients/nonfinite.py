@@ -1,8 +1,13 @@
 """Gradients that are NaN or infinite: which, and of which tower.
 
-Averaging spreads them to all towers, so afterwards nobody can tell where they came from. Each tower therefore looks at
-what it contributes before that is averaged, and at the end of each backward the towers tell each other. (Finite
-contributions whose sum overflows are not seen.)
+Averaging spreads them to all towers, so afterwards nobody can tell where they came from. Each tower therefore inspects
+what it contributes before that is averaged, and at the end of each backward the towers exchange what they found.
+(Finite contributions whose sum overflows are not seen.)
+
+[Note: gradients that are not finite pass] They are averaged like others, and are on all towers afterwards, so a
+``GradScaler``, which makes infinities on purpose, decides alike everywhere. To name the tower takes one more pass over
+the gradients, one small collective a backward and, on GPUs, a wait, so it is an option. The towers exchange what they
+found when all else of a backward is done, so that they are in step when that raises.
 """
 
 from __future__ import annotations
@@ -29,11 +34,11 @@ _NAMED = 3
 
 
 class GradientWatch:
-    """Looks at this tower's contributions to the gradients.
+    """Inspects this tower's contributions to the gradients.
 
     Args:
-        comm: the towers; who has found something is exchanged in every backward.
-        raises: whether what is found is an error, or a warning (the first, the tenth, the hundredth … time).
+        comm: the towers.
+        raises: whether a gradient that is not finite is an error, or a warning (the first, the tenth, … time).
     """
 
     def __init__(self, comm: Communicator, *, raises: bool) -> None:
@@ -42,10 +47,10 @@ class GradientWatch:
         self._names: list[str] = []
         self._highest: list[torch.Tensor] = []
         self._backward = 0
-        self._found = 0
+        self._warnings = 0
 
-    def look(self, slots: Iterable[Slot]) -> None:
-        """Before they are averaged: look at gradients that hold something of this tower's own."""
+    def inspect(self, slots: Iterable[Slot]) -> None:
+        """Before they are averaged: inspect gradients that hold something of this tower's own."""
         fresh = [(slot.name, slot.parameter) for slot in slots if slot.fresh]
         gradients = [(name, p.grad) for name, p in fresh if p is not None and p.grad is not None]
         if gradients:
@@ -53,7 +58,7 @@ class GradientWatch:
             self._highest.append(extremes([gradient for _, gradient in gradients]))
 
     def exchange(self) -> None:
-        """At the end of a backward: tell the others what was found. All towers call it.
+        """At the end of a backward: exchange what the towers found. All towers call it.
 
         Raises:
             NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
@@ -68,9 +73,9 @@ class GradientWatch:
         text = _describe(towers, self._backward)
         if self._raises:
             raise NonFiniteGradientError(text)
-        self._found += 1
-        if str(self._found).strip("0") == "1":  # 1, 10, 100, …
-            again = f" ({self._found} backwards so far)" if self._found > 1 else ""
+        self._warnings += 1
+        if str(self._warnings).strip("0") == "1":  # 1, 10, 100, …
+            again = f" ({self._warnings} backwards so far)" if self._warnings > 1 else ""
             log.warning("%s%s", text, again)
 
 
@@ -80,15 +85,15 @@ def watch_for(comm: Communicator, action: str) -> GradientWatch | None:
 
 
 def _describe(towers: Sequence[dict[str, str]], backward: int) -> str:
-    names = list(dict.fromkeys(name for found in towers for name in found))
+    names = list(dict.fromkeys(name for kinds in towers for name in kinds))
     described = []
     for name in names[:_NAMED]:
         by_kind: dict[str, list[int]] = {}
-        for tower, found in enumerate(towers):
-            if name in found:
-                by_kind.setdefault(found[name], []).append(tower)
-        kinds = ", ".join(f"{kind} on {name_towers(which)}" for kind, which in by_kind.items())
-        described.append(f"{name} ({kinds})")
+        for tower, kinds in enumerate(towers):
+            if name in kinds:
+                by_kind.setdefault(kinds[name], []).append(tower)
+        places = ", ".join(f"{kind} on {name_towers(which)}" for kind, which in by_kind.items())
+        described.append(f"{name} ({places})")
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
         f"gradients are not finite in backward() number {backward}: {', '.join(described)}{more}. Look at that tower's "
@@ -129,5 +134,5 @@ class LoneWatch:
     def _finish(self) -> None:
         arrived, self._arrived = self._arrived, []
         with torch.no_grad():
-            self._watch.look(arrived)
+            self._watch.inspect(arrived)
         self._watch.exchange()

@@ -17,7 +17,7 @@ the optimizer's step; where it is something else, :meth:`ReduceScatter.before_ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -78,9 +78,7 @@ class ChunkedSlot(DenseSlot):
             return False
         if gradient.is_sparse or gradient.stride() != view.stride():
             return False
-        if (
-            gradient.requires_grad or storage_holders(gradient) != ALONE
-        ):  # in memory of its own alone can it be averaged
+        if gradient.requires_grad or storage_holders(gradient) != ALONE:  # something else holds its memory
             return False
         source, target = flatten_real(gradient), flatten_real(view)
         target[:start].copy_(source[:start])
@@ -151,7 +149,7 @@ class ReduceScatter(AllReduce):
 
     def _average_whole(self, bucket: Bucket, buffer: Tensor) -> None:
         """Where some tower had no room for a region: average the whole bucket, another way."""
-        kept = _kept_in_place([bucket])
+        kept = self._kept_in_place([bucket])
         for gradient, view, start, end in kept:
             view[start:end].copy_(gradient[start:end])
         self._channel.all_reduce(buffer.mul_(1.0 / self._channel.size))
@@ -173,6 +171,15 @@ class ReduceScatter(AllReduce):
         tower = self._channel.index if tower is None else tower
         return chunk_of(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
 
+    def _kept_in_place(self, buckets: Collection[Bucket]) -> list[tuple[Tensor, Tensor, int, int]]:
+        """Gradients that are kept in place and still held: flat, their place in the buffer, and this tower's chunk."""
+        return [
+            (flatten_real(gradient), flatten_real(slot.view), *slot.chunk)
+            for slot in self._slots
+            if slot.kept_in_place and slot.bucket in buckets and slot.view is not None
+            if (gradient := slot.lazy) is not None
+        ]
+
     # -- the other half ----------------------------------------------------------------------------------
 
     @disable_dynamo
@@ -190,7 +197,7 @@ class ReduceScatter(AllReduce):
                 slot.note_whole()
 
     def _gather(self) -> None:
-        kept = _kept_in_place(bucket for bucket, _ in self._reduced)
+        kept = self._kept_in_place([bucket for bucket, _ in self._reduced])
         for gradient, view, start, end in kept:
             view[start:end].copy_(gradient[start:end])
         self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
@@ -240,16 +247,3 @@ class ReduceScatter(AllReduce):
         if self._owes_barrier:
             self._regions.close_files()
             self._owes_barrier = False
-
-
-def _kept_in_place(buckets: Iterable[Bucket]) -> list[tuple[Tensor, Tensor, int, int]]:
-    """Gradients that are kept in place and still held: flat, their place in the buffer, and this tower's chunk."""
-    return [
-        (flatten_real(gradient), flatten_real(slot.view), *slot.chunk)
-        for bucket in buckets
-        for slot in bucket.slots
-        if isinstance(slot, ChunkedSlot)
-        and slot.kept_in_place
-        and slot.view is not None
-        and (gradient := slot.lazy) is not None
-    ]

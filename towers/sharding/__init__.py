@@ -1,1 +1,1 @@
-"""Optimizers whose step and state are shared out among the towers."""
+"""Optimizers whose step and state are sharded over the towers."""
