@@ -161,7 +161,7 @@ def train_embedding(strategy: mirrored.Strategy, sparse: bool) -> tuple[list[Ten
     return parameters_of(model), sorted(model.state_dict()), all(kinds)
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["tied", "row_40_sparse"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["tied", "sparse"])
 def test_embeddings(sparse: bool) -> None:
     expected, keys, expected_kind = train_embedding(mirrored.OneDeviceStrategy(), sparse)
     assert expected_kind is sparse

@@ -94,7 +94,7 @@ def several(cases: list[tuple[str, int, bool]], settings: dict[str, Any], inner:
     """Several trainings in one job: starting towers takes longer."""
     results = []
     for what, width, fullgraph in cases:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         results.append(train(what, width, settings, inner, fullgraph))
     return results
 
