@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 import mirrored
+import towers.backend  # noqa: F401  (registers it in every rank)
 
 
 def ranks(
