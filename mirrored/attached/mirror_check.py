@@ -8,20 +8,15 @@ since garbage is collected at different times. Settings of optimizers are compar
 alone has lowered is found as such. Parameters that no optimizer steps count as others do: a frozen layer that was
 replaced outside the scope computes another function on every tower.
 
-[Note: a quarter at a time] A regular check compares a quarter of the parameters, in every 250th run, so that all are
-compared within a thousand. Most mistakes (a learning rate, a step of one tower alone) change everything and are found
-as soon as by a whole check; a flipped bit of one parameter takes four times as long. That costs 9 to 18 µs a step,
-where a whole check in every hundredth run cost 29 to 94 µs (``scripts/bench mirror``). The name of a parameter says in
-which quarter it is, since towers need not hold the same parameters.
+What it costs is in ``docs/benchmarks.md`` (``scripts/bench mirror``).
 """
 
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,11 +33,6 @@ from towers.system.profiling import range_
 from towers.system.text import name_towers
 
 log = get_logger("mirrored")
-
-PARTS = 4
-"""Into how many parts parameters and state are cut in an interval that is long enough for it."""
-
-_IN_PARTS_FROM = 1000
 
 _EARLY = (2, 10, 100)  # the runs in which a script that is wrong from the start shows it
 _READ_AFTER = 10  # runs, by when a GPU has done what it was given before
@@ -75,8 +65,7 @@ class MirrorCheck:
 
     Args:
         comm: the towers.
-        interval: runs in which all is compared once; None for no checks but those that are asked for. In a long one
-            this is done in parts: what differs is most often everything, which is then found sooner.
+        interval: runs in which all is compared once; None for no checks but those that are asked for.
         unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
         with_state: whether optimizer state is the same on all towers.
         barrier: comes before each check, with its purpose; given where towers that step alone wait outside ``comm``.
@@ -97,14 +86,13 @@ class MirrorCheck:
         self._comm = comm
         self._unmirrored = unmirrored
         self._barrier = barrier
-        self._in_parts = interval is not None and interval >= _IN_PARTS_FROM
-        self._every = interval // PARTS if interval is not None and self._in_parts else interval
+        self._every = interval
         self._with_state = with_state
         self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
         self._under_way: _Check | None = None
-        self._last_equal: dict[int | None, tuple[int, str]] = {}  # by part: the run, and when that was
+        self._last_equal = ""  # when that was
         self._warned: set[str] = set()
         self._read_later = comm.device.type == "cuda"
         self._runs = 0
@@ -155,10 +143,7 @@ class MirrorCheck:
         if earlier is not None:
             self._judge(earlier)
         if self._next(run - 1) == run:
-            assert self._every is not None
-            regular = run not in _EARLY
-            part = (run // self._every - 1) % PARTS if regular and self._in_parts else None
-            check = self._start(f"run() number {run}", run, f"when run {run} began", quick=regular, part=part)
+            check = self._start(f"run() number {run}", f"when run {run} began", quick=run not in _EARLY)
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
@@ -176,51 +161,42 @@ class MirrorCheck:
         """
         when = f"after run {self._runs} had begun" if self._runs else "before the first run"
         with range_("mirrored::mirror-check"):
-            self._judge(self._start(call, self._runs, when, quick=False))
+            self._judge(self._start(call, when, quick=False))
 
     # -- what --------------------------------------------------------------------------------------------
 
-    def held(self, part: int | None = None) -> list[Held]:
-        """Everything that has to be the same on all towers.
-
-        Args:
-            part: only what is in this part; None for all.
-        """
+    def held(self) -> list[Held]:
+        """Everything that has to be the same on all towers."""
         optimizers = list(self._optimizers.items())
-        living = self._living(part)
+        living = self._living()
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
         held += [Held(name, _PARAMETER, p.detach()) for name, p in living]
-        strange = [(name, p) for name, p in self._unmirrored() if part in (None, _part_of(name))]
-        held += [Held(name, _STRANGE, p.detach()) for name, p in strange if _has_bits(p)]
+        held += [Held(name, _STRANGE, p.detach()) for name, p in self._unmirrored() if _has_bits(p)]
         if self._with_state:
             names = {id(p): name for name, p in living}
             held += [state for optimizer, label in optimizers for state in _states(optimizer, label, names)]
         return held
 
-    def _living(self, part: int | None) -> list[tuple[str, Tensor]]:
+    def _living(self) -> list[tuple[str, Tensor]]:
         self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
-        chosen = (
-            self._parameters if part is None else [entry for entry in self._parameters if _part_of(entry[0]) == part]
-        )
-        return [(name, p) for name, reference in chosen if _has_bits(p := reference())]
+        return [(name, p) for name, reference in self._parameters if _has_bits(p := reference())]
 
-    def _start(self, call: str, run: int, when: str, *, quick: bool, part: int | None = None) -> _Check:
-        held = self.held(part)
+    def _start(self, call: str, when: str, *, quick: bool) -> _Check:
+        held = self.held()
         if self._barrier is not None:
             self._barrier(f"comes to {call}")
         log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
         comparison = start_comparison(self._comm, call, held, quick=quick)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
-        trained = [(name, p.detach()) for name, p in self._living(part) if id(p) in stepped]
+        trained = [(name, p.detach()) for name, p in self._living() if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))
-        return _Check(run, when, part, comparison, [name for name, _ in trained], highest)
+        return _Check(when, comparison, [name for name, _ in trained], highest)
 
     def _judge(self, check: _Check) -> None:
         if differences := check.comparison.differences():
-            equal = [last for part, last in self._last_equal.items() if part in (None, check.part)]
-            before = f"; the towers were equal {max(equal)[1]}" if equal else ""
+            before = f"; the towers were equal {self._last_equal}" if self._last_equal else ""
             raise MirrorError(in_words(differences, f"This is how it was {check.when}{before}"))
-        self._last_equal[check.part] = check.run, check.when
+        self._last_equal = check.when
         self._say_if_not_finite(check)
 
     def _say_if_not_finite(self, check: _Check) -> None:
@@ -232,8 +208,7 @@ class MirrorCheck:
             if self._comm.index:  # it is the same on all towers, and one says so
                 return
             name, kind = next(iter(not_finite.items()))
-            among = "parameters" if check.part is None else "parameters of those compared"
-            more = f", and {len(not_finite) - 1} more {among} are not finite" if len(not_finite) > 1 else ""
+            more = f", and {len(not_finite) - 1} more parameters are not finite" if len(not_finite) > 1 else ""
             log.warning(
                 "parameter %s holds %s on all towers%s, found %s. MirroredStrategy(nonfinite_gradients="
                 '"raise") says which tower and which gradient it comes from',
@@ -244,26 +219,18 @@ class MirrorCheck:
             )
 
 
-class _Check:
+class _Check(NamedTuple):
     """A check that was started.
 
     Attributes:
-        run: the last run that had begun, or was about to begin.
         when: in words.
-        part: which part was compared; None for all.
         names, highest: parameters that an optimizer steps, and their extremes.
     """
 
-    def __init__(
-        self, run: int, when: str, part: int | None, comparison: Comparison, names: Sequence[str], highest: HostCopy
-    ) -> None:
-        self.run, self.when, self.part = run, when, part
-        self.comparison, self.names, self.highest = comparison, names, highest
-
-
-def _part_of(name: str) -> int:
-    """The part in which a parameter and its state are compared; see [Note: a quarter at a time]."""
-    return zlib.crc32(name.encode()) % PARTS
+    when: str
+    comparison: Comparison
+    names: Sequence[str]
+    highest: HostCopy
 
 
 def in_words(differences: Sequence[Difference], when: str) -> str:

@@ -104,10 +104,9 @@ class MirroredStrategy(_TowersStrategy):
             towers compute with one thread each, unless ``OMP_NUM_THREADS`` says otherwise.
         mirror_check_interval: within so many ``run`` calls (and in the second, tenth and hundredth) the towers compare
             their parameters, optimizer state and optimizer settings bit by bit, see :meth:`check_mirrored`; a
-            difference is a MirrorError on all towers. From 1,000 on, the default, a quarter is compared at a time, and
-            the settings each time. All is compared when a checkpoint is saved, too, and when the program ends.
-            Parameters that are not finite only give a warning. None: no such checks. Between GPUs the result is read by
-            the tenth run after.
+            difference is a MirrorError on all towers. All is compared when a checkpoint is saved, too, and when the
+            program ends. Parameters that are not finite only give a warning. None: no such checks. Between GPUs the
+            result is read by the tenth run after.
         nonfinite_gradients: "ignore" (the default: a ``GradScaler`` makes infinities on purpose, and what it decides is
             the same on all towers), "warn" or "raise": at the end of each backward say which tower contributed NaN or
             infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero

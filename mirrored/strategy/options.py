@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-MIRROR_CHECK_INTERVAL = 1000
+MIRROR_CHECK_INTERVAL = 250
 """Runs in which the towers compare all that they hold once, unless a script says otherwise."""
 
 _ACTIONS = ("ignore", "warn", "raise")

@@ -1,9 +1,9 @@
 """What it costs to see that towers are still mirror images, and to watch gradients for NaN.
 
-CPU towers take steps in turns: without checks, with a part of a regular one before every step, and with
-``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes for all its parts, without waiting
-for the others; by default there is one within every thousand runs, so a step pays a thousandth of it. Ratios are
-medians over the turns, each of which compares neighbours in time.
+CPU towers take steps in turns: without checks, with a regular one before every step, and with
+``nonfinite_gradients="raise"``. A check's time is what this tower's thread computes, without waiting for the others; by
+default there is one in every 250th run, so a step pays a 250th of it. Ratios are medians over the turns, each of which
+compares neighbours in time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from steps import Times
 
 import mirrored
-from mirrored.attached.mirror_check import PARTS, MirrorCheck
+from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.strategy.options import MIRROR_CHECK_INTERVAL
 
 
@@ -41,18 +41,17 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
     strategy, step = step_of(MIRROR_CHECK_INTERVAL, "ignore")
     check = strategy.engine.attached(MirrorCheck)
     assert check is not None
-    parts: list[float] = []
+    checks: list[float] = []
 
     def step_and_check() -> None:
         step()
         started = time.thread_time()
-        check.come_to((len(parts) + 1) * MIRROR_CHECK_INTERVAL // PARTS)
-        parts.append(time.thread_time() - started)
+        check.come_to((len(checks) + 1) * MIRROR_CHECK_INTERVAL)
+        checks.append(time.thread_time() - started)
 
     variants = {"never": step_of(None, "ignore")[1], "checked": step_and_check, "watched": step_of(None, "raise")[1]}
     times = steps.alternate(variants, turns, seconds, together=True)
-    whole = range(0, len(parts) - PARTS + 1, PARTS)
-    return times, [sum(parts[start : start + PARTS]) for start in whole]
+    return times, checks
 
 
 def _ratio(times: Times, name: str) -> str:

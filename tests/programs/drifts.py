@@ -8,7 +8,7 @@ from torch import nn
 import mirrored
 
 kind = sys.argv[1]
-strategy = mirrored.MirroredStrategy(mirror_check_interval=None if kind == "unchecked" else 1000, seed=0)
+strategy = mirrored.MirroredStrategy(mirror_check_interval=None if kind == "unchecked" else 250, seed=0)
 with strategy.scope():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

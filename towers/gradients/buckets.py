@@ -56,12 +56,10 @@ class DenseSlot(Slot):
         view: where in the buffer its gradient lies, in the parameter's shape and strides.
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
         copied: the gradient that was copied so, and its version then.
-        kept_in_place: the gradient stays where autograd has put it; this tower's chunk of it is not in the buffer
-            (:class:`towers.gradients.reduce_scatter.ChunkedSlot`).
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
     """
 
-    __slots__ = ("bucket", "copied", "kept_in_place", "large", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "large", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -70,7 +68,6 @@ class DenseSlot(Slot):
         self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view: Tensor | None = None
         self.copied: tuple[Tensor, int] | None = None
-        self.kept_in_place = False
         self.packed: Tensor | None = None
 
     @property
@@ -112,14 +109,6 @@ class DenseSlot(Slot):
 
     def note_whole(self) -> None:
         """The gradient that was installed last is the same on all towers."""
-
-    def keep_in_place(self, gradient: Tensor) -> bool:
-        """Copy only what other towers reduce of ``gradient``, if that is worth it; returns whether it was done."""
-        return False
-
-    def was_kept_in_place(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` is the one that was kept in place last."""
-        return False
 
 
 class Bucket:
@@ -195,26 +184,21 @@ class Bucket:
         self._make_ready(channel)
         parameter = slot.parameter
         gradient = None if parameter is None else parameter.grad
-        slot.kept_in_place = False
         if parameter is None or gradient is None or slot.is_installed(gradient):
             return
-        if slot.keep_in_place(gradient):
-            slot.kept_in_place = True
-        else:
-            slot.copy(gradient, scale)
-            if scale == 1.0:
-                slot.install(parameter)
-                return
-            # Else a second gradient of this backward would be added to the scaled first: it is installed when packed.
-        slot.copied = gradient, gradient._version
+        slot.copy(gradient, scale)
+        if scale == 1.0:
+            slot.install(parameter)
+        else:  # a second gradient of this backward would be added to the scaled first: it is installed when packed
+            slot.copied = gradient, gradient._version
 
     def pack(
         self, channel: Communicator, scale: float, closing: Sequence[bool] | None = None, *, tail: bool = True
     ) -> None:
         """Copy all gradients, times ``scale``, and the tail into the buffer; it is ready to be reduced.
 
-        From here on the gradients of fresh slots lie in the buffer, unless they are kept in place. A slot without any
-        gradient contributes zero (and see [Note: stale slots contribute what they hold]).
+        From here on the gradients of fresh slots lie in the buffer. A slot without any gradient contributes zero (and
+        see [Note: stale slots contribute what they hold]).
 
         Args:
             closing: for the bucket that closes a backward: which units this tower touched, and which backward it is.
@@ -231,11 +215,6 @@ class Bucket:
             gradient = None if parameter is None else parameter.grad
             used.append(fresh)
             assert slot.view is not None
-            if slot.kept_in_place:
-                slot.kept_in_place = gradient is not None and slot.has_copied(gradient)
-                if slot.kept_in_place:
-                    slot.packed = gradient
-                    continue
             if parameter is None or gradient is None:
                 slot.view.zero_()
             elif slot.copied is not None and slot.has_copied(gradient):
@@ -252,7 +231,7 @@ class Bucket:
                     targets.append(slot.view)
                 else:
                     slot.copy(gradient, scale)
-                if fresh or slot.was_kept_in_place(gradient):
+                if fresh:
                     slot.install(parameter)
             slot.copied = None
             slot.packed = None if parameter is None else parameter.grad
@@ -329,7 +308,7 @@ class Bucket:
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
             slot.averaged = number
-            if not slot.kept_in_place and not slot.is_installed(parameter.grad):
+            if not slot.is_installed(parameter.grad):
                 slot.install(parameter)
 
     def closing_counts(self, tail: Tensor) -> list[float]:

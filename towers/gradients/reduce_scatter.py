@@ -5,11 +5,6 @@ stops half-way (a reduce-scatter): tower i averages the i-th chunk of every buck
 gradient is gathered when somebody uses it (:mod:`towers.gradients.lazy`): to clip, to log, to step an optimizer of
 another kind. A script that does so pays what the unsharded step costs; one that does not, half of it.
 
-[Note: kept in place] Of a gradient whose greater part is this tower's own chunk, only the rest is copied into the
-bucket, for the others to read. The gradient itself stays where autograd has put it, and its chunk is averaged there.
-That saves 3 to 5 % of a tower's CPU time (two towers; 784-2048-2048-2048-10 perceptron with SGD, transformer with
-Adam; medians of 150 steps each, in turns).
-
 [Note: deferred barrier] The owner of a bucket may write to it again only when the towers that have reduced from it have
 come to the next barrier. That one is not made here but left to whatever comes next, which most often is the barrier of
 the optimizer's step; where it is something else, :meth:`ReduceScatter.before_adding` makes it.
@@ -17,7 +12,7 @@ the optimizer's step; where it is something else, :meth:`ReduceScatter.before_ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -31,10 +26,7 @@ from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
 from towers.gradients.reductions import AllReduce
 from towers.gradients.slots import handles_gradients
 from towers.mirroring.mirror import Named
-from towers.system.memory_layout import ALONE, flatten_real
-from towers.system.torch_private import disable_dynamo, storage_holders
-
-_KEPT = 0.4  # how much of a gradient must be this tower's chunk to be kept in place
+from towers.system.torch_private import disable_dynamo
 
 
 class ChunkedSlot(DenseSlot):
@@ -42,17 +34,14 @@ class ChunkedSlot(DenseSlot):
 
     Attributes:
         gather: gradients are installed as lazily gathered ones that call it; None where buckets are averaged whole.
-        chunk: where this tower's chunk of the gradient begins and ends, in elements of the bucket's dtype.
     """
 
-    __slots__ = ("_kept", "_lazy", "chunk", "gather")
+    __slots__ = ("_lazy", "gather")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named, bucket, start)
         self.gather: Callable[[], None] | None = None
-        self.chunk = 0, 0
         self._lazy: TensorWeakRef | None = None
-        self._kept: TensorWeakRef | None = None
 
     @property
     def lazy(self) -> Tensor | None:
@@ -69,26 +58,6 @@ class ChunkedSlot(DenseSlot):
         gradient, self._lazy = self.lazy, None
         if gradient is not None:
             make_ordinary(gradient)
-
-    def keep_in_place(self, gradient: Tensor) -> bool:
-        # see [Note: kept in place]
-        view, (start, end) = self.view, self.chunk
-        assert view is not None
-        if self.gather is None or end - start < _KEPT * self.numel:
-            return False
-        if gradient.is_sparse or gradient.stride() != view.stride():
-            return False
-        if gradient.requires_grad or storage_holders(gradient) != ALONE:  # something else holds its memory
-            return False
-        source, target = flatten_real(gradient), flatten_real(view)
-        target[:start].copy_(source[:start])
-        target[end:].copy_(source[end:])
-        self.note_installed(gradient)
-        self._kept = TensorWeakRef(gradient)
-        return True
-
-    def was_kept_in_place(self, gradient: Tensor) -> bool:
-        return self._kept is not None and self._kept() is gradient
 
 
 class ReduceScatter(AllReduce):
@@ -111,8 +80,6 @@ class ReduceScatter(AllReduce):
         self._slots = [] if layout.sparse else [slot for slot in layout.dense if isinstance(slot, ChunkedSlot)]
         self.watches_adding = not layout.sparse
         for slot in self._slots:
-            low, high = (max(0, min(bound - slot.start, slot.numel)) for bound in self._chunk(slot.bucket))
-            slot.chunk = low, high
             slot.gather = self.gather
 
     def start(self, bucket: Bucket) -> None:
@@ -133,52 +100,23 @@ class ReduceScatter(AllReduce):
             assert bucket.buffer is not None
             assert bucket.tail is not None
             tensors = self._regions.map_peers(bucket.key)
-            if tensors is None:
-                self._average_whole(bucket, bucket.buffer)
+            if tensors is None:  # some tower had no room for a region: the whole bucket, another way
+                self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
                 tails.append(bucket.tail)
                 continue
             tail = tensors[0][bucket.numel :].clone()
             for other in tensors[1:]:
                 tail += other[bucket.numel :]
             tails.append(tail)
-            self._average_chunk(bucket, tensors)
+            self._regions.average_range(tensors, *self._chunk(bucket))
             self._reduced.append((bucket, tensors))
         if self._regions.newly_mapped:
             self.make_deferred_barrier()
         return tails
 
-    def _average_whole(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Where some tower had no room for a region: average the whole bucket, another way."""
-        kept = self._kept_in_place([bucket])
-        for gradient, view, start, end in kept:
-            view[start:end].copy_(gradient[start:end])
-        self._channel.all_reduce(buffer.mul_(1.0 / self._channel.size))
-        for gradient, view, _, _ in kept:
-            gradient.copy_(view)
-
-    def _average_chunk(self, bucket: Bucket, tensors: list[Tensor]) -> None:
-        done, end = self._chunk(bucket)
-        for slot in bucket.slots:
-            if isinstance(slot, ChunkedSlot) and slot.kept_in_place and slot.copied is not None:
-                low, high = slot.chunk
-                self._regions.average_range(tensors, done, max(done, slot.start + low))
-                mine = flatten_real(slot.copied[0])[low:high]
-                self._regions.average_range(tensors, slot.start + low, slot.start + high, mine)
-                done = slot.start + high
-        self._regions.average_range(tensors, done, max(done, end))
-
     def _chunk(self, bucket: Bucket, tower: int | None = None) -> tuple[int, int]:
         tower = self._channel.index if tower is None else tower
         return chunk_of(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
-
-    def _kept_in_place(self, buckets: Collection[Bucket]) -> list[tuple[Tensor, Tensor, int, int]]:
-        """Gradients that are kept in place and still held: flat, their place in the buffer, and this tower's chunk."""
-        return [
-            (flatten_real(gradient), flatten_real(slot.view), *slot.chunk)
-            for slot in self._slots
-            if slot.kept_in_place and slot.bucket in buckets and slot.view is not None
-            if (gradient := slot.lazy) is not None
-        ]
 
     # -- the other half ----------------------------------------------------------------------------------
 
@@ -197,9 +135,6 @@ class ReduceScatter(AllReduce):
                 slot.note_whole()
 
     def _gather(self) -> None:
-        kept = self._kept_in_place([bucket for bucket, _ in self._reduced])
-        for gradient, view, start, end in kept:
-            view[start:end].copy_(gradient[start:end])
         self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
         reduced, self._reduced = self._reduced, []
         for bucket, tensors in reduced:
@@ -208,9 +143,6 @@ class ReduceScatter(AllReduce):
                 if tower != self._channel.index:
                     start, end = self._chunk(bucket, tower)
                     mine[start:end].copy_(tensor[start:end])
-        for gradient, view, start, end in kept:
-            gradient[:start].copy_(view[:start])
-            gradient[end:].copy_(view[end:])
         self._owes_barrier = True
         self.make_deferred_barrier()
 

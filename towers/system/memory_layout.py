@@ -28,16 +28,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def flatten(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements, flat, in the order in which they lie in memory; no copy."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def flatten_real(tensor: Tensor) -> Tensor:
-    """As :func:`flatten`; complex numbers as pairs of real ones."""
-    return torch.view_as_real(flatten(tensor)).view(-1) if tensor.is_complex() else flatten(tensor)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
     expected = 1

@@ -183,18 +183,12 @@ class Regions:
             found.append(block)
         return found
 
-    def average_range(self, tensors: Sequence[Tensor], start: int, end: int, mine: Tensor | None = None) -> None:
-        """Average a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`.
-
-        Args:
-            mine: takes the place of this tower's range; of its size.
-        """
-        mine = tensors[self._index][start:end] if mine is None else mine
-        step = _PIECE // mine.element_size()
+    def average_range(self, tensors: Sequence[Tensor], start: int, end: int) -> None:
+        """Average a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
+        step = _PIECE // tensors[self._index].element_size()
         for at in range(start, end, step):
             parts = [tensor[at : min(at + step, end)] for tensor in tensors]
-            parts[self._index] = total = mine[at - start : at - start + step]
-            reduce_into(total, parts, "sum", scale=1.0 / self._size)
+            reduce_into(parts[self._index], parts, "sum", scale=1.0 / self._size)
 
     def close_files(self) -> None:
         """After a barrier: close the files of what all towers have mapped before it."""
