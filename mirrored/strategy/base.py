@@ -30,6 +30,7 @@ from mirrored.strategy.own_gradients import OwnGradients
 from mirrored.strategy.run_kinds import RunKinds
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
+from towers.launching.console import print_while_terminal_lasts
 from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
 from towers.system.profiling import begin_range, end_range, range_
@@ -269,7 +270,7 @@ class Strategy(OwnGradients, Backward):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the chief, nothing on the other towers."""
         if self.is_chief:
-            print(*args, **kwargs)
+            print_while_terminal_lasts(*args, **kwargs)
 
     def say_once(self, text: str) -> None:
         """Log ``text`` on the chief, the first time it is said, when there are several towers."""

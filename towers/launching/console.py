@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 Sink = Callable[[str], None]
 
@@ -46,6 +47,16 @@ def leave_terminal() -> None:
             if stat.S_ISCHR(os.fstat(stream).st_mode):  # isatty() says no of a terminal that is gone
                 os.dup2(nowhere, stream)
     os.close(nowhere)
+
+
+def print_while_terminal_lasts(*args: Any, **kwargs: Any) -> None:
+    """``print``, also in the moment between the end of the terminal and the SIGHUP that says so."""
+    try:
+        print(*args, **kwargs)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
 
 
 def _nowhere(text: str) -> None:
