@@ -1,6 +1,6 @@
 """Shared memory as a backend of ``torch.distributed``, for DDP and all else that communicates through it.
 
-Importing this module registers it::
+Importing this module registers it; torch 2.14 and later find it without that::
 
     import torch.distributed as dist
     import towers.backend
@@ -16,6 +16,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from towers.c10d.group import Group
@@ -23,7 +24,6 @@ from towers.c10d.shared_group import SharedMemoryGroup
 from towers.c10d.store import StoreCommunicator
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
-from towers.system.torch_private import add_backend, nccl_options
 
 NAME = "towers_shm"
 """The name of the backend."""
@@ -53,34 +53,30 @@ def _create(common: Any, options: Any) -> SharedMemoryGroup:
     return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds, _make_other)
 
 
-def _make_other(group: Group) -> dist.ProcessGroup:
+def _make_other(group: Group, device: torch.device) -> Any:
     """Make the group of the backends that were named beside ours, for tensors that are not on the CPU.
+
+    All ranks of the group call this.
+
+    Args:
+        device: this rank's; bound to the group if it has an index.
 
     Raises:
         ArgumentError: there are none.
     """
-    config = dist.get_backend_config(group)
-    others = dict(entry.split(":") for entry in config.split(",") if not entry.endswith(f":{NAME}"))
+    others = [entry for entry in dist.get_backend_config(group).split(",") if not entry.endswith(f":{NAME}")]
     if not others:
         raise ArgumentError(
             f"the backend {NAME} takes tensors on the CPU; for others name one beside it, as in "
             f"init_process_group('cpu:{NAME},cuda:nccl')"
         )
-    store = dist.PrefixStore("beside", group.store)
-    timeout = timedelta(seconds=group.seconds)
-    other = dist.ProcessGroup(store, group.rank(), group.size())
-    for device, name in others.items():
-        if name == "nccl":
-            options = nccl_options(timeout)
-            backend: Any = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-        elif name == "gloo":
-            backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
-            kind = dist.ProcessGroup.BackendType.GLOO
-        else:
-            raise ArgumentError(f"beside {NAME} there can be nccl and gloo, not {name}")
-        add_backend(other, device, kind, backend)
-    return other
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timedelta(seconds=group.seconds),
+        ",".join(others),
+        use_local_synchronization=True,  # the ranks of the group, not all
+        device_id=device if device.index is not None else None,
+    )
 
 
 register()

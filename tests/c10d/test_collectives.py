@@ -279,6 +279,22 @@ def test_groups_of_some_ranks_and_one_after_the_other() -> None:
     ranks(groups, count=3)
 
 
+def beside() -> str:
+    """What tensors on GPUs would go through; Gloo takes them in NCCL's place."""
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0, 2.0]
+    group: Any = dist.group.WORLD
+    other = group.other_devices(torch.device("cuda"))
+    assert group.other_devices(torch.device("cuda")) is other
+    assert dist.get_process_group_ranks(other) == [0, 1]
+    return str(dist.get_backend_config(other))
+
+
+def test_a_backend_beside_ours_gets_a_group_of_its_own() -> None:
+    assert ranks(beside, backend="cpu:towers_shm,cuda:gloo") == ["cuda:gloo"] * 2
+
+
 def then_another() -> None:
     """Functions that run when a collective is done, and wait for a second one."""
     size = dist.get_world_size()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.c10d.ranks import ranks
-from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of
+from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 
 
 class WithEmbedding(nn.Module):
@@ -107,3 +107,15 @@ def test_sharded_training_gives_the_numbers_of_one_process() -> None:
         nn.functional.cross_entropy(model(inputs[start : start + 16]), classes[start : start + 16]).backward()
         optimizer.step()
     assert_close(ours, parameters_of(model), 1e-6)
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 14), reason="torch finds backends of packages since 2.14")
+def test_the_backend_is_found_by_its_name() -> None:
+    """In programs that never import ours; two ranks have one sum in any order, so the bits are Gloo's."""
+    digests = []
+    for backend in ("gloo", "towers_shm"):
+        program = str(ROOT / "tests" / "programs" / "ddp_by_name.py")
+        done = run_program(["-m", "torch.distributed.run", "--nproc-per-node=2", program, backend])
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout)
+    assert digests[0] == digests[1] != ""

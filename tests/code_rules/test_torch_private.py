@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
@@ -183,7 +182,7 @@ def test_of_the_profiler() -> None:
         assert torch_private.profiler_runs()
 
 
-def test_of_process_groups(tmp_path: object) -> None:
+def test_of_process_groups(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     dist = torch.distributed
     assert isinstance(torch_private.is_in_bad_fork(), bool)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
@@ -191,12 +190,15 @@ def test_of_process_groups(tmp_path: object) -> None:
         assert isinstance(torch_private.default_store(), dist.Store)
         assert dist.group.WORLD is not None
         assert torch_private.backend_of(dist.group.WORLD, torch.device("cpu")) is not None
-        store = dist.HashStore()
-        plain = dist.ProcessGroup(store, 0, 1)
-        backend = dist.ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=5))
-        torch_private.add_backend(plain, "cpu", dist.ProcessGroup.BackendType.GLOO, backend)
-        assert torch_private.backend_of(plain, torch.device("cpu")) is not None
+        assert torch_private.bound_device() is None
+        plain = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        torch_private.name_backend(plain, "ours")
+        if torch.__version__ >= (2, 14):
+            assert torch_private.backend_of(plain, torch.device("cpu")).name() == "ours"
     finally:
         dist.destroy_process_group()
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
     if dist.is_nccl_available():
-        assert torch_private.nccl_options(timedelta(seconds=5)) is not None
+        assert torch_private.nccl_aborts_at_once() == (torch.__version__ >= (2, 15))
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert not torch_private.nccl_aborts_at_once()

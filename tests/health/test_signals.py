@@ -120,6 +120,7 @@ def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
     """The program has a terminal of its own, which is closed while it trains."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         words = ["run", "--towers", "2", str(ROOT / "tests" / "programs" / "until_told.py"), str(tmp_path)]
         os.execv(sys.executable, [sys.executable, "-m", "mirrored", *words])
     said = b""

@@ -1,8 +1,10 @@
 """A c10d process group in Python: ordered calls, messages, and the properties that c10d asks for.
 
-[Note: a whole group in Python] c10d accepts a Python class for a whole process group, but takes the backends within a
-group from C++ only (seen with torch 2.13). A group can still combine ours with NCCL: when the first tensor of another
-device comes, it makes a second, plain group of the backends that were named beside ours, and passes such calls to it.
+[Note: a whole group in Python] c10d accepts a Python class for a whole process group. It takes backends within a group
+from Python since torch 2.14, but hands out what they return in a holder that passes on ``wait`` and ``get_future``
+only: ``is_completed()`` stays False for ever, and ``recv`` from any source cannot say from whom (torch 2.15). So ours
+is a whole group on every version. A group can still combine ours with NCCL: when the first tensor of another device
+comes, it makes a second, plain group of the backends that were named beside ours, and passes such calls to it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from towers.collectives.communicator import Communicator, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
+from towers.system.torch_private import name_backend
 
 
 class Group(dist.ProcessGroup):
@@ -50,7 +53,7 @@ class Group(dist.ProcessGroup):
         ranks: Sequence[int],
         store: dist.Store,
         seconds: float,
-        make_other: Callable[[Group], dist.ProcessGroup],
+        make_other: Callable[[Group, torch.device], dist.ProcessGroup],
     ) -> None:
         super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch takes it for a C++ group
         self._backend_name = name
@@ -63,6 +66,7 @@ class Group(dist.ProcessGroup):
         self._other: dist.ProcessGroup | None = None
         self._broken: str | None = None
         self._name, self._purpose = "", ""
+        name_backend(self, name)
 
     def do(
         self,
@@ -145,7 +149,7 @@ class Group(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> CompletedWork:
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
-            return cast(CompletedWork, self.other_devices().barrier(opts))
+            return cast(CompletedWork, self.other_devices(device).barrier(opts))
         return self.do("barrier", opts, lambda comm: comm.barrier())
 
     @of_any_device
@@ -184,16 +188,11 @@ class Group(dist.ProcessGroup):
 
         return ReceiveWork(mailbox.receive(as_bytes(dense), rank, tag), [tensor], copy_back)
 
-    def other_devices(self) -> dist.ProcessGroup:
+    def other_devices(self, device: torch.device) -> dist.ProcessGroup:
         """The group for tensors that are not on the CPU; see [Note: a whole group in Python]."""
         if self._other is None:
-            self._other = self._make_other(self)
+            self._other = self._make_other(self, device)
         return self._other
-
-    @property
-    def store(self) -> dist.Store:
-        """The store of this group alone."""
-        return self._store
 
     @property
     def seconds(self) -> float:
@@ -237,7 +236,7 @@ class Group(dist.ProcessGroup):
         return [torch.device("cpu"), *(self._other._device_types if self._other is not None else ())]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.other_devices()._get_backend(device)
+        return self if device.type == "cpu" else self.other_devices(device)._get_backend(device)
 
     def _set_sequence_number_for_group(self) -> None:
         pass
@@ -247,10 +246,10 @@ class Group(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
-            self.other_devices()._start_coalescing(device)
+            self.other_devices(device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        return CompletedWork() if device.type == "cpu" else self.other_devices()._end_coalescing(device)
+        return CompletedWork() if device.type == "cpu" else self.other_devices(device)._end_coalescing(device)
 
     def shutdown(self) -> None:
         """Complete all queued calls, and leave."""

@@ -28,14 +28,14 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def of_any_device(method: _Method) -> _Method:
-    """Decorator: a call with tensors that are not on the CPU goes to ``self.other_devices()``, the group for them."""
+    """Decorator: a call with tensors that are not on the CPU goes to ``self.other_devices()``."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         device = _device(args)
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
-        return getattr(self.other_devices(), method.__name__)(*args, **kwargs)
+        return getattr(self.other_devices(device), method.__name__)(*args, **kwargs)
 
     return cast(_Method, call)
 

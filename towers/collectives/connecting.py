@@ -28,7 +28,7 @@ from towers.joining.store import Message, join_store, serve_store
 from towers.options import CommunicationOptions
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.system.torch_private import default_store
+from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
 
 log = get_logger("towers")
@@ -82,6 +82,8 @@ def _join_process_group(
                 f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
                 f"{topology.origin} says tower {topology.index} of {topology.size}"
             )
+        if backend == "nccl":
+            check_bound(bound_device(), device)
         if topology.local_size == topology.size:
             machine.listen_on()
         _handshake(_store_of_default_group(), topology, device, options)
@@ -90,6 +92,23 @@ def _join_process_group(
     _choose_network(topology, _handshake(store, topology, device, options))
     c10d = dist.PrefixStore("c10d", store)
     return join_default_group(c10d, topology.index, topology.size, device, backend, timeout, options.wire_dtype)
+
+
+def check_bound(bound: torch.device | None, device: torch.device) -> None:
+    """See that the script's own default group uses this tower's GPU, on which groups of ours are split from it.
+
+    Args:
+        bound: the device of the default group, if it is bound to one.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if bound is not None and bound.type == device.type and bound != device:
+        raise ValueError(
+            f"torch.distributed is initialised with NCCL on {bound}, but this tower's device is {device}: give "
+            f"init_process_group device_id=torch.device('{device}') (without it torch 2.15 takes LOCAL_RANK modulo the "
+            "number of GPUs), or leave the initialisation to the strategy"
+        )
 
 
 def _backend(implementation: str, device: torch.device) -> str:

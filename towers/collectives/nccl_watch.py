@@ -1,7 +1,8 @@
 """Errors that NCCL finds while no host waits for it: a collective that some tower never joins, a tower that has ended.
 
 The host only enqueues collectives between GPUs. torch's watchdog finds that one has timed out or failed, and aborts the
-process a minute later, without a word on which tower waited for which.
+process, without a word on which tower waited for which: a minute later, or, in torch 2.15, at once, unless it is told
+not to (see [Note: NCCL must not abort] in :mod:`towers.collectives.process_group`).
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held], *, qui
         pending.wait()
         return Comparison(near, HostCopy(rows))
     texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
-    card = {one.name: [one.kind, texts[one.name]] for one in held}
-    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(card).encode())]
+    listing = {one.name: [one.kind, texts[one.name]] for one in held}
+    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(listing).encode())]
     return Comparison([], None, compare(towers, held))
 
 
@@ -136,9 +136,9 @@ def compare(towers: Sequence[Description], held: Sequence[Held]) -> list[Differe
     plain = {one.name for one in held if not isinstance(one.value, Tensor)}
     found = []
     for name in towers[0]:
-        if not all(name in card for card in towers):
+        if not all(name in listing for listing in towers):
             continue
-        kinds, values = ([card[name][part] for card in towers] for part in (0, 1))
+        kinds, values = ([listing[name][part] for listing in towers] for part in (0, 1))
         if any(value != values[0] for value in values):
             found.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
     return found

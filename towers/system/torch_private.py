@@ -1,9 +1,9 @@
 """The private names of torch that this project uses: all of them, and none elsewhere.
 
-Each has the reason why no public name does, and who else relies on it. All were checked against torch 2.9.1 and 2.13.0;
-``tests/code_rules/test_torch_private.py`` uses each of them on whatever torch is installed. What c10d calls of a
-process group by a private name, :mod:`towers.c10d.group` has to define under that name; and torchrun's agent is
-extended by the methods that its documentation leaves to subclasses (:mod:`towers.launching.supervision`).
+Each has the reason why no public name does, and who else relies on it. All were checked against torch 2.9.1, 2.13.0,
+2.14.1 and 2.15.0; ``tests/code_rules/test_torch_private.py`` uses each of them on whatever torch is installed. What
+c10d calls of a process group by a private name, :mod:`towers.c10d.group` has to define under that name; torchrun's
+agent is extended by the methods that its documentation leaves to subclasses (:mod:`towers.launching.supervision`).
 
 Nothing here imports torch's compiler, which takes a second to load.
 """
@@ -11,9 +11,9 @@ Nothing here imports torch's compiler, which takes a second to load.
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.overrides import _pop_mode_temporarily
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_VERSION = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 COMPILER = "torch._dynamo"
 """The module of torch's compiler; loaded once it is used."""
@@ -189,14 +190,31 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def add_backend(group: dist.ProcessGroup, device: str, kind: Any, backend: Any) -> None:
-    """Let ``backend`` make a group's collectives on a device; as ``dist.init_process_group`` does it."""
-    group._register_backend(torch.device(device), kind, backend)
+def name_backend(group: dist.ProcessGroup, name: str) -> None:
+    """Say which backend a process group written in Python is, so that c10d's own hooks can be attached to it.
+
+    Torch 2.15 attaches a flight recorder and a health check to every group, and asks the group's default backend for
+    both. A backend in Python, which torch has since 2.14, is registered as that; it makes no collectives.
+    """
+    if _VERSION < (2, 14):
+        return
+
+    class Named(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
+        def getBackendName(self) -> str:
+            return name
+
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, Named(group.rank(), group.size()))
     group._set_default_backend(kind)
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """Options of an NCCL group with a deadline; as ``dist.new_group`` makes them."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return options
+def nccl_aborts_at_once() -> bool:
+    """Whether ``"nccl"`` is the engine that ends the process as soon as it finds an error: the default since 2.15."""
+    wanted = os.environ.get("TORCH_DIST_USE_NCCL2", "1" if _VERSION >= (2, 15) else "0")
+    return hasattr(dist, "ProcessGroupNCCL2") and wanted != "0"
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default group is bound to; NCCL's engine of torch 2.15 chooses one where none is named."""
+    device: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    return device
