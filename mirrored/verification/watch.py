@@ -256,6 +256,7 @@ class Watcher(TorchFunctionMode):
             multiplied = None if whole is None else value * whole if whole else 0.0
             recording.losses.append(Loss(multiplied, terms, script_line(), recording.share))
         scaled = scale_terms(loss, factors)
+        recording.accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
         try:
             with self:  # what backward computes again (checkpoints) is watched, too
                 torch.autograd.backward(
