@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mirrored.checkpoint.errors import CheckpointError
 from towers.launching.job import Job
-from towers.system import devices
+from towers.system import accelerator, devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -196,26 +196,26 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
-    """The devices of the towers: those named, else GPUs, else CPUs where there is none, as many as towers are wanted.
+    """The devices of the towers: those named, else accelerators, else CPUs; as many as towers are wanted.
 
     Raises:
-        ValueError: they do not fit each other, or there are fewer GPUs.
+        ValueError: they do not fit each other, or there are fewer accelerators.
     """
-    gpus = devices.count_gpus()
     if requested is not None:
         chosen = devices.parse_all(requested)
-        devices.check_exist(chosen, gpus)
+        devices.check_exist(chosen)
         if towers is not None and towers != len(chosen):
             raise ValueError(f"--towers is {towers}, but --devices names {len(chosen)}")
         return [str(device) for device in chosen]
-    count = towers if towers is not None else max(1, gpus)
+    kind = accelerator.kind()
+    there = accelerator.count(kind) if kind != "cpu" else 1
+    count = towers if towers is not None else there
     if count < 1:
         raise ValueError(f"--towers is {count}, but must be at least 1")
-    kind = "cuda" if gpus else "cpu"
-    if kind == "cuda" and count > gpus:
+    if kind != "cpu" and count > there:
         cpus = ",".join(f"cpu:{i}" for i in range(count))
         raise ValueError(
-            f"--towers is {count}, but this machine has only {gpus} GPU{'s' if gpus > 1 else ''}; "
-            f"for CPU towers say --devices {cpus}"
+            f"--towers is {count}, but this machine has {devices.seen(kind, there)}; for CPU towers say "
+            f"--devices {cpus}"
         )
     return [f"{kind}:{i}" for i in range(count)]

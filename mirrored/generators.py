@@ -1,4 +1,4 @@
-"""The states of the global random generators: Python's, NumPy's, torch's CPU generator and a GPU's.
+"""The states of the global random generators: Python's, NumPy's, torch's CPU generator and an accelerator's.
 
 ``take`` and ``put`` are for this process and need microseconds; ``state``, ``read`` and ``go_on`` are for files and
 other processes.
@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from towers.system import accelerator, cuda
+
 _NUMPY: Any = np.random.mtrand._rand  # type: ignore[attr-defined]  # the functions of np.random are its methods
 _WORDS = 624
 
@@ -47,19 +49,19 @@ class Place(NamedTuple):
     """The states of all generators.
 
     Attributes:
-        gpu: the state of the GPU's generator; None on a CPU, and while a CUDA graph is captured.
+        device: the state of the accelerator's generator; None on a CPU, and while a CUDA graph is captured.
     """
 
     python: Any
     numpy: _NumPyPlace
     cpu: Tensor
-    gpu: Tensor | None
+    device: Tensor | None
 
 
 def take(device: torch.device) -> Place:
-    """The states of the generators now: those of the CPU and, if ``device`` is a GPU, its own."""
-    gpu = torch.cuda.get_rng_state(device) if _can_use_gpu(device) else None
-    return Place(random.getstate(), _take_numpy(), torch.default_generator.get_state(), gpu)
+    """The states of the generators now: those of the CPU and, if ``device`` is none, its own."""
+    device_state = accelerator.get_rng_state(device) if _can_use(device) else None
+    return Place(random.getstate(), _take_numpy(), torch.default_generator.get_state(), device_state)
 
 
 def put(place: Place, device: torch.device) -> None:
@@ -67,13 +69,13 @@ def put(place: Place, device: torch.device) -> None:
     random.setstate(place.python)
     _put_numpy(place.numpy)
     torch.default_generator.set_state(place.cpu)
-    if place.gpu is not None and _can_use_gpu(device):
-        torch.cuda.set_rng_state(place.gpu, device)
+    if place.device is not None and _can_use(device):
+        accelerator.set_rng_state(place.device, device)
 
 
-def _can_use_gpu(device: torch.device) -> bool:
+def _can_use(device: torch.device) -> bool:
     # A captured graph draws what the generator's state is when the graph is replayed; torch refuses to touch it before.
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type != "cpu" and not cuda.is_capturing(device)
 
 
 class _NoBits:
@@ -125,14 +127,14 @@ def _put_numpy(place: _NumPyPlace) -> None:
 
 
 def state(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and a GPU ``device``: numbers, texts and tensors."""
+    """The states of the generators of Python, NumPy, torch and an accelerator: numbers, texts and tensors."""
     version, internal, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=True)
     return {
         "python": [version, torch.tensor(internal, device="cpu"), gauss],
         "numpy": [str(numpy[0]), torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "device": [device.type, accelerator.get_rng_state(device)] if device.type != "cpu" else None,
     }
 
 
@@ -143,20 +145,20 @@ class Saved(NamedTuple):
         python: as ``random.setstate`` takes it.
         numpy: as ``numpy.random.set_state`` takes it.
         cpu: torch's generator of the CPU.
-        gpu: that of a GPU; None where there is none, or none to set.
+        device: that of an accelerator; None where there is none, or none to set.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, Any, int, int, float]
     cpu: Tensor
-    gpu: Tensor | None
+    device: Tensor | None
 
 
 def read(state: Mapping[str, Any], device: torch.device) -> Saved:
     """A result of :func:`state`, if every field of it is one that a generator can have; lists do for tensors.
 
-    The libraries believe positions that they are given, and read memory of others with them. A GPU's state is left out
-    on a CPU.
+    The libraries believe positions that they are given, and read memory of others with them. The state of an
+    accelerator is left out on another kind.
 
     Raises:
         ValueError, TypeError, KeyError, RuntimeError, OverflowError: it is no such state.
@@ -172,12 +174,13 @@ def read(state: Mapping[str, Any], device: torch.device) -> Saved:
     _check(type(has_gauss) is int and has_gauss in (0, 1), f"NumPy's has_gauss is {has_gauss!r}")
     _check(type(numpy_gauss) is float, "NumPy's next normal number is none")
     key = np.asarray(_whole_numbers(key, _WORDS, 2**32), dtype=np.uint32)
-    cpu, gpu = _bytes(state["torch"], torch.default_generator.get_state()), None
+    cpu, own = _bytes(state["torch"], torch.default_generator.get_state()), None
     _check_torch(bytes(cpu.numpy()))
-    if state["cuda"] is not None and device.type == "cuda":
-        gpu = _bytes(state["cuda"], torch.cuda.get_rng_state(device))
-        _check(int.from_bytes(bytes(gpu.numpy()[8:16]), "little") % 4 == 0, "the GPU's offset is no multiple of 4")
-    return Saved((version, (*words, index), gauss), (kind, key, position, has_gauss, numpy_gauss), cpu, gpu)
+    if (theirs := state.get("device")) is not None and theirs[0] == device.type != "cpu":
+        own = _bytes(theirs[1], accelerator.get_rng_state(device))
+        if device.type == "cuda":
+            _check(int.from_bytes(bytes(own.numpy()[8:16]), "little") % 4 == 0, "the GPU's offset is no multiple of 4")
+    return Saved((version, (*words, index), gauss), (kind, key, position, has_gauss, numpy_gauss), cpu, own)
 
 
 def go_on(saved: Saved, device: torch.device) -> None:
@@ -185,8 +188,8 @@ def go_on(saved: Saved, device: torch.device) -> None:
     random.setstate(saved.python)
     np.random.set_state(saved.numpy)
     torch.set_rng_state(saved.cpu)
-    if saved.gpu is not None:
-        torch.cuda.set_rng_state(saved.gpu, device)
+    if saved.device is not None:
+        accelerator.set_rng_state(saved.device, device)
 
 
 def _check(fits: bool, otherwise: str) -> None:

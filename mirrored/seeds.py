@@ -25,6 +25,7 @@ import torch
 
 from mirrored import generators
 from towers.collectives.communicator import Communicator
+from towers.system import accelerator
 
 _CPU = torch.device("cpu")
 
@@ -55,9 +56,8 @@ def seed_on(device: torch.device, seed: int) -> None:
     Unlike ``torch.manual_seed``, which notes a stack trace for each kind of device that has not been used yet (0.6 ms).
     """
     seed_cpu(seed)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
+    if device.type != "cpu":
+        accelerator.manual_seed(seed, device)
 
 
 def share(comm: Communicator) -> None:
@@ -132,8 +132,8 @@ class TowerStreams:
                 seed_on(self._device, mix(base, *self._key, *self._name))
             else:
                 generators.put(other, self._device)
-                if current.gpu is None:  # while a graph is captured, both stay where they are
-                    current = current._replace(gpu=other.gpu)
+                if current.device is None:  # while a graph is captured, both stay where they are
+                    current = current._replace(device=other.device)
             self._other, self._inside = current, inside
         return before
 

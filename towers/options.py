@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 
-_IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory")
+_IMPLEMENTATIONS = ("auto", "nccl", "gloo", "shared_memory", "host")
 _ALGORITHMS = ("ring", "auto")
 _WIRE_DTYPES = ("same", "bfloat16")
 
@@ -24,8 +24,10 @@ class CommunicationOptions:
     """Options of a strategy's communication; they must be the same on all towers.
 
     Attributes:
-        implementation: "auto" (NCCL between GPUs, shared memory between CPU towers of one host, else Gloo), "nccl",
-            "gloo" or "shared_memory".
+        implementation: "auto" (between accelerators NCCL or what torch has for their kind, shared memory between CPU
+            towers of one host, else Gloo), "nccl", "gloo", "shared_memory", or "host": towers on accelerators average
+            in the hosts' memory, as CPU towers would; "auto" does so where torch has no collectives for the kind of
+            device, or towers share one.
         algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
             ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
         wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits

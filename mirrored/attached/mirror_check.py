@@ -94,7 +94,7 @@ class MirrorCheck:
         self._under_way: _Check | None = None
         self._last_equal = ""  # when that was
         self._warned: set[str] = set()
-        self._read_later = comm.device.type == "cuda"
+        self._read_later = comm.device.type != "cpu"
         self._runs = 0
         self.due = self._next(0)
 

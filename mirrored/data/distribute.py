@@ -57,7 +57,7 @@ def distribute(
     assert global_batch_size is not None
     # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers lies
     # on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
-    pinned = distribution.comm.device.type == "cuda" and num_workers > 0
+    pinned = distribution.comm.device.type != "cpu" and num_workers > 0
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ValueError("an IterableDataset has an order of its own: shuffle inside it")

@@ -19,17 +19,17 @@ from towers.system.host_copy import pinned
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """The same batches with their tensors on ``device``.
 
-    On a GPU the next batch is copied on a stream of its own while the current one is used (from pinned memory, so that
-    the copy really runs beside); on the CPU nothing is done. What is no strided tensor of the CPU is moved when the
-    batch is handed over.
+    On an accelerator the next batch is copied on a stream of its own while the current one is used (from pinned
+    memory, so that the copy really runs beside); on the CPU nothing is done. What is no strided tensor of the CPU is
+    moved when the batch is handed over.
     """
     if device.type == "cpu":
         yield from batches
         return
     side = _side_stream(device)
-    upcoming: tuple[Batch, torch.cuda.Event] | None = None
+    upcoming: tuple[Batch, torch.Event] | None = None
     for batch, share in batches:
-        with torch.cuda.stream(side):
+        with side:
             moved = _map(lambda leaf: _copy_ahead(leaf, device), batch)
             copied = side.record_event()
         if upcoming is not None:
@@ -40,9 +40,9 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.Stream:
     """One for all epochs: memory that was allocated on a stream is used again on that stream only."""
-    return torch.cuda.Stream(device)
+    return torch.Stream(device)
 
 
 def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
@@ -61,9 +61,9 @@ def _is_plain(leaf: Any, kind: str) -> bool:
     return known and leaf.device.type == kind and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _hand_over(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+def _hand_over(batch: Batch, copied: torch.Event, device: torch.device) -> Batch:
     """Let the model's stream wait for the copy, and keep the memory until the model has used it."""
-    stream = torch.cuda.current_stream(device)
+    stream = torch.accelerator.current_stream(device)
     stream.wait_event(copied)
     for leaf in trees.leaves(batch[0]):
         if _is_plain(leaf, device.type):

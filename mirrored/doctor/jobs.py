@@ -15,7 +15,7 @@ import torch
 import mirrored
 from mirrored.cluster import torchrun
 from mirrored.doctor.findings import Finding, ok, problem, warning
-from towers.system.devices import count_gpus
+from towers.system import accelerator
 
 _CPU_TOWERS, _CPU_SECONDS = "CPU towers", 25.0
 _GPU_TOWERS, _GPU_SECONDS = "GPU towers", 40.0
@@ -75,7 +75,7 @@ def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """A job of one tower per GPU through NCCL, where there are two or more."""
-    count = count_gpus() if torch.cuda.is_available() else 0
+    count = accelerator.count("cuda")
     if count < 2:
         return
     try:
@@ -150,5 +150,5 @@ def _average(implementation: str, seconds: float) -> _JobResult:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

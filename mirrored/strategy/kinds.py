@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
 from towers.launching.job import Job, become
 from towers.options import CommunicationOptions, instead_of
-from towers.system import devices, machine
+from towers.system import accelerator, devices, machine
 from towers.system.devices import Device
 from towers.system.log import get_logger
 from towers.topology import DEVICES, STARTED_BY, Topology
@@ -43,7 +44,7 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: Device = "cpu:0", *, virtual_towers: int | None = None, seed: int | None = None) -> None:
         chosen = devices.parse(device)
-        devices.check_exist([chosen], devices.count_gpus())
+        devices.check_exist([chosen])
         training = TrainingOptions(virtual_towers=virtual_towers)
         super().__init__(Topology(), Alone(_use(chosen)), None, CommunicationOptions(), seed, training)
         if virtual_towers is not None:
@@ -215,9 +216,26 @@ def _join_towers(topology: Topology, named: Sequence[Device] | None, options: Co
     """
     failure.install_hooks()
     ours = STARTED_BY in os.environ  # our launchers show all GPUs to each tower
+    options = _for_shared(named, options)
     device = devices.for_tower(topology.local_index, topology.local_size, named, topology.origin, sees_all=ours)
     log.debug("tower %d of %d on %s joins the others at %s", topology.index, topology.size, device, topology.address)
     return connect(topology, _use(device), options)
+
+
+def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -> CommunicationOptions:
+    """Towers that share a device average through the host.
+
+    Raises:
+        ValueError: they are asked to do it otherwise.
+    """
+    if named is None or not devices.are_shared(devices.parse_all(named)):
+        return options
+    if options.implementation not in ("auto", "host"):
+        raise ValueError(
+            f"devices names {', '.join(map(str, named))}: towers that share a device average through the host, but "
+            f"implementation is {options.implementation!r}; leave it out, or give each tower a device of its own"
+        )
+    return dataclasses.replace(options, implementation="host")
 
 
 def _start_towers(
@@ -232,6 +250,7 @@ def _start_towers(
         The device of the only tower, where there is but one; else it does not return.
     """
     refuse_unknown_peers()
+    _for_shared(named, options)
     chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
         log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
@@ -256,8 +275,8 @@ def _started_by(resolver: ClusterResolver) -> str:
 
 def _use(device: torch.device) -> torch.device:
     """Make ``device`` the current one of its kind. CPU towers all compute on the one CPU device of torch."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        accelerator.use(device)
         return device
     return torch.device("cpu")
 
@@ -270,9 +289,7 @@ def _announce(strategy: Strategy) -> None:
     threads = machine.share_out_threads(topology.local_size, alone=strategy.virtual_towers is not None)
     if not strategy.is_chief:
         return
-    where = strategy.device.type
-    if where == "cuda":
-        where = torch.cuda.get_device_name(strategy.device)
+    where = accelerator.name(strategy.device) if strategy.device.type != "cpu" else "cpu"
     workers = f" of {topology.workers} workers" if topology.workers > 1 else ""
     virtual = f" ({strategy.virtual_towers} virtual)" if strategy.virtual_towers is not None else ""
     log.info(

@@ -31,6 +31,7 @@ from mirrored.context import ReplicaContext
 from mirrored.data.shares import bounds
 from mirrored.verification.loss_graph import MOST_TERMS
 from mirrored.verification.trace import Ends, Form, Trace
+from towers.system import accelerator
 from towers.system import tree as trees
 
 
@@ -207,8 +208,8 @@ DRAWING = {
 def generator_state(device: torch.device) -> str:
     """A digest of the state of torch's generators."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
-    if device.type == "cuda":
-        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
+    if device.type != "cpu":
+        digest.update(accelerator.get_rng_state(device).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -21,8 +21,14 @@ def quickly() -> Iterator[None]:
         yield
 
 
+def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on torch has so many GPUs, as far as they are counted."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
 @pytest.mark.row(21)
-def test_no_visible_gpu() -> None:
+def test_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_program(
         ["-c", "import mirrored; print(mirrored.MirroredStrategy().device)"], env={"CUDA_VISIBLE_DEVICES": ""}
     )
@@ -30,14 +36,15 @@ def test_no_visible_gpu() -> None:
     assert "mirrored: 1 tower on cpu" in result.stderr
     wanted = devices.parse_all(["cuda:0", "cuda:1"])
     with pytest.raises(ValueError, match="cuda:0, cuda:1 asked for, but this process sees no GPU"):
-        devices.check_exist(wanted, gpus=0)
+        devices.check_exist(wanted)
+    see_gpus(1, monkeypatch)
     with pytest.raises(ValueError, match="cuda:1 asked for, but this process sees only 1 GPU; check CUDA_VISIBLE"):
-        devices.check_exist(wanted, gpus=1)
+        devices.check_exist(wanted)
 
 
 @pytest.mark.row(22)
 def test_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "count_gpus", lambda: 2)
+    see_gpus(2, monkeypatch)
     assert devices.for_tower(1, 2, None, "torchrun") == torch.device("cuda", 1)
     with pytest.raises(ValueError, match=r"4 towers .* \(from torchrun\), but only 2 GPUs: start at most 2"):
         devices.for_tower(0, 4, None, "torchrun")
@@ -45,7 +52,7 @@ def test_more_towers_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As srun --gpus-per-task=1 shows them; that they differ is checked in the handshake."""
-    monkeypatch.setattr(devices, "count_gpus", lambda: 1)
+    see_gpus(1, monkeypatch)
     assert devices.for_tower(3, 4, None, "srun") == torch.device("cuda", 0)
     assert devices.for_tower(3, 4, [torch.device("cuda", 0)], "srun") == torch.device("cuda", 0)
     with pytest.raises(ValueError, match=r"2 towers .*, but only 1 GPU: .* devices=\['cpu:0', 'cpu:1'\]"):
@@ -53,10 +60,13 @@ def test_one_visible_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
-    message = {"options": {}, "host": "h", "machine": "m", "device": "cuda:0", "gpu": "GPU-1"}
+    options = {"implementation": "auto"}
+    message = {"options": options, "host": "h", "machine": "m", "device": "cuda:0", "accelerator": "GPU-1"}
     text = compare_towers(1, message, 0, message)
     assert text.startswith("tower 1 (on h) and tower 0 (on h) use the same GPU, cuda:0")
     assert compare_towers(1, {**message, "machine": "other"}, 0, message) is None
+    message["options"] = {"implementation": "host"}
+    assert compare_towers(1, message, 0, message) is None
 
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:
@@ -73,8 +83,9 @@ def test_devices() -> None:
     ]
     for wrong, words in (
         (["cpu", "cpu"], "cpu:0 more than once"),
-        (["cpu:0", "cuda:0"], "mixes CPUs and GPUs"),
+        (["cpu:0", "cuda:0"], "mixes several kinds: cpu:0, cuda:0"),
         (["tpu:0"], "device 'tpu:0' is not understood"),
+        (["meta"], "device 'meta' is not understood"),
         ([], "devices is empty"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -184,7 +184,7 @@ def test_of_the_profiler() -> None:
 
 def test_of_process_groups(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     dist = torch.distributed
-    assert isinstance(torch_private.is_in_bad_fork(), bool)
+    assert isinstance(torch_private.is_in_bad_fork("cuda"), bool)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:
         assert isinstance(torch_private.default_store(), dist.Store)

@@ -15,6 +15,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import mirrored
 from mirrored import cli
@@ -24,7 +25,6 @@ from tests.support.waiting import at_most, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
 from towers.launching.job import _find_program, own_command
-from towers.system import devices
 
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
@@ -330,7 +330,8 @@ def test_what_nccl_is_asked_to_say_is_not_thrown_away(
 def test_mirrored_run_has_a_gpu_for_each_tower_or_says_so(
     gpus: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert cli._devices(None, None) == cli._devices(gpus, None) == [f"cuda:{i}" for i in range(gpus)]
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "--towers", "3", REPORT])

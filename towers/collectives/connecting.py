@@ -18,6 +18,7 @@ import torch.distributed as dist
 from towers.collectives import nccl_watch
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
+from towers.collectives.host_staged import HostStagedCommunicator
 from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
 from towers.collectives.shared_memory import communicator as shared_memory
 from towers.errors import StartupError
@@ -26,7 +27,7 @@ from towers.health.status import Health
 from towers.joining import handshake
 from towers.joining.store import Message, join_store, serve_store
 from towers.options import CommunicationOptions
-from towers.system import machine
+from towers.system import accelerator, machine
 from towers.system.log import get_logger
 from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
@@ -56,25 +57,30 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
     health = Health.of_this_tower("joining the other towers")
-    group = _join_process_group(topology, device, options)
+    staged = device.type != "cpu" and _backend(options.implementation, device) == "host"
+    group = _join_process_group(topology, device, options, staged)
     group.health = health
     health.watch(group)
     if group.size > 1:
         heartbeat.start(health, topology, options.step_timeout_seconds)
-    chosen = _choose(group, device, options)
+    chosen = _choose(group, options)
+    if staged:
+        chosen = HostStagedCommunicator(chosen, device)
+        if topology.is_chief:
+            log.info("gradients go through the hosts' memory: %s", _why_staged(options, device))
     health.enter("")
     log.debug("tower %d is connected by %s", topology.index, chosen.backend)
     return chosen
 
 
 def _join_process_group(
-    topology: Topology, device: torch.device, options: CommunicationOptions
+    topology: Topology, device: torch.device, options: CommunicationOptions, staged: bool
 ) -> ProcessGroupCommunicator:
-    backend = _backend(options.implementation, device)
+    backend = "gloo" if staged else _backend(options.implementation, device)
+    where = torch.device("cpu") if staged else device
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
         _choose_algorithm(options.algorithm)
-        torch.cuda.set_device(device)
         nccl_watch.watch(failures)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
@@ -87,11 +93,11 @@ def _join_process_group(
         if topology.local_size == topology.size:
             machine.listen_on()
         _handshake(_store_of_default_group(), topology, device, options)
-        return ProcessGroupCommunicator(new_group(backend, timeout), device, backend, timeout, options.wire_dtype)
+        return ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
     store = _join_store(topology, options)
     _choose_network(topology, _handshake(store, topology, device, options))
     c10d = dist.PrefixStore("c10d", store)
-    return join_default_group(c10d, topology.index, topology.size, device, backend, timeout, options.wire_dtype)
+    return join_default_group(c10d, topology.index, topology.size, where, backend, timeout, options.wire_dtype)
 
 
 def check_bound(bound: torch.device | None, device: torch.device) -> None:
@@ -112,18 +118,26 @@ def check_bound(bound: torch.device | None, device: torch.device) -> None:
 
 
 def _backend(implementation: str, device: torch.device) -> str:
-    """The c10d backend for tensors on ``device``; towers that share memory have Gloo beside it.
+    """The c10d backend for tensors on ``device``, or "host"; towers that share memory have Gloo beside it.
 
     Raises:
         ValueError: the implementation does not work on this device.
     """
+    if implementation in ("auto", "host") and device.type == "cpu":
+        return "gloo"
     if implementation == "auto":
-        return "nccl" if device.type == "cuda" else "gloo"
+        own = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        return own if own != "gloo" and dist.is_backend_available(own) else "host"
     if implementation == "nccl" and device.type != "cuda":
         raise ValueError(f"implementation 'nccl' works between GPUs; this tower runs on {device}")
     if implementation == "shared_memory" and device.type != "cpu":
         raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
     return "gloo" if implementation == "shared_memory" else implementation
+
+
+def _why_staged(options: CommunicationOptions, device: torch.device) -> str:
+    asked = options.implementation == "host"
+    return "so it was asked, or towers share a device" if asked else f"torch has no collectives between {device.type}s"
 
 
 def refuse_unknown_peers() -> None:
@@ -180,7 +194,7 @@ def _handshake(
             **machine.identity(topology.address),
             "options": asdict(options),
             "device": str(device),
-            "gpu": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+            "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
         },
         kind="tower",
         index=topology.index,
@@ -200,10 +214,12 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
         return (
             f"different communication options: {message['options']} on {where[0]}, {reference['options']} on {where[1]}"
         )
-    if message["gpu"] and (message["gpu"], message["machine"]) == (reference["gpu"], reference["machine"]):
+    same = [(told["accelerator"], told["machine"]) for told in (message, reference)]
+    if message["accelerator"] and same[0] == same[1] and message["options"]["implementation"] != "host":
         return (
             f"{where[0]} and {where[1]} use the same GPU, {message['device']}; give each a GPU of its own "
-            "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are)"
+            "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are), or let them share it: devices="
+            f"{[message['device'], message['device']]!r}"
         )
     return None
 
@@ -224,9 +240,9 @@ def _choose_network(topology: Topology, messages: list[Message]) -> None:
         machine.listen_on(interface)
 
 
-def _choose(group: ProcessGroupCommunicator, device: torch.device, options: CommunicationOptions) -> Communicator:
+def _choose(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
     wanted = options.implementation == "shared_memory"
-    if group.size == 1 or not (wanted or (options.implementation == "auto" and device.type == "cpu")):
+    if group.size == 1 or not (wanted or (options.implementation in ("auto", "host") and group.device.type == "cpu")):
         return group
     shared = shared_memory.join(group, options.timeout_seconds)
     if not isinstance(shared, str):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
+from towers.system import cuda
 from towers.system.host_copy import HostCopy, on_device
 
 _WORDS = 16  # of a message's head: the count, a digest of the purpose, and its text
@@ -61,7 +62,7 @@ class LabelledGather:
         Raises:
             DisagreementError: on all towers, when purposes differ; on GPUs by a later call.
         """
-        capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+        capturing = cuda.is_capturing(values.device)
         while self._unread and not capturing and self._unread[0][0].has_come():
             heads, checked_by = self._unread.popleft()
             _read(heads.get(), checked_by)

@@ -1,4 +1,5 @@
-"""Collectives through torch.distributed (c10d): NCCL between GPUs, Gloo between CPUs.
+"""Collectives through torch.distributed (c10d): NCCL between NVIDIA's GPUs, what torch has between other
+accelerators, Gloo between CPUs.
 
 [Note: groups end before the interpreter] Gloo's threads free the last collective's tensors and need the interpreter for
 it; a process that ended right after a collective was aborted in 8 of 12 runs (torch 2.13). Destroying the groups at
@@ -78,7 +79,7 @@ class ProcessGroupCommunicator(Communicator):
         self._wire_dtype = wire_dtype
         self.count = 0
         open_communicators.add(self)
-        if backend != "nccl" and group is not dist.group.WORLD:
+        if backend == "gloo" and group is not dist.group.WORLD:
             weakref.finalize(self, _unused.append, group).atexit = False
         keep_from_forks(self)
 
@@ -104,8 +105,8 @@ class ProcessGroupCommunicator(Communicator):
     def _gather(self, tensor: Tensor) -> tuple[Tensor, Callable[..., Any]]:
         """Memory for all towers' rows, and the collective that fills it."""
         rows = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        if self.backend == "nccl" and tensor.is_cuda:
-            # From a list c10d makes one tensor for NCCL, and copies row by row out of it; Gloo takes a list.
+        if tensor.device.type != "cpu" and self.backend != "gloo":
+            # From a list c10d makes one tensor for the device, and copies row by row out of it; Gloo takes a list.
             return rows, functools.partial(_all_gather_single, rows.view(-1), tensor.contiguous().view(-1))
         return rows, functools.partial(dist.all_gather, list(rows.unbind(0)), tensor)
 
@@ -126,7 +127,7 @@ class ProcessGroupCommunicator(Communicator):
     def _do(self, tensor: Tensor, collective: Callable[..., Any]) -> None:
         """Run a collective to its end."""
         group = self._begin()
-        if tensor.is_cuda:
+        if tensor.device.type != "cpu":
             with self.explained():
                 collective(group=group)
         else:
@@ -219,7 +220,7 @@ class _Started:
         self._tensor, self._sent = tensor, sent
 
     def wait(self) -> None:
-        if self._sent.is_cuda:
+        if self._sent.device.type != "cpu":
             with self._communicator.explained():
                 self._work.wait()
         else:
@@ -247,8 +248,8 @@ def failures() -> Iterator[Exception | None]:
 
 
 def backends(backend: str) -> str:
-    """The backends that c10d is asked for: beside NCCL Gloo, for messages between hosts' CPUs."""
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    """The backends that c10d is asked for: beside an accelerator's Gloo, for messages between hosts' CPUs."""
+    return backend if backend == "gloo" else f"cpu:gloo,{dist.Backend.backend_capability[backend][0]}:{backend}"
 
 
 def join_default_group(
@@ -270,7 +271,7 @@ def join_default_group(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    leave_at_exit(may_hang=backend == "nccl")
+    leave_at_exit(may_hang=backend != "gloo")
     return ProcessGroupCommunicator(dist.group.WORLD, device, backend, timeout, wire_dtype)
 
 

@@ -122,7 +122,7 @@ class Bucket:
         missing: how many gradients of this backward have not arrived.
         launched: it was packed in this backward.
         used: which slots had a gradient of this tower's own when it was packed.
-        streams: orders what comes on a GPU; None elsewhere.
+        streams: orders what comes on an accelerator; None elsewhere.
     """
 
     def __init__(self, index: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Bucket:
         self.used: list[bool] = []
         self.buffer: Tensor | None = None
         self.tail: Tensor | None = None
-        self.streams = StreamOrder(device) if device.type == "cuda" else None  # see [Note: one bucket, several streams]
+        self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._ready = False
         self._holders = 0
         self._address = 0

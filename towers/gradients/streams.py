@@ -1,6 +1,6 @@
-"""The order of what is written into a bucket on a GPU.
+"""The order of what is written into a bucket on an accelerator.
 
-[Note: one bucket, several streams] Autograd computes a gradient on the CUDA stream on which the parameter's node was
+[Note: one bucket, several streams] Autograd computes a gradient on the stream on which the parameter's node was
 made. That is another stream for a part of a model that was captured as a CUDA graph, so gradients of one bucket may
 come on several. Each is therefore ordered after the one before, and the bucket is packed on the stream of the last. A
 gradient whose memory is free once it was copied, but that was computed on another stream than the copy, is recorded on
@@ -18,17 +18,17 @@ class StreamOrder:
     """Orders what comes for one bucket after what came before (see [Note: one bucket, several streams]).
 
     Args:
-        device: of the bucket, a GPU.
+        device: of the bucket, an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.Stream | None = None
         self._several = False
 
     def advance(self) -> None:
         """What now comes is for the current stream, after what came before, perhaps on another."""
-        stream, before = torch.cuda.current_stream(self._device), self._stream
+        stream, before = torch.accelerator.current_stream(self._device), self._stream
         if before is not None and before != stream:
             stream.wait_stream(before)
             self._several = True

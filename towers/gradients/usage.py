@@ -78,4 +78,4 @@ class FlagsThroughHosts(UsageFlags):
 def usage_flags(channel: Communicator) -> UsageFlags:
     """The way for the towers of ``channel``."""
     # see [Note: usage flags between GPUs]
-    return FlagsThroughHosts(channel) if channel.device.type == "cuda" else UsageFlags()
+    return FlagsThroughHosts(channel) if channel.device.type != "cpu" else UsageFlags()

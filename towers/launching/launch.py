@@ -31,7 +31,7 @@ from towers.health.failure import FailureReport
 from towers.health.status import StatusRecord
 from towers.joining.store import serve_store
 from towers.launching import console, processes
-from towers.system import devices, machine
+from towers.system import accelerator, devices, machine
 from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
@@ -254,7 +254,7 @@ def _be_tower(
     gc.freeze()
     failed = False
     try:
-        _check_gpus(variables.get(DEVICES, ""))
+        _check_accelerators(variables.get(DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
         message = ("result", pickle.dumps(fn(*args, **kwargs)))
     except KeyboardInterrupt:
@@ -267,14 +267,14 @@ def _be_tower(
         failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
 
 
-def _check_gpus(names: str) -> None:
+def _check_accelerators(names: str) -> None:
     """See that this process, which was forked, can use GPUs, unless it is for CPUs only.
 
     Raises:
         CannotStartError: it cannot.
     """
-    only_cpus = names != "" and all(devices.parse(name).type == "cpu" for name in names.split(","))
-    if not only_cpus and is_in_bad_fork():
+    kinds = {devices.parse(name).type for name in names.split(",")} if names else {accelerator.kind()}
+    if any(is_in_bad_fork(kind) for kind in kinds):
         raise CannotStartError(
             "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "
             "loaded beforehand (multiprocessing's set_forkserver_preload) asks for GPUs when it is imported; leave "

@@ -7,32 +7,34 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from towers.system import accelerator
+
 Device = str | torch.device
-
-
-def count_gpus() -> int:
-    """How many GPUs this process sees (``CUDA_VISIBLE_DEVICES`` applies)."""
-    return torch.cuda.device_count()
 
 
 def parse(device: Device) -> torch.device:
     """One device from its name.
 
-    Takes torch's names (``"cuda:1"``, ``"cpu:0"``) and TensorFlow's (``"/gpu:1"``, ``"GPU:1"``,
-    ``"/device:CPU:0"``). A bare ``"cuda"`` or ``"cpu"`` is number 0.
+    Takes torch's names (``"cuda:1"``, ``"xpu:0"``, ``"cpu:0"``) and TensorFlow's (``"/gpu:1"``, ``"GPU:1"``,
+    ``"/device:CPU:0"``), whose GPUs are the accelerators that there are. Without a number it is number 0.
 
     Raises:
-        ValueError: it names no CPU and no GPU.
+        ValueError: it names no CPU and no accelerator.
     """
     if isinstance(device, str):
-        match = re.fullmatch(r"/?(?:device:)?(cpu|gpu|cuda)(?::([0-9]{1,9}))?", device.strip().lower())
+        match = re.fullmatch(r"/?(?:device:)?([a-z_][a-z0-9_]*?)(?::([0-9]{1,9}))?", device.strip().lower())
         if match is None:
             raise ValueError(f"device {device!r} is not understood; write 'cuda:0', 'cpu:0' or '/gpu:0'")
-        kind = "cpu" if match[1] == "cpu" else "cuda"
-        return torch.device(kind, int(match[2] or 0))
-    if not isinstance(device, torch.device) or device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device!r} is not a CPU or a CUDA device")
-    return torch.device(device.type, device.index or 0)
+        kind, index = match[1], int(match[2] or 0)
+        if kind == "gpu":
+            kind = "cuda" if (here := accelerator.kind()) == "cpu" else here
+    elif isinstance(device, torch.device):
+        kind, index = device.type, device.index or 0
+    else:
+        raise ValueError(f"device {device!r} is not a device")
+    if accelerator.module(kind) is None:
+        raise ValueError(f"device {str(device)!r} is not understood; write 'cuda:0', 'cpu:0' or '/gpu:0'")
+    return torch.device(kind, index)
 
 
 def parse_all(devices: Iterable[Device]) -> list[torch.device]:
@@ -40,7 +42,7 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
 
     Raises:
         TypeError: a single name instead of a list of names.
-        ValueError: none at all, one named twice, or CPUs mixed with GPUs.
+        ValueError: none at all, a CPU named twice, or several kinds.
     """
     if isinstance(devices, (str, torch.device)):
         raise TypeError(f"devices must be a list of devices, such as [{str(devices)!r}], not one device")
@@ -49,44 +51,57 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
     parsed = [parse(device) for device in devices]
     if not parsed:
         raise ValueError("devices is empty; leave it out to use every GPU, or name at least one device")
-    twice = sorted({str(device) for device in parsed if parsed.count(device) > 1})
-    if twice:
-        raise ValueError(
-            f"devices names {', '.join(twice)} more than once; each tower needs a device of its own "
-            "(two CPU towers are ['cpu:0', 'cpu:1'])"
-        )
     if len({device.type for device in parsed}) > 1:
-        raise ValueError(f"devices mixes CPUs and GPUs: {', '.join(map(str, parsed))}; use one kind")
+        raise ValueError(f"devices mixes several kinds: {', '.join(map(str, parsed))}; use one kind")
+    if parsed[0].type == "cpu" and are_shared(parsed):
+        twice = sorted({str(device) for device in parsed if parsed.count(device) > 1})
+        raise ValueError(
+            f"devices names {', '.join(twice)} more than once; two CPU towers are ['cpu:0', 'cpu:1'] (an accelerator "
+            "may be named more than once: its towers share it)"
+        )
     return parsed
 
 
+def are_shared(devices: Sequence[torch.device]) -> bool:
+    """Whether several towers are to use one device."""
+    return len(set(devices)) < len(devices)
+
+
 def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
-    """The devices of the towers that a worker is to start: ``requested``, else every visible GPU, else one CPU.
+    """The devices of the towers that a worker is to start: ``requested``, else every accelerator, else one CPU.
 
     Raises:
         TypeError, ValueError: as of :func:`parse_all` and :func:`check_exist`.
     """
-    gpus = count_gpus()
     if requested is None:
-        return [torch.device("cuda", i) for i in range(gpus)] or [torch.device("cpu", 0)]
+        kind = accelerator.kind()
+        return [torch.device(kind, i) for i in range(accelerator.count(kind) if kind != "cpu" else 1)]
     parsed = parse_all(requested)
-    check_exist(parsed, gpus)
+    check_exist(parsed)
     return parsed
 
 
-def check_exist(devices: Sequence[torch.device], gpus: int) -> None:
-    """See that every GPU named is one of the ``gpus`` that this process sees.
+def check_exist(devices: Sequence[torch.device]) -> None:
+    """See that this process sees every accelerator that is named.
 
     Raises:
-        ValueError: names the missing GPUs and how many there are.
+        ValueError: names the missing ones and how many there are.
     """
-    missing = [str(device) for device in devices if device.type == "cuda" and device.index >= gpus]
+    counts = {kind: accelerator.count(kind) for kind in {device.type for device in devices} - {"cpu"}}
+    missing = [device for device in devices if device.index >= counts.get(device.type, device.index + 1)]
     if missing:
-        seen = f"only {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "no GPU"
+        kind = missing[0].type
+        hint = "check CUDA_VISIBLE_DEVICES and nvidia-smi, or ask" if kind == "cuda" else "ask"
         raise ValueError(
-            f"{', '.join(missing)} asked for, but this process sees {seen}; check CUDA_VISIBLE_DEVICES and "
-            "nvidia-smi, or ask for CPU towers with devices=['cpu:0', 'cpu:1']"
+            f"{', '.join(map(str, missing))} asked for, but this process sees {seen(kind, counts[kind])}; {hint} for "
+            "CPU towers with devices=['cpu:0', 'cpu:1']"
         )
+
+
+def seen(kind: str, count: int) -> str:
+    """How many devices of a kind there are, in words."""
+    word = "GPU" if kind in ("cuda", "cpu") else f"{kind} device"
+    return f"only {count} {word}{'s' if count > 1 else ''}" if count else f"no {word}"
 
 
 def for_tower(
@@ -109,27 +124,25 @@ def for_tower(
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """
-    gpus = count_gpus()
+    kind = accelerator.kind()
+    count = accelerator.count(kind)
     chosen = parse_all(requested) if requested is not None else None
-    shown_one = gpus == 1 and local_size > 1 and not sees_all
-    if shown_one and (chosen is None or chosen == [torch.device("cuda", 0)]):
-        # The launcher shows each process its own GPU; if it is the same one after all, the towers find out when
+    shown_one = kind != "cpu" and count == 1 and local_size > 1 and not sees_all
+    if shown_one and (chosen is None or chosen == [torch.device(kind, 0)]):
+        # The launcher shows each process its own device; if it is the same one after all, the towers find out when
         # they join.
-        return torch.device("cuda", 0)
+        return torch.device(kind, 0)
     if chosen is None:
-        if gpus == 0:
-            return torch.device("cpu", local_index)
-        if local_size > gpus:
+        if kind != "cpu" and local_size > count:
             raise ValueError(
-                f"{local_size} towers on this machine (from {origin}), but only {gpus} "
-                f"GPU{'s' if gpus > 1 else ''}: start at most {gpus}, or ask for CPU towers with "
-                f"devices={[f'cpu:{i}' for i in range(local_size)]!r}"
+                f"{local_size} towers on this machine (from {origin}), but {seen(kind, count)}: start at most {count}, "
+                f"or ask for CPU towers with devices={[f'cpu:{i}' for i in range(local_size)]!r}"
             )
-        return torch.device("cuda", local_index)
+        return torch.device(kind, local_index)
     if len(chosen) != local_size:
         raise ValueError(
             f"devices names {len(chosen)} ({', '.join(map(str, chosen))}), but {local_size} towers were "
             f"started on this machine (from {origin}); leave devices out, or start as many towers as it names"
         )
-    check_exist(chosen, gpus)
+    check_exist(chosen)
     return chosen[local_index]

@@ -175,8 +175,11 @@ profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
 
 # -- processes ---------------------------------------------------------------------------------------------
 
-is_in_bad_fork: Callable[[], bool] = torch.cuda._is_in_bad_fork
-"""Whether this process was forked from one that uses CUDA, which it cannot use itself."""
+
+def is_in_bad_fork(kind: str) -> bool:
+    """Whether this process was forked from one that uses a kind of accelerator, and cannot use it itself."""
+    asks = getattr(torch.get_device_module(kind), "_is_in_bad_fork", None)  # of every accelerator's module
+    return asks is not None and bool(asks())
 
 
 def default_store() -> dist.Store:

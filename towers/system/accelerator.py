@@ -1,0 +1,77 @@
+"""The devices beside the CPU, whoever made them.
+
+[Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
+("xpu"), or what a package registers. Streams, events, pinned memory and the current device have the same words for all.
+Random states and names are asked of the kind's own module (``torch.get_device_module``), where all have the same
+functions. What only CUDA has stands in :mod:`towers.system.cuda`.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def module(kind: str) -> ModuleType | None:
+    """torch's module for a kind of device (such as ``torch.xpu``); None where torch knows no such kind."""
+    try:
+        found: ModuleType = torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+    return found
+
+
+def kind() -> str:
+    """The kind of accelerator that this process sees ("cuda", "xpu" …); "cpu" where it sees none."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and count(found.type) else "cpu"
+
+
+def count(kind: str) -> int:
+    """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
+    found = module(kind)
+    return int(found.device_count()) if found is not None else 0
+
+
+def use(device: torch.device) -> None:
+    """Make an accelerator's device the current one."""
+    torch.accelerator.set_device_index(device.index)
+
+
+def name(device: torch.device) -> str:
+    """What its maker calls it, or the name of its kind."""
+    names = getattr(module(device.type), "get_device_name", None)
+    return str(names(device)) if names is not None else device.type
+
+
+def uuid(device: torch.device) -> str | None:
+    """What tells it from all other devices; None where it does not say."""
+    properties = getattr(module(device.type), "get_device_properties", None)
+    found = getattr(properties(device), "uuid", None) if properties is not None else None
+    return None if found is None else str(found)
+
+
+def get_rng_state(device: torch.device) -> Tensor:
+    """The state of an accelerator's generator."""
+    state: Tensor = _of(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Tensor, device: torch.device) -> None:
+    """Let an accelerator's generator go on from ``state``."""
+    _of(device).set_rng_state(state, device)
+
+
+def manual_seed(seed: int, device: torch.device) -> None:
+    """Seed an accelerator's generator."""
+    with torch.accelerator.device_index(device.index):
+        _of(device).manual_seed(seed)
+
+
+def _of(device: torch.device) -> Any:
+    return module(device.type)
