@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import pathlib
 import re
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.accelerator import cases
 from tests.faults import training
 from tests.gpu.pairs import on_one_gpu, run_pair
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
@@ -68,80 +68,17 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
     assert first["autocast"] == pytest.approx(single, rel=5e-2, abs=5e-2)
 
 
-def step_without_waiting(part: str) -> list[float]:
-    """Steps that must not make the host wait for the GPU: an exception, where one does. The fourth has a check."""
-    virtual = 4 if part == "virtual" else None
-    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=4, virtual_towers=virtual)
-    with strategy.scope():
-        model = torch.nn.Sequential(*make_mlp(torch.float32), torch.nn.BatchNorm1d(3)).to(strategy.device)
-        unused = torch.nn.Linear(3, 3, device=strategy.device)
-    model[0].requires_grad_(part != "frozen")
-    optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9, foreach=True)
-    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
-    weight = {"number": 0.5, "weights": torch.full((32,), 0.5)}.get(part)
-
-    def losses(x: Tensor, y: Tensor) -> Tensor:
-        output = model(x) + (unused(torch.ones_like(model(x))) if part == "all" else 0)
-        return F.cross_entropy(output, y, reduction="none")
-
-    def step() -> None:
-        optimizer.zero_grad()
-        if virtual is not None:
-            strategy.backward(losses, x, y)
-        else:
-            mirrored.compute_average_loss(losses(x, y), weight).backward()
-        optimizer.step()
-
-    strategy.run(step)
-    strategy.run(step)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for _ in range(3):
-            strategy.run(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return [float(p.sum()) for p in model.parameters()]
-
-
 @pytest.mark.parametrize("part", ["all", "unused", "frozen", "number", "weights", "virtual"])
 def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     # One rank has no hooks; two on one GPU are started as in test_two_nccl_ranks_on_one_gpu.
-    results = on_one_gpu(step_without_waiting, part)
+    results = on_one_gpu(cases.step_without_waiting, part)
     assert results[0] == results[1]
-
-
-def same_bits(towers: str) -> str:
-    """A digest after some steps of virtual towers; ``towers``: "one" or "two"."""
-    torch.use_deterministic_algorithms(True)
-    if towers == "one":
-        strategy: mirrored.Strategy = mirrored.OneDeviceStrategy("cuda:0", virtual_towers=4, seed=0)
-    else:
-        strategy = mirrored.MirroredStrategy(virtual_towers=4, seed=0)
-    with strategy.scope():
-        layers = (torch.nn.Linear(5, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 3))
-        model = torch.nn.Sequential(*layers).to(strategy.device)
-        model.register_buffer("calls", torch.zeros((), dtype=torch.int64, device="cpu"))
-        model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    data = strategy.distribute_dataset(TensorDataset(*make_data(60, torch.float32)), 24, shuffle=True)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = strategy.backward(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
-        optimizer.step()
-        return loss
-
-    losses = [strategy.run(step, args=batch) for batch in data]
-    assert model.calls == len(losses)
-    values = [value.detach().double().flatten().cpu() for value in (*model.parameters(), *model.buffers(), *losses)]
-    return hashlib.sha256(torch.cat(values).numpy().tobytes()).hexdigest()
 
 
 def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    two = on_one_gpu(same_bits, "two")
-    [one] = mirrored.launch(same_bits, ("one",), devices=["cuda:0"], timeout=120)
+    two = on_one_gpu(cases.same_bits)
+    [one] = mirrored.launch(cases.same_bits, devices=["cuda:0"], timeout=120)
     assert two == [one, one]
 
 
@@ -184,52 +121,12 @@ def test_a_graphed_forward(part: str) -> None:
     assert results[0] == results[1]
 
 
-def batch_norm_over_both() -> list[float]:
-    """Uneven shares without waiting for the GPU, against plain layers; then each rank at another layer."""
-    strategy = mirrored.MirroredStrategy(seed=0)
-    makes = torch.nn.Identity, torch.nn.BatchNorm2d, torch.nn.BatchNorm2d
-    with strategy.scope(sync_batch_norm=True):
-        model = torch.nn.Sequential(*(make(4) for make in makes))
-    plain = torch.nn.Sequential(*(make(4) for make in makes)).to(strategy.device)
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        whole = torch.randn(11, 4, 6, 6, generator=torch.Generator().manual_seed(0)).to(strategy.device, dtype)
-        own = slice(0, 4) if strategy.is_chief else slice(4, 11)
-        xs = [whole[own].clone().requires_grad_(), whole.clone().requires_grad_()]
-
-        def step(part: Tensor = xs[0]) -> Tensor:
-            model.zero_grad()
-            y = model(part)
-            (2 * y.float().pow(3).sum()).backward()
-            return y
-
-        strategy.run(step)
-        xs[0].grad = None
-        plain.load_state_dict(model.state_dict())
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            y = strategy.run(step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        plain.zero_grad()
-        expected = plain(xs[1])
-        expected.float().pow(3).sum().backward()
-        assert y.dtype == dtype
-        assert_close([y, xs[0].grad / 2], [expected[own], xs[1].grad[own]], tolerance)
-        gradients = [[p.grad for p in m.parameters()] for m in (model, plain)]
-        assert_close(*gradients, 10 * tolerance)
-        assert_close(list(model.buffers()), list(plain.buffers()), 1e-4)
-    trained = [float(buffer.double().sum()) for buffer in model.buffers()]
-    norm = model[1 if strategy.is_chief else 2]
-    assert strategy.run(lambda: norm(xs[0])).isnan().all()
-    torch.cuda.synchronize()
-    with pytest.raises(mirrored.DisagreementError, match="tower 0 goes forward through Sequential.1, tower 1 goes"):
-        strategy.run(lambda: norm(xs[0]))
-    return trained
+def batch_norm() -> list[float]:
+    return cases.batch_norm_over_both(["torch.float32", "torch.bfloat16"])
 
 
 def test_batch_norm_over_both() -> None:
-    results = on_one_gpu(batch_norm_over_both)
+    results = on_one_gpu(batch_norm)
     assert results[0] == results[1]
 
 

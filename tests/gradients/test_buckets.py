@@ -153,7 +153,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
     """As they do on a GPU where a part of the model was made a CUDA graph; the streams here are none."""
     now, one, other = [FakeStream()], FakeStream(), FakeStream()
     kept: list[tuple[Tensor, FakeStream]] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: now[0])
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor, stream)))
     bucket = Bucket(0, torch.float32, torch.device("cpu"))
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_gradients_of_one_bucket_may_come_on_several_streams(monkeypatch: pytest
 
 def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     for owner, name in ((StreamOrder, "advance"), (Bucket, "copy_in"), (Bucket, "pack")):
         method = getattr(owner, name)
 

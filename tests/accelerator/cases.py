@@ -1,0 +1,309 @@
+"""What towers on any accelerator have to do, however they communicate: run there by test modules, two towers each.
+
+Functions return what JSON can hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests import simulated_device
+from tests.faults import training
+from tests.support.jobs import assert_close, make_data, make_mlp
+
+SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") == "sim"
+
+
+def flat(tensors: Any) -> list[float]:
+    """The numbers of some tensors, in order."""
+    numbers: list[float] = torch.cat([tensor.detach().double().flatten().cpu() for tensor in tensors]).tolist()
+    return numbers
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Inside, an exception is raised where the host waits for the device."""
+    torch.accelerator.synchronize()
+    if SIMULATED:
+        simulated_device.load().make_waiting_an_error(True)
+    else:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if SIMULATED:
+            simulated_device.load().make_waiting_an_error(False)
+        else:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def train(options: dict[str, Any], **settings: Any) -> list[Any]:
+    """The backend, and after some steps parameters and losses; the last batch is ragged, one layer never used."""
+    communication = mirrored.CommunicationOptions(**options)
+    strategy = mirrored.MirroredStrategy(communication=communication, seed=0, **settings)
+    with strategy.scope():
+        model = make_mlp().to(strategy.device)
+        unused = torch.nn.Linear(3, 3, dtype=torch.float64)
+        optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(22)), 8, shuffle=True)
+
+    def losses_of(x: Tensor, y: Tensor) -> Tensor:
+        assert x.device == strategy.device
+        return F.cross_entropy(model(x), y, reduction="none")
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        if strategy.virtual_towers is not None:
+            loss = strategy.backward(losses_of, x, y)
+        else:
+            loss = mirrored.compute_average_loss(losses_of(x, y))
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    op = "sum" if strategy.virtual_towers is None else "mean"  # strategy.backward gives the loss of all towers
+    losses = [strategy.reduce(op, strategy.run(step, args=batch)) for _ in range(2) for batch in data]
+    assert unused.weight.grad is None
+    return [strategy.communicator.backend, flat(model.parameters()), flat(losses)]
+
+
+def accumulate() -> list[float]:
+    """Gradients that are added up under no_sync, and clipped."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = make_mlp().to(strategy.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(32)), 8)
+
+    def step(x: Tensor, y: Tensor, last: bool) -> None:
+        with contextlib.nullcontext() if last else strategy.no_sync():
+            mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
+        if last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number, (x, y) in enumerate(data):
+        strategy.run(step, args=(x, y, number % 2 == 1))
+    return flat(model.parameters())
+
+
+def values() -> dict[str, Any]:
+    """Values between towers: numbers, rows of different length, a gradient through a sum."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    tower, device = strategy.topology.index, strategy.device
+
+    def all_reduce() -> float:
+        x = torch.tensor([1.0, 3.0][tower], device=device, requires_grad=True)
+        (mirrored.get_replica_context().all_reduce("sum", x) * [1.0, 3.0][tower]).backward()
+        assert x.grad is not None
+        return float(x.grad)
+
+    return {
+        "reduce": strategy.reduce("sum", torch.tensor([tower + 1.0], device=device)).tolist(),
+        "mean of numbers": strategy.reduce("mean", tower + 1),
+        "gather": strategy.gather(torch.full((tower + 1, 1), tower, device=device)).tolist(),
+        "gradient of all-sum": strategy.run(all_reduce),
+    }
+
+
+def step_without_waiting(part: str) -> list[float]:
+    """Steps that must not make the host wait for the device: an exception, where one does. The fourth has a check."""
+    virtual = 4 if part == "virtual" else None
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=4, virtual_towers=virtual)
+    with strategy.scope():
+        model = torch.nn.Sequential(*make_mlp(torch.float32), torch.nn.BatchNorm1d(3)).to(strategy.device)
+        unused = torch.nn.Linear(3, 3, device=strategy.device)
+    model[0].requires_grad_(part != "frozen")
+    optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9, foreach=True)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+    weight = {"number": 0.5, "weights": torch.full((32,), 0.5)}.get(part)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        output = model(x) + (unused(torch.ones_like(model(x))) if part == "all" else 0)
+        return F.cross_entropy(output, y, reduction="none")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if virtual is not None:
+            strategy.backward(losses, x, y)
+        else:
+            mirrored.compute_average_loss(losses(x, y), weight).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    strategy.run(step)
+    with waiting_is_an_error():
+        for _ in range(3):
+            strategy.run(step)
+    return [float(p.sum()) for p in model.parameters()]
+
+
+def same_bits() -> str:
+    """A digest after some steps of virtual towers."""
+    torch.use_deterministic_algorithms(True)
+    strategy = mirrored.MirroredStrategy(virtual_towers=4, seed=0)
+    with strategy.scope():
+        layers = (torch.nn.Linear(5, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 3))
+        model = torch.nn.Sequential(*layers).to(strategy.device)
+        model.register_buffer("calls", torch.zeros((), dtype=torch.int64, device="cpu"))
+        model.register_forward_pre_hook(lambda module, _: module.calls.add_(1) and None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(60, torch.float32)), 24, shuffle=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = strategy.backward(lambda x, y: F.cross_entropy(model(x), y, reduction="none"), x, y)
+        optimizer.step()
+        return loss
+
+    losses = [strategy.run(step, args=batch) for batch in data]
+    assert model.calls == len(losses)
+    values = [value.detach().double().flatten().cpu() for value in (*model.parameters(), *model.buffers(), *losses)]
+    return hashlib.sha256(torch.cat(values).numpy().tobytes()).hexdigest()
+
+
+def batch_norm_over_both(dtypes: list[str]) -> list[float]:
+    """Uneven shares without waiting for the device, against plain layers; then each tower at another layer."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    makes = torch.nn.Identity, torch.nn.BatchNorm2d, torch.nn.BatchNorm2d
+    with strategy.scope(sync_batch_norm=True):
+        model = torch.nn.Sequential(*(make(4) for make in makes))
+    plain = torch.nn.Sequential(*(make(4) for make in makes)).to(strategy.device)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
+        if str(dtype) not in dtypes:
+            continue
+        whole = torch.randn(11, 4, 6, 6, generator=torch.Generator().manual_seed(0)).to(strategy.device, dtype)
+        own = slice(0, 4) if strategy.is_chief else slice(4, 11)
+        xs = [whole[own].clone().requires_grad_(), whole.clone().requires_grad_()]
+
+        def step(part: Tensor = xs[0]) -> Tensor:
+            model.zero_grad()
+            y = model(part)
+            (2 * y.float().pow(3).sum()).backward()
+            return y
+
+        strategy.run(step)
+        xs[0].grad = None
+        plain.load_state_dict(model.state_dict())
+        with waiting_is_an_error():
+            y = strategy.run(step)
+        plain.zero_grad()
+        expected = plain(xs[1])
+        expected.float().pow(3).sum().backward()
+        assert y.dtype == dtype
+        mine, all_of_it = xs[0].grad, xs[1].grad
+        assert mine is not None
+        assert all_of_it is not None
+        compare([y, mine / 2], [expected[own], all_of_it[own]], tolerance)
+        compare([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], 10 * tolerance)
+        compare(list(model.buffers()), list(plain.buffers()), 1e-4)
+    trained = [float(buffer.double().sum()) for buffer in model.buffers()]
+    norm = model[1 if strategy.is_chief else 2]
+    try:
+        result = strategy.run(lambda: norm(xs[0]))
+        assert result.isnan().all()
+        torch.accelerator.synchronize()
+        strategy.run(lambda: norm(xs[0]))
+    except mirrored.DisagreementError as error:
+        assert "tower 0 goes forward through Sequential.1, tower 1 goes" in str(error)
+        return trained
+    raise AssertionError("towers went through different layers, and nobody said so")
+
+
+def compare(first: list[Any], second: list[Any], tolerance: float) -> None:
+    """As ``assert_close``, on the CPU: not every accelerator has what it needs."""
+    assert_close([tensor.cpu() for tensor in first], [tensor.cpu() for tensor in second], tolerance)
+
+
+def find_a_changed_bit() -> list[Any]:
+    """The run in which a change before run 12 is an error, that error, and the one of a check at once."""
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=6)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+        large = torch.nn.Linear(300, 200, device=strategy.device)
+    optimizer = torch.optim.Adam([*model.parameters(), *large.parameters()], lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(torch.ones(2, 5, device=strategy.device)).sum() + large.weight.square().sum()).backward()
+        optimizer.step()
+
+    run, texts = 0, []
+    try:
+        for run in range(1, 40):
+            if run == 12:
+                strategy.check_mirrored()
+                if strategy.topology.index == 1:
+                    large.weight.data.view(torch.int32)[100, 7] ^= 1
+            strategy.run(step)
+    except mirrored.MirrorError as error:
+        texts.append(str(error))
+    try:
+        strategy.check_mirrored()
+    except mirrored.MirrorError as error:
+        texts.append(str(error))
+    return [run, *texts]
+
+
+def check_changed_bit(results: list[Any]) -> None:
+    """What both towers say of it."""
+    first, second = results
+    assert first == second
+    run, later, at_once = first
+    assert run == 18  # where the check after the one that found it is due
+    words = "parameter Linear.weight is no longer the same on all towers: tower 0 differs from tower 1."
+    assert later.startswith(words)
+    assert "when run 12 began; the towers were equal when run 10 began" in later
+    assert at_once.startswith(words)
+
+
+def gather_shapes() -> int:
+    """Rows of every kind of tensor."""
+    comm = mirrored.MirroredStrategy(seed=0).communicator
+
+    def of(tower: int) -> list[Tensor]:
+        numbers = torch.arange(12, device=comm.device).view(3, 4) * (tower + 1)
+        others = [numbers.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.uint8, torch.complex64)]
+        return [numbers[1, 1], numbers[:0], numbers.t(), numbers[:, ::2], numbers > 5, *others]
+
+    for kind, mine in enumerate(of(comm.index)):
+        expected = torch.stack([of(tower)[kind] for tower in range(comm.size)])
+        pending, rows = comm.start_all_gather(mine)
+        assert torch.equal(comm.all_gather(mine), expected), kind
+        pending.wait()
+        assert torch.equal(rows, expected), kind
+    return len(of(0))
+
+
+def train_into_nan() -> str:
+    """What is said of a gradient that is not a number on tower 1."""
+    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+    factor = float("nan") if strategy.topology.index == 1 else 1.0
+    try:
+        strategy.run(lambda: (model(torch.ones(2, 5, device=strategy.device)).sum() * factor).backward())
+    except mirrored.NonFiniteGradientError as error:
+        return str(error)
+    return ""
+
+
+def train_with_checkpoints(folder: str, stop: int | None) -> list[Any]:
+    """A training, to its end or interrupted: its digest and losses, and the step at which it went on."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with contextlib.suppress(training.Interrupted):
+        done = training.train(strategy, pathlib.Path(folder), stop=stop)
+        return [done["digest"], done["losses"], done["restored"] and done["restored"].step]
+    return []

@@ -1,0 +1,27 @@
+"""The accelerators that there are: the simulated one, and NVIDIA's GPUs under scripts/gpu_check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import simulated_device
+from tests.accelerator.server import Server
+
+
+@pytest.fixture(scope="session", params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Runs functions on towers of an accelerator."""
+    kind: str = request.param
+    if kind == "sim" and (reason := simulated_device.why_not()):
+        pytest.skip(reason)
+    server = Server(kind)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def pair(server: Server) -> list[str]:
+    """Devices for two towers: two, or one that they share."""
+    return ["sim:0", "sim:1"] if server.kind == "sim" else ["cuda:0", "cuda:0"]

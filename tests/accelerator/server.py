@@ -1,0 +1,92 @@
+"""A process that has an accelerator, and runs functions of tests on towers there: one line of JSON for each.
+
+The accelerator is the simulated one where MIRRORED_TEST_DEVICE is "sim". The process that runs the tests must not have
+it: all strategies there would use it. This one keeps it loaded in the server that towers are forked from.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing import forkserver
+from typing import Any
+
+if os.environ.get("MIRRORED_TEST_DEVICE") == "sim":
+    from tests import simulated_device
+
+    simulated_device.load()
+
+import mirrored
+
+
+class Server:
+    """The process, seen from the tests; a function that takes it down costs a new start.
+
+    Args:
+        kind: "sim" or "cuda".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._process: subprocess.Popen[str] | None = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.accelerator.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "MIRRORED_TEST_DEVICE": self.kind, "OMP_NUM_THREADS": "1"},
+        )
+
+    def towers(self, fn: Callable[..., Any], *args: Any, devices: list[str], **kwargs: Any) -> list[Any]:
+        """``fn(*args, **kwargs)`` in a tower on each of ``devices``: the results in tower order.
+
+        Raises:
+            AssertionError: with what the towers said.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        call = base64.b64encode(pickle.dumps((fn, args, kwargs, devices))).decode()
+        self._process.stdin.write(f"{call}\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("answer "):
+                done, result = json.loads(line.removeprefix("answer "))
+                if not done:
+                    raise AssertionError(result)
+                answer: list[Any] = result
+                return answer
+        self._errors.seek(0)
+        raise AssertionError(f"the server has ended: {self._errors.read()}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate("")
+
+
+def _serve() -> None:
+    forkserver.set_forkserver_preload(["tests.accelerator.server", "towers.launching.launch", "torch._dynamo"])
+    for line in sys.stdin:
+        fn, args, kwargs, devices = pickle.loads(base64.b64decode(line))
+        try:
+            answer = [True, mirrored.launch(fn, args, kwargs, devices=devices, timeout=90)]
+        except Exception:
+            answer = [False, traceback.format_exc()]
+        print(f"answer {json.dumps(answer)}", flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

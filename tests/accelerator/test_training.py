@@ -1,0 +1,112 @@
+"""Towers on accelerators that average through their hosts: the numbers of one tower on the CPU, and the same checks."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator import cases, stream_cases
+from tests.accelerator.server import Server
+
+SMALL = {"bucket_bytes": 512}  # several buckets
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}], ids=str)
+def test_two_towers_give_the_numbers_of_one_on_the_cpu(
+    settings: dict[str, Any], shared: bool, server: Server, pair: list[str]
+) -> None:
+    devices = [pair[0], pair[0]] if shared else pair
+    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **settings)
+    first, second = server.towers(cases.train, SMALL, devices=devices, **settings)
+    assert first == second
+    assert first[0] == "shared memory, staged by the host"
+    for mine, expected in zip(first[1:], alone, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_through_gloo_in_half_the_bytes(server: Server, pair: list[str]) -> None:
+    [[_, *alone]] = server.towers(cases.train, {}, devices=["cpu:0"])
+    first, second = server.towers(cases.train, {**SMALL, "implementation": "host"}, devices=pair)
+    assert first == second
+    for mine, expected in zip(first[1:], alone, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_accumulated_and_clipped(server: Server, pair: list[str]) -> None:
+    [alone] = server.towers(cases.accumulate, devices=["cpu:0"])
+    first, second = server.towers(cases.accumulate, devices=pair)
+    assert first == second
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+
+
+def test_values(server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.values, devices=pair)
+    assert first == second
+    assert first == {"reduce": [3], "mean of numbers": 1.5, "gather": [[0], [1], [1]], "gradient of all-sum": 4}
+
+
+@pytest.mark.parametrize("part", ["all", "unused", "frozen", "number", "weights", "virtual"])
+def test_a_step_waits_for_nothing_but_its_gradients(part: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.step_without_waiting, part, devices=pair)
+    assert first == second
+
+
+def test_virtual_towers_give_the_same_bits_on_one_and_two(server: Server, pair: list[str]) -> None:
+    two = server.towers(cases.same_bits, devices=pair)
+    [one] = server.towers(cases.same_bits, devices=pair[:1])
+    assert two == [one, one]
+
+
+def test_batch_norm_over_both(server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], devices=pair)
+    assert first == second
+
+
+def test_a_changed_bit_is_found_later(server: Server, pair: list[str]) -> None:
+    cases.check_changed_bit(server.towers(cases.find_a_changed_bit, devices=pair))
+
+
+def test_rows_of_every_kind(server: Server, pair: list[str]) -> None:
+    assert server.towers(cases.gather_shapes, devices=pair) == [9, 9]
+
+
+def test_a_nan_is_named(server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.train_into_nan, devices=pair)
+    assert first == second
+    assert "(nan on tower 1)" in first
+
+
+def test_data_in_a_scope(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.data_in_a_scope, devices=pair) == [20, 20]
+
+
+def test_batches_are_copied_ahead_and_arrive_whole(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.batches_arrive_whole, devices=pair[:1]) == [True]
+
+
+def test_batches_that_nobody_holds_stay_until_they_are_used(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.batches_kept_by_queued_copies, devices=pair[:1]) == [True]
+
+
+def test_gradients_of_two_streams(server: Server, pair: list[str]) -> None:
+    first, second = server.towers(stream_cases.gradients_of_two_streams, devices=pair)
+    [alone] = server.towers(stream_cases.gradients_of_two_streams, devices=pair[:1])
+    assert first == second
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+
+
+def test_random_numbers(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.random_numbers, devices=pair) == [True, True]
+
+
+def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str], tmp_path: pathlib.Path) -> None:
+    """Checkpoints hold a device's tensors and its random numbers."""
+    whole = server.towers(cases.train_with_checkpoints, str(tmp_path / "whole"), None, devices=pair)
+    server.towers(cases.train_with_checkpoints, str(tmp_path / "parts"), 6, devices=pair)
+    resumed = server.towers(cases.train_with_checkpoints, str(tmp_path / "parts"), None, devices=pair)
+    for (digest, losses, _), (same_digest, same_losses, step) in zip(whole, resumed, strict=True):
+        assert (same_digest, same_losses, step) == (digest, losses, 4)

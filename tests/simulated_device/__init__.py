@@ -1,0 +1,96 @@
+"""An accelerator that is simulated on the CPU: ``load()`` gives torch the devices ``sim:0`` and ``sim:1``.
+
+``device.cpp`` says how it behaves. It is compiled at first use (half a minute), by a compiler that has to be there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import pathlib
+import shutil
+import types
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+HERE = pathlib.Path(__file__).parent
+DEVICES = 2
+
+
+def why_not() -> str | None:
+    """Why the simulated accelerator cannot be had here, or None."""
+    _find_ninja()
+    missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool) is None]
+    return f"the simulated accelerator needs {' and '.join(missing)}" if missing else None
+
+
+def _find_ninja() -> None:
+    """Programs of an environment are not on the path of its Python."""
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is not None:
+        folder = importlib.import_module("ninja").BIN_DIR
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), folder])
+
+
+@functools.cache
+def load() -> Any:
+    """Compile the extension where that is not done yet, and register the devices; returns the extension."""
+    _find_ninja()
+    build = HERE / "build" / torch.version.__version__
+    build.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sim = cpp_extension.load(
+            "simulated_device",
+            [str(HERE / "device.cpp")],
+            extra_cflags=["-O0", "-g0"],
+            build_directory=str(build),
+            verbose=False,
+        )
+        torch.utils.rename_privateuse1_backend("sim")
+        torch._register_device_module("sim", _module(sim))
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return sim
+
+
+def _module(sim: Any) -> types.ModuleType:
+    """What torch and scripts ask of ``torch.sim``."""
+
+    def index(device: Any = None) -> int:
+        if isinstance(device, int):
+            return device
+        number = torch.device("sim" if device is None else device).index
+        return int(sim.current_device()) if number is None else int(number)
+
+    def set_rng_state(state: Tensor, device: Any = "sim") -> None:
+        sim.set_rng_state(index(device), state)
+
+    def manual_seed_all(seed: int) -> None:
+        for device in range(DEVICES):
+            sim.manual_seed(device, seed)
+
+    module = types.ModuleType("torch.sim")
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: DEVICES,
+        "current_device": sim.current_device,
+        "set_device": lambda device: sim.set_device(index(device)),
+        "device": lambda device: torch.accelerator.device_index(index(device)),
+        "get_device_name": lambda device=None: "a simulated device",
+        "synchronize": lambda device=None: torch.accelerator.synchronize(index(device)),
+        "get_rng_state": lambda device="sim": sim.get_rng_state(index(device)),
+        "set_rng_state": set_rng_state,
+        "manual_seed": lambda seed: sim.manual_seed(sim.current_device(), seed),
+        "manual_seed_all": manual_seed_all,
+        "_is_in_bad_fork": lambda: False,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    return module
