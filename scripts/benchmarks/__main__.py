@@ -6,6 +6,7 @@ import sys
 
 import allreduce
 import checkpoint
+import device
 import memory
 import mirror
 import parts
@@ -16,6 +17,7 @@ import virtual
 BENCHMARKS = {
     "allreduce": allreduce.main,
     "checkpoint": checkpoint.main,
+    "device": device.main,
     "memory": memory.main,
     "mirror": mirror.main,
     "parts": parts.main,

@@ -89,8 +89,8 @@ def _take(step: Step, count: int) -> None:
 
 def _finish(together: bool) -> None:
     """Let everything end that was started: a GPU's work, and the other towers' steps."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     if together:
         dist.barrier()
 

@@ -48,7 +48,7 @@ def waiting_is_an_error() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def train(options: dict[str, Any], **settings: Any) -> list[Any]:
+def train(options: dict[str, Any], compiled: bool = False, **settings: Any) -> list[Any]:
     """The backend, and after some steps parameters and losses; the last batch is ragged, one layer never used."""
     communication = mirrored.CommunicationOptions(**options)
     strategy = mirrored.MirroredStrategy(communication=communication, seed=0, **settings)
@@ -57,10 +57,12 @@ def train(options: dict[str, Any], **settings: Any) -> list[Any]:
         unused = torch.nn.Linear(3, 3, dtype=torch.float64)
         optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters()], lr=0.1, momentum=0.9)
     data = strategy.distribute_dataset(TensorDataset(*make_data(22)), 8, shuffle=True)
+    backend = "aot_eager" if SIMULATED else "inductor"
+    called = torch.compile(model, backend=backend) if compiled else model
 
     def losses_of(x: Tensor, y: Tensor) -> Tensor:
         assert x.device == strategy.device
-        return F.cross_entropy(model(x), y, reduction="none")
+        return F.cross_entropy(called(x), y, reduction="none")
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import TensorDataset
 
 import mirrored
 from tests import simulated_device
 from tests.accelerator.cases import SIMULATED, flat
 from tests.support.jobs import make_data, make_mlp
+from towers.mirroring.extremes import extremes
 
 
 def data_in_a_scope() -> int:
@@ -105,3 +109,34 @@ def batches_kept_by_queued_copies() -> bool:
         del batch
     torch.accelerator.synchronize()
     return torch.equal(torch.cat(seen), numbers)
+
+
+def extremes_on_several_devices() -> bool:
+    """Values of the device that are computed while they are asked for, beside one of the CPU."""
+    device = mirrored.MirroredStrategy().device
+    tensors = [torch.tensor([-2.0, 1.0]), torch.full((1000,), 3.0, device=device)]
+    found = []
+    for _ in range(3):
+        tensors[1] += 1
+        found.append(extremes(tensors).tolist() == [2, float(tensors[1][0])])
+    return all(found)
+
+
+def what_cannot_be_pinned() -> int:
+    """Batches that lie on the device already, packed sequences, and tensors whose elements overlap."""
+    device = mirrored.MirroredStrategy().device
+    strategy = mirrored.OneDeviceStrategy(device)
+    numbers = torch.arange(12.0, device=device).view(6, 2)
+    seen = [batch for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 2)]
+    assert torch.equal(torch.cat(seen).cpu(), numbers.cpu())
+
+    def collate(examples: list[Tensor]) -> tuple[Any, Tensor]:
+        return pack_sequence(examples), torch.stack(examples)[:1].expand(2, 2)
+
+    data = strategy.distribute_dataset(list(numbers.cpu()), 2, collate_fn=collate)
+    for at, (packed, expanded) in enumerate(data):
+        rows = numbers[2 * at : 2 * at + 2].cpu()
+        assert packed.batch_sizes.device.type == "cpu"
+        assert torch.equal(pad_packed_sequence(packed, batch_first=True)[0].cpu(), rows)
+        assert torch.equal(expanded.cpu(), rows[:1].expand(2, 2))
+    return len(data)

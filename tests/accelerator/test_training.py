@@ -15,12 +15,15 @@ SMALL = {"bucket_bytes": 512}  # several buckets
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}, {"compiled": True}], ids=str
+)
 def test_two_towers_give_the_numbers_of_one_on_the_cpu(
     settings: dict[str, Any], shared: bool, server: Server, pair: list[str]
 ) -> None:
     devices = [pair[0], pair[0]] if shared else pair
-    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **settings)
+    ordinary = {name: value for name, value in settings.items() if name != "compiled"}
+    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **ordinary)
     first, second = server.towers(cases.train, SMALL, devices=devices, **settings)
     assert first == second
     assert first[0] == "shared memory, staged by the host"
@@ -97,6 +100,14 @@ def test_gradients_of_two_streams(server: Server, pair: list[str]) -> None:
     [alone] = server.towers(stream_cases.gradients_of_two_streams, devices=pair[:1])
     assert first == second
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+
+
+def test_extremes_on_several_devices(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.extremes_on_several_devices, devices=pair[:1]) == [True]
+
+
+def test_what_cannot_be_pinned_arrives_too(server: Server, pair: list[str]) -> None:
+    assert server.towers(stream_cases.what_cannot_be_pinned, devices=pair[:1]) == [3]
 
 
 def test_random_numbers(server: Server, pair: list[str]) -> None:

@@ -9,8 +9,8 @@ import os
 import pytest
 import torch
 
-from towers.collectives import process_group
-from towers.collectives.connecting import check_bound
+from towers.collectives import nccl
+from towers.collectives.nccl import check_bound, without_abort
 
 ABORTS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -27,13 +27,13 @@ def test_a_default_group_on_another_gpu_is_refused() -> None:
 def test_our_groups_are_made_so_that_errors_wait_for_the_watch(
     at_once: bool, by_user: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "nccl_aborts_at_once", lambda: at_once)
+    monkeypatch.setattr(nccl, "nccl_aborts_at_once", lambda: at_once)
     monkeypatch.delenv(ABORTS, raising=False)
     if by_user is not None:
         monkeypatch.setenv(ABORTS, by_user)
-    with process_group.without_abort("gloo"):
+    with without_abort("gloo"):
         assert os.environ.get(ABORTS) == by_user
-    with process_group.without_abort("nccl"):
+    with without_abort("nccl"):
         assert os.environ.get(ABORTS) == (by_user or ("0" if at_once else None))
     assert os.environ.get(ABORTS) == by_user
 

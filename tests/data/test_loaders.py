@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from itertools import chain
@@ -132,6 +131,12 @@ def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
         def __init__(self, device: torch.device) -> None:
             done.append("a stream")
 
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
         def record_event(self) -> int:
             done.append("copied")
             return done.count("copied")
@@ -140,9 +145,8 @@ def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
         def wait_event(self, event: int) -> None:
             done.append(event)
 
-    monkeypatch.setattr(torch.cuda, "Stream", Side)
-    monkeypatch.setattr(torch.cuda, "stream", lambda side: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Model())
+    monkeypatch.setattr(torch, "Stream", Side)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Model())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: done.append(tuple(self.shape)))
     monkeypatch.setattr(transfer, "pinned", lambda tensor: done.append("pinned") or tensor)
     device = torch.device("meta")

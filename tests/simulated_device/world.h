@@ -2,10 +2,10 @@
 // (device.cpp says how it behaves).
 #pragma once
 
+#include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/Allocator.h>
 #include <sys/mman.h>
-#include <torch/extension.h>
 
 #include <cstring>
 #include <deque>

@@ -74,7 +74,7 @@ def _variables(changes: dict[str, str] | None) -> dict[str, str]:
 
 def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
     """A small network on the CPU, with the same values wherever it is made: a GPU's generator draws others."""
-    with torch.random.fork_rng(), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
 

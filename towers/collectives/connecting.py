@@ -7,7 +7,6 @@ share memory where they can.
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -15,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from towers.collectives import nccl_watch
+from towers.collectives import nccl, nccl_watch
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.host_staged import HostStagedCommunicator
@@ -35,7 +34,6 @@ from towers.topology import Topology
 log = get_logger("towers")
 
 _later = itertools.count()
-_pinned_ring = False
 
 
 def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
@@ -80,7 +78,7 @@ def _join_process_group(
     where = torch.device("cpu") if staged else device
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
-        _choose_algorithm(options.algorithm)
+        nccl.choose_algorithm(options.algorithm)
         nccl_watch.watch(failures)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
@@ -89,7 +87,7 @@ def _join_process_group(
                 f"{topology.origin} says tower {topology.index} of {topology.size}"
             )
         if backend == "nccl":
-            check_bound(bound_device(), device)
+            nccl.check_bound(bound_device(), device)
         if topology.local_size == topology.size:
             machine.listen_on()
         _handshake(_store_of_default_group(), topology, device, options)
@@ -98,23 +96,6 @@ def _join_process_group(
     _choose_network(topology, _handshake(store, topology, device, options))
     c10d = dist.PrefixStore("c10d", store)
     return join_default_group(c10d, topology.index, topology.size, where, backend, timeout, options.wire_dtype)
-
-
-def check_bound(bound: torch.device | None, device: torch.device) -> None:
-    """See that the script's own default group uses this tower's GPU, on which groups of ours are split from it.
-
-    Args:
-        bound: the device of the default group, if it is bound to one.
-
-    Raises:
-        ValueError: it is another one.
-    """
-    if bound is not None and bound.type == device.type and bound != device:
-        raise ValueError(
-            f"torch.distributed is initialised with NCCL on {bound}, but this tower's device is {device}: give "
-            f"init_process_group device_id=torch.device('{device}') (without it torch 2.15 takes LOCAL_RANK modulo the "
-            "number of GPUs), or leave the initialisation to the strategy"
-        )
 
 
 def _backend(implementation: str, device: torch.device) -> str:
@@ -152,17 +133,6 @@ def refuse_unknown_peers() -> None:
             "MASTER_PORT, LOCAL_RANK and LOCAL_WORLD_SIZE are not set: set them, or leave the initialisation to the "
             "strategy"
         )
-
-
-def _choose_algorithm(algorithm: str) -> None:
-    """Pin NCCL's ring for the groups that come, or leave the choice to NCCL; NCCL_ALGO in the environment wins."""
-    global _pinned_ring
-    if algorithm == "ring" and "NCCL_ALGO" not in os.environ:
-        os.environ["NCCL_ALGO"] = "Ring"
-        _pinned_ring = True
-    elif algorithm != "ring" and _pinned_ring:
-        os.environ.pop("NCCL_ALGO", None)
-        _pinned_ring = False
 
 
 def _store_of_default_group() -> dist.Store:

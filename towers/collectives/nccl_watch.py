@@ -2,7 +2,7 @@
 
 The host only enqueues collectives between GPUs. torch's watchdog finds that one has timed out or failed, and aborts the
 process, without a word on which tower waited for which: a minute later, or, in torch 2.15, at once, unless it is told
-not to (see [Note: NCCL must not abort] in :mod:`towers.collectives.process_group`).
+not to (see [Note: NCCL must not abort] in :mod:`towers.collectives.nccl`).
 """
 
 from __future__ import annotations

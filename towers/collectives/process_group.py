@@ -6,12 +6,6 @@ it; a process that ended right after a collective was aborted in 8 of 12 runs (t
 exit joins the threads. NCCL waits for all towers then, also for one that is gone or has more to do, and for CUDA graphs
 that hold collectives, and so do its destructors. So where there is NCCL, a process that has not left after a minute
 (after a failure: a second) ends at once, without what else it has left to the interpreter's end.
-
-[Note: NCCL must not abort] NCCL's watchdog of torch up to 2.14 ends the process a minute after it has found an error,
-that of 2.15 at once, before :mod:`towers.collectives.nccl_watch` could say who waited for whom. An engine reads
-TORCH_NCCL_ASYNC_ERROR_HANDLING when a group is made; 0 leaves the error where ``get_error`` finds it, and
-the process to us. So our groups are made with that; a script's own groups are not, and where the variable is set, it
-stays. (Read in torch's sources; no GPU has seen it.)
 """
 
 from __future__ import annotations
@@ -33,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from towers.collectives import nccl
 from towers.collectives.communicator import Communicator, Pending, keep_from_forks
 from towers.health.failure import is_peer_lost, leave
 from towers.health.peers import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
 from towers.system.log import get_logger
-from towers.system.torch_private import backend_of, nccl_aborts_at_once
+from towers.system.torch_private import backend_of
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -262,7 +257,7 @@ def join_default_group(
     wire_dtype: str,
 ) -> ProcessGroupCommunicator:
     """A communicator over c10d's default group, which all towers make together, and leave when they end."""
-    with without_greeting(), without_abort(backend):
+    with without_greeting(), nccl.without_abort(backend):
         dist.init_process_group(
             backends(backend),
             store=store,
@@ -283,22 +278,8 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
     """
     while _unused:
         dist.destroy_process_group(_unused.pop())
-    with without_greeting(), without_abort(backend):
+    with without_greeting(), nccl.without_abort(backend):
         return dist.new_group(ranks, timeout=timeout, backend=backends(backend))
-
-
-@contextlib.contextmanager
-def without_abort(backend: str) -> Iterator[None]:
-    """Inside, groups are made whose errors do not end the process; see [Note: NCCL must not abort]."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if backend != "nccl" or name in os.environ or not nccl_aborts_at_once():
-        yield
-        return
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 @contextlib.contextmanager
