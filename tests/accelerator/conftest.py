@@ -21,6 +21,15 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     server.close()
 
 
+@pytest.fixture(params=["host", "collectives"])
+def way(request: pytest.FixtureRequest, server: Server) -> str:
+    """How towers average: through their hosts, or by a backend of torch.distributed, which GPUs have in NCCL."""
+    way: str = request.param
+    if server.kind != "sim" and way != "host":
+        pytest.skip("tests/gpu has NCCL")
+    return way
+
+
 @pytest.fixture
 def pair(server: Server) -> list[str]:
     """Devices for two towers: two, or one that they share."""

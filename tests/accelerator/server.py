@@ -48,8 +48,13 @@ class Server:
             env={**os.environ, "MIRRORED_TEST_DEVICE": self.kind, "OMP_NUM_THREADS": "1"},
         )
 
-    def towers(self, fn: Callable[..., Any], *args: Any, devices: list[str], **kwargs: Any) -> list[Any]:
+    def towers(
+        self, fn: Callable[..., Any], *args: Any, devices: list[str], way: str = "host", **kwargs: Any
+    ) -> list[Any]:
         """``fn(*args, **kwargs)`` in a tower on each of ``devices``: the results in tower order.
+
+        Args:
+            way: "collectives" lets simulated devices have a backend of torch.distributed.
 
         Raises:
             AssertionError: with what the towers said.
@@ -58,6 +63,8 @@ class Server:
             self._process = self._start()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if way == "collectives":
+            fn, args = _with_collectives, (fn, *args)
         call = base64.b64encode(pickle.dumps((fn, args, kwargs, devices))).decode()
         self._process.stdin.write(f"{call}\n")
         self._process.stdin.flush()
@@ -75,6 +82,13 @@ class Server:
         """End the process."""
         if self._process is not None:
             self._process.communicate("")
+
+
+def _with_collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from tests.simulated_device import collectives
+
+    collectives.register()
+    return fn(*args, **kwargs)
 
 
 def _serve() -> None:

@@ -24,6 +24,7 @@ class Fault(NamedTuple):
     case: Any
     args: tuple[Any, ...] = ()
     towers: int = 2
+    way: str = "host"
 
 
 FAULTS = {
@@ -51,6 +52,14 @@ FAULTS = {
         "            self._stream.__exit__(None, None, None)",
         cases.train,
         (SMALL,),
+    ),
+    "gradients are used before the device's collective has ended": Fault(
+        "towers.collectives.process_group",
+        "self._work.wait()",
+        "pass",
+        cases.train,
+        (SMALL,),
+        way="collectives",
     ),
     "a batch is used before it has come": Fault(
         "mirrored.data.transfer", "stream.wait_event(copied)", "pass", stream_cases.batches_arrive_whole, towers=1
@@ -118,9 +127,9 @@ _RIGHT: dict[str, Any] = {}
 
 def right_result(server: Server, fault: Fault) -> Any:
     """What the case gives without a fault."""
-    key = f"{fault.case.__name__} {fault.args}"
+    key = f"{fault.case.__name__} {fault.args} {fault.way}"
     if key not in _RIGHT:
-        _RIGHT[key] = server.towers(fault.case, *fault.args, devices=["sim:0", "sim:1"][: fault.towers])
+        _RIGHT[key] = server.towers(fault.case, *fault.args, devices=["sim:0", "sim:1"][: fault.towers], way=fault.way)
     return _RIGHT[key]
 
 
@@ -129,10 +138,9 @@ def test_it_is_found(name: str, server: Server) -> None:
     if server.kind != "sim":
         pytest.skip("a GPU is too quick for most of them")
     fault = FAULTS[name]
+    names = ["sim:0", "sim:1"][: fault.towers]
     try:
-        result = server.towers(
-            with_fault, tuple(fault[:3]), fault.case, *fault.args, devices=["sim:0", "sim:1"][: fault.towers]
-        )
+        result = server.towers(with_fault, tuple(fault[:3]), fault.case, *fault.args, devices=names, way=fault.way)
     except AssertionError as error:  # a tower has failed
         print(str(error).strip().splitlines()[-1])
         return

@@ -14,71 +14,72 @@ from tests.accelerator.server import Server
 SMALL = {"bucket_bytes": 512}  # several buckets
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     "settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}, {"compiled": True}], ids=str
 )
 def test_two_towers_give_the_numbers_of_one_on_the_cpu(
-    settings: dict[str, Any], shared: bool, server: Server, pair: list[str]
+    settings: dict[str, Any], way: str, server: Server, pair: list[str]
 ) -> None:
-    devices = [pair[0], pair[0]] if shared else pair
     ordinary = {name: value for name, value in settings.items() if name != "compiled"}
     [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **ordinary)
-    first, second = server.towers(cases.train, SMALL, devices=devices, **settings)
+    first, second = server.towers(cases.train, SMALL, devices=pair, way=way, **settings)
+    assert first == second
+    assert first[0] == ("shared memory, staged by the host" if way == "host" else "simccl")
+    for mine, expected in zip(first[1:], alone, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+
+
+def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
+    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"])
+    first, second = server.towers(cases.train, SMALL, devices=[pair[0], pair[0]], way="collectives")
     assert first == second
     assert first[0] == "shared memory, staged by the host"
     for mine, expected in zip(first[1:], alone, strict=True):
         torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
 
 
-def test_through_gloo_in_half_the_bytes(server: Server, pair: list[str]) -> None:
-    [[_, *alone]] = server.towers(cases.train, {}, devices=["cpu:0"])
-    first, second = server.towers(cases.train, {**SMALL, "implementation": "host"}, devices=pair)
-    assert first == second
-    for mine, expected in zip(first[1:], alone, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
-
-
-def test_accumulated_and_clipped(server: Server, pair: list[str]) -> None:
+def test_accumulated_and_clipped(way: str, server: Server, pair: list[str]) -> None:
     [alone] = server.towers(cases.accumulate, devices=["cpu:0"])
-    first, second = server.towers(cases.accumulate, devices=pair)
+    first, second = server.towers(cases.accumulate, devices=pair, way=way)
     assert first == second
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
 
 
-def test_values(server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.values, devices=pair)
+def test_values(way: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.values, devices=pair, way=way)
     assert first == second
     assert first == {"reduce": [3], "mean of numbers": 1.5, "gather": [[0], [1], [1]], "gradient of all-sum": 4}
 
 
 @pytest.mark.parametrize("part", ["all", "unused", "frozen", "number", "weights", "virtual"])
-def test_a_step_waits_for_nothing_but_its_gradients(part: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.step_without_waiting, part, devices=pair)
+def test_a_step_waits_for_nothing_but_its_gradients(part: str, way: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.step_without_waiting, part, devices=pair, way=way)
     assert first == second
 
 
-def test_virtual_towers_give_the_same_bits_on_one_and_two(server: Server, pair: list[str]) -> None:
-    two = server.towers(cases.same_bits, devices=pair)
+def test_virtual_towers_give_the_same_bits_on_one_and_two(way: str, server: Server, pair: list[str]) -> None:
+    two = server.towers(cases.same_bits, devices=pair, way=way)
     [one] = server.towers(cases.same_bits, devices=pair[:1])
     assert two == [one, one]
 
 
-def test_batch_norm_over_both(server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], devices=pair)
+def test_batch_norm_over_both(way: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(
+        cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], devices=pair, way=way
+    )
     assert first == second
 
 
-def test_a_changed_bit_is_found_later(server: Server, pair: list[str]) -> None:
-    cases.check_changed_bit(server.towers(cases.find_a_changed_bit, devices=pair))
+def test_a_changed_bit_is_found_later(way: str, server: Server, pair: list[str]) -> None:
+    cases.check_changed_bit(server.towers(cases.find_a_changed_bit, devices=pair, way=way))
 
 
-def test_rows_of_every_kind(server: Server, pair: list[str]) -> None:
-    assert server.towers(cases.gather_shapes, devices=pair) == [9, 9]
+def test_rows_of_every_kind(way: str, server: Server, pair: list[str]) -> None:
+    assert server.towers(cases.gather_shapes, devices=pair, way=way) == [9, 9]
 
 
-def test_a_nan_is_named(server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.train_into_nan, devices=pair)
+def test_a_nan_is_named(way: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(cases.train_into_nan, devices=pair, way=way)
     assert first == second
     assert "(nan on tower 1)" in first
 
@@ -95,8 +96,8 @@ def test_batches_that_nobody_holds_stay_until_they_are_used(server: Server, pair
     assert server.towers(stream_cases.batches_kept_by_queued_copies, devices=pair[:1]) == [True]
 
 
-def test_gradients_of_two_streams(server: Server, pair: list[str]) -> None:
-    first, second = server.towers(stream_cases.gradients_of_two_streams, devices=pair)
+def test_gradients_of_two_streams(way: str, server: Server, pair: list[str]) -> None:
+    first, second = server.towers(stream_cases.gradients_of_two_streams, devices=pair, way=way)
     [alone] = server.towers(stream_cases.gradients_of_two_streams, devices=pair[:1])
     assert first == second
     torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
