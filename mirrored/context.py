@@ -23,6 +23,9 @@ _T = TypeVar("_T")
 class ActiveEngine(Protocol):
     """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies know."""
 
+    @property
+    def synchronises_batch_norm(self) -> bool: ...
+
     def attached(self, kind: type[_T]) -> _T | None: ...
 
     def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool: ...

@@ -35,10 +35,11 @@ def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
     modules = ["towers.launching.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
-        modules.append("torchmetrics")
+        modules += ["torchmetrics", "keras"]
     forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("KERAS_BACKEND", "torch")
         forkserver.ensure_running()
 
 

@@ -252,6 +252,11 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------
 
+    @property
+    def synchronises_batch_norm(self) -> bool:
+        """Whether this code is in a scope whose batch norms take the statistics of the global batch."""
+        return self.recorder.adopts
+
     def begin_run(self) -> None:
         """A ``run`` begins.
 

@@ -62,6 +62,11 @@ class Recorder:
                 register_module_module_registration_hook(self._on_child),
             ]
 
+    @property
+    def adopts(self) -> bool:
+        """Whether what is recorded now is given to a function of ``start``."""
+        return bool(self._scopes) and self._scopes[-1] is not None
+
     def stop(self) -> None:
         """End what the matching :meth:`start` began."""
         self._scopes.pop()
@@ -97,7 +102,7 @@ class Recorder:
         """Record a module that exists already, with all in it."""
         for part in module.modules():
             self._remember(part)
-            for name, parameter in part.named_parameters(recurse=False):
+            for name, parameter in own_parameters(part).items():  # Keras' named_parameters() would change the layer
                 self._on_parameter(part, name, parameter)
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:

@@ -1,0 +1,78 @@
+"""Keras 3 on torch: ``compile`` and ``fit`` on all towers, with the numbers of one.
+
+.. code-block:: python
+
+    import mirrored.keras
+    import keras, mirrored
+
+    strategy = mirrored.MirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([...])
+        model.compile(optimizer="adam", loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(x, y, batch_size=64, epochs=5)  # the global batch size
+
+Importing it changes Keras' trainer, for models that were made in a strategy's scope (or given to ``strategy.mirror``);
+all others train as before. ``docs/keras.md`` says what is the same as in ``tf.distribute`` and what is not.
+
+[Note: examples are weighted] Keras' code computes means: of a batch's losses, of a metric's values, of moving
+statistics. A tower computes them over its share, unchanged. What makes them those of the global batch is one weight,
+the share's part of the examples: gradients are summed with it (where backward begins, :mod:`mirrored.keras.steps`), and
+so are moving statistics (:mod:`mirrored.keras.statistics`); metrics carry their counts with them
+(:mod:`mirrored.keras.metrics`). So whatever a ``train_step`` does with a mean, in Keras or in torch, is right, also
+where the shares are of different sizes. Only sums, and means over something that is not an example (entries of a mask,
+weights), have to be changed (:mod:`mirrored.keras.losses`).
+
+[Note: Keras is patched] Keras has no place for a strategy in its torch trainer. Each function that is replaced
+(:func:`mirrored.keras.patching.around`) calls the original, and does nothing else for models without a strategy. The
+versions that this was tried with are named below; others are refused, since Keras 3.16 wraps models in
+``DistributedDataParallel`` as soon as there is a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_FIRST, _END = (3, 13), (3, 16)
+
+
+def _check_keras() -> None:
+    """See that Keras is there, on torch, in a version that is known.
+
+    Raises:
+        ImportError: it is not.
+    """
+    chosen = os.environ.setdefault("KERAS_BACKEND", "torch")
+    if chosen != "torch" and "keras" not in sys.modules:
+        raise ImportError(
+            f"mirrored.keras trains Keras models on torch, but KERAS_BACKEND is {chosen!r}: set KERAS_BACKEND=torch, "
+            "or leave it unset"
+        )
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name != "keras":
+            raise
+        raise ImportError("mirrored.keras needs Keras 3: pip install 'mirrored[keras]'") from error
+    if (backend := keras.config.backend()) != "torch":
+        raise ImportError(
+            f"mirrored.keras trains Keras models on torch, but keras was imported before with the backend {backend}: "
+            "put 'import mirrored.keras' before 'import keras', or set KERAS_BACKEND=torch"
+        )
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    if not _FIRST <= version < _END:
+        reason = ""
+        if version >= _END:
+            reason = (
+                ". Keras 3.16 wraps models in DistributedDataParallel by itself as soon as there is a process group, "
+                "so gradients would be averaged twice"
+            )
+        raise ImportError(
+            f"mirrored.keras knows Keras 3.13 to 3.15, but this is {keras.__version__}{reason}: "
+            "pip install 'keras>=3.13,<3.16'"
+        )
+
+
+_check_keras()
+
+from mirrored.keras import batch_norm, losses, metrics, randomness, saving, trainer  # noqa: E402, F401  (they patch)

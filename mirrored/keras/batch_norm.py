@@ -1,0 +1,64 @@
+"""``keras.layers.BatchNormalization`` over the global batch: made in ``strategy.scope(sync_batch_norm=True)``.
+
+Each tower computes mean, variance and count of its share as Keras does; all towers get them all, and combine them in
+tower order, which gives the same bits on all. Gradients flow through that to every tower.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from mirrored.context import current_frame, get_replica_context
+from mirrored.keras.patching import around
+from mirrored.keras.steps import current
+from towers.system.torch_private import disable_dynamo
+
+_MARK = "_mirrored_takes_global_statistics"
+
+
+def takes_global_statistics(layer: Any) -> bool:
+    """Whether a layer normalises over the global batch."""
+    return getattr(layer, _MARK, False)
+
+
+@around(keras.layers.BatchNormalization, "__init__")
+def _init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    original(layer, *args, **kwargs)
+    frame = current_frame()
+    if frame is not None and frame.strategy.engine.synchronises_batch_norm:
+        setattr(layer, _MARK, True)
+
+
+@around(keras.layers.BatchNormalization, "_moments")
+def _moments(original: Any, layer: Any, inputs: Any, mask: Any) -> tuple[Tensor, Tensor]:
+    moments: tuple[Tensor, Tensor] = original(layer, inputs, mask)
+    step = current()
+    if step is None or not takes_global_statistics(layer):
+        return moments
+    mean, variance = moments
+    if mask is None:
+        count = torch.full((), inputs.numel() / mean.numel(), dtype=mean.dtype, device=mean.device)
+    else:
+        others = math.prod(inputs.shape[:-1]) / math.prod(mask.shape)
+        count = keras.ops.sum(keras.ops.cast(mask, mean.dtype)) * others
+    if not step.share.local:
+        count = torch.zeros_like(count)
+    return _combined(mean, variance, count.detach())
+
+
+@disable_dynamo
+def _combined(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all towers' entries, of each tower's."""
+    replica = get_replica_context()
+    assert replica is not None
+    rows = replica.all_gather(torch.cat([mean.flatten(), variance.flatten(), count.reshape(1)]).unsqueeze(0))
+    means, variances, counts = rows.split([mean.numel(), variance.numel(), 1], dim=1)
+    parts = counts / counts.sum()
+    total = (parts * means).sum(0)
+    spread = (parts * (variances + (means - total).square())).sum(0)
+    return total.view_as(mean), spread.view_as(variance)

@@ -1,0 +1,114 @@
+"""Callbacks on several towers: they decide alike, and files and the progress bar are the chief's.
+
+Every tower runs every callback, with the same logs, so those that decide by the logs decide alike. Keras' callbacks
+that write files do everything but write on the other towers. A tower whose callback alone sets ``model.stop_training``
+takes the others along: at the end of the epoch, and of each batch where a callback of the script's own follows batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from mirrored.keras.keras_private import CallbackList, first_epoch, write_no_backups
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
+from towers.errors import DisagreementError
+
+_ONLY_WRITE = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("CSVLogger", "RemoteMonitor", "TensorBoard")
+    if hasattr(keras.callbacks, name)
+)
+_BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end")
+
+
+def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
+    """The callbacks that this tower runs, of those that ``fit`` was given.
+
+    Args:
+        fits: whether it is ``fit``, after whose epochs and batches the towers agree on whether to go on.
+    """
+    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
+    chosen = [callback for callback in given if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
+    if not strategy.is_chief:
+        for callback in chosen:
+            _mute(callback)
+    if fits and not any(isinstance(callback, _Agreement) for callback in given):
+        kind = _AgreementInBatches if any(_follows_batches(callback) for callback in chosen) else _Agreement
+        chosen.append(kind(strategy))
+    if isinstance(callbacks, CallbackList):
+        callbacks.callbacks[:] = chosen
+        for callback in chosen:
+            callback.set_model(callbacks.model)
+        return callbacks
+    return chosen
+
+
+def read_batches(callbacks: Any) -> bool:
+    """Whether a callback may read the logs of each batch."""
+    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
+    return any(_reads_batches(callback) for callback in given)
+
+
+def _reads_batches(callback: Any) -> bool:
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return bool(callback.save_freq != "epoch")
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return bool(callback.update_freq != "epoch")
+    if isinstance(callback, keras.callbacks.TerminateOnNaN):
+        return True
+    return _follows_batches(callback)
+
+
+def _follows_batches(callback: Any) -> bool:
+    """Whether a callback of the script's own does something at the end of each batch."""
+    kind = type(callback)
+    if any(name in vars(callback) for name in _BATCH_ENDS):  # of a LambdaCallback
+        return True
+    owners = (base for name in _BATCH_ENDS for base in kind.__mro__ if name in vars(base))
+    return any(not _is_of_keras(owner) and not issubclass(owner, _Agreement) for owner in owners)
+
+
+def _is_of_keras(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "keras"
+
+
+def _mute(callback: Any) -> None:
+    """Let a callback of Keras' decide as on the chief, and write nothing; models are saved by the chief anyhow."""
+    if _is_of_keras(type(callback)) and hasattr(callback, "verbose"):
+        callback.verbose = 0
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        write_no_backups(callback)
+
+
+class _Agreement(keras.callbacks.Callback):  # type: ignore[misc]
+    """Lets towers begin at the same epoch, and stop together."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        said = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
+        first = [each.details for each in said]
+        if len(set(first)) > 1:
+            raise DisagreementError(
+                f"BackupAndRestore goes on at epoch {first[0]} on tower 0, but not on all towers ({first}): its folder "
+                "has to be on a disk that all hosts share"
+            )
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree()
+
+    def _agree(self) -> None:
+        said = announce(self._strategy.communicator, "the end of model.fit's callbacks", bool(self.model.stop_training))
+        self.model.stop_training = any(each.details for each in said)
+
+
+class _AgreementInBatches(_Agreement):
+    """As :class:`_Agreement`, and after each batch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree()

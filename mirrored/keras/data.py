@@ -1,0 +1,205 @@
+"""Batches of ``fit``, ``evaluate`` and ``predict``, shared out among the towers.
+
+``batch_size`` is the global one. Keras' data adapters make the global batches, in the same order on all towers, since
+towers draw the same random numbers outside of steps; each tower keeps its share. Of arrays it loads its share only. A
+``DataLoader`` becomes a distributed dataset, whose towers load their shares, and what
+``strategy.distribute_dataset`` gives is taken as it is. Nothing is padded or dropped; a tower whose share is empty gets
+an example that counts nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from mirrored.data.dataset import DistributedDataset
+from mirrored.data.shares import Share, bounds
+from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
+from mirrored.keras.patching import around
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+from towers.errors import DisagreementError
+
+active: Strategy | None = None
+"""The strategy whose model is in ``fit``, ``evaluate`` or ``predict``."""
+
+_distributed: weakref.WeakKeyDictionary[Any, DistributedDataset] = weakref.WeakKeyDictionary()
+
+
+def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
+    """This tower's share of a batch: as is known, else cut from a global batch.
+
+    Raises:
+        ValueError: the arrays of the batch have different lengths.
+    """
+    known = strategy.known_shares.of(batch)
+    if known:
+        share = max(known, key=lambda each: each.total)
+        if share.local or share.stand_in:
+            return batch, share
+        return _note(strategy, _map(_zeros, batch), Share(0, share.total, 1, True))
+    sizes = {len(leaf) for leaf in keras.tree.flatten(batch) if _is_array(leaf)}
+    if len(sizes) != 1:
+        raise ValueError(f"the arrays of a batch have different numbers of examples: {sorted(sizes)}")
+    total = sizes.pop()
+    start, end = bounds(total, strategy.num_replicas_in_sync, strategy.topology.index)
+    share = _share(start, end, total)
+    if start == end:
+        start, end = 0, 1
+    return _note(strategy, _map(lambda leaf: leaf[start:end], batch), share)
+
+
+def _share(start: int, end: int, total: int) -> Share:
+    return Share(end - start, total, int(start == end), True)
+
+
+def _note(strategy: Strategy, batch: Any, share: Share) -> tuple[Any, Share]:
+    strategy.known_shares.add(batch, share)
+    return batch, share
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and len(leaf.shape) > 0
+
+
+def _map(function: Any, batch: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: function(leaf) if _is_array(leaf) else leaf, batch)
+
+
+def _zeros(leaf: Any) -> Tensor:
+    return torch.zeros((1, *leaf.shape[1:]), dtype=torch.as_tensor(leaf).dtype, device=getattr(leaf, "device", None))
+
+
+@around(data_adapters, "get_data_adapter")
+def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
+    if active is None or not isinstance(x, (DataLoader, DistributedDataset)):
+        return original(x, y, sample_weight, **kwargs)
+    for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
+        if value is not None:
+            raise ValueError(f"{name} was given beside a {type(x).__name__}, whose batches have to hold it")
+    if isinstance(x, DistributedDataset):
+        return _DistributedAdapter(x)
+    if x not in _distributed:
+        _distributed[x] = active.distribute_dataset(x, stand_in=True)
+    return _DistributedAdapter(_distributed[x])
+
+
+class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
+    """Gives Keras a distributed dataset."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+
+    def get_torch_dataloader(self) -> DistributedDataset:
+        return self._dataset
+
+    @property
+    def num_batches(self) -> int | None:
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
+
+    @property
+    def batch_size(self) -> None:
+        return None
+
+    @property
+    def has_partial_batch(self) -> bool:
+        return False
+
+    @property
+    def partial_batch_size(self) -> None:
+        return None
+
+
+@around(TorchEpochIterator, "_get_iterator")
+def _get_iterator(original: Any, iterator: Any) -> Any:
+    loader = original(iterator)
+    if active is None or active.num_replicas_in_sync == 1 or isinstance(loader, DistributedDataset):
+        return loader
+    if isinstance(iterator.data_adapter, ArrayDataAdapter):
+        return _Arrays(active, loader)
+    return _WholeBatches(active, loader)
+
+
+class _OwnIndices:
+    """Of each batch of indices those of this tower's share, or another tower's first one.
+
+    Attributes:
+        shares: of the batches that were drawn and not yet loaded.
+    """
+
+    def __init__(self, strategy: Strategy, batches: Iterable[list[int]]) -> None:
+        self._towers, self._tower = strategy.num_replicas_in_sync, strategy.topology.index
+        self._batches = batches
+        self.shares: deque[Share] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.shares.clear()
+        for indices in self._batches:
+            start, end = bounds(len(indices), self._towers, self._tower)
+            self.shares.append(_share(start, end, len(indices)))
+            yield indices[start:end] or indices[:1]
+
+
+class _Arrays:
+    """This tower's shares of the batches of arrays, which are all that it loads."""
+
+    def __init__(self, strategy: Strategy, loader: DataLoader[Any]) -> None:
+        self._strategy = strategy
+        self._indices = _OwnIndices(strategy, loader.batch_sampler)  # type: ignore[arg-type]
+        self._loader: DataLoader[Any] = DataLoader(
+            loader.dataset, batch_sampler=self._indices, collate_fn=loader.collate_fn
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._noted(iter(self._loader))  # which draws its seed now, as on one tower
+
+    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield _note(self._strategy, batch, self._indices.shares.popleft())[0]
+
+
+class _WholeBatches:
+    """This tower's shares of batches that every tower loads whole."""
+
+    def __init__(self, strategy: Strategy, loader: Iterable[Any]) -> None:
+        self._strategy = strategy
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for step, batch in enumerate(self._loader):
+            if step == 0:
+                _check_same(self._strategy.communicator, batch)
+            yield share_of(self._strategy, batch)[0]
+
+
+def _check_same(comm: Communicator, batch: Any) -> None:
+    """See that all towers read the same batches, by the first one of an epoch.
+
+    Raises:
+        DisagreementError: on all towers: they do not.
+    """
+    arrays = [leaf for leaf in keras.tree.flatten(batch) if _is_array(leaf)]
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(keras.ops.convert_to_numpy(array)).tobytes(), checksum)
+    said = announce(comm, "an epoch of a Keras model", [[list(array.shape) for array in arrays], checksum])
+    different = [tower for tower, other in enumerate(said) if other.details != said[0].details]
+    if different:
+        raise DisagreementError(
+            f"the first batch of an epoch is another one on tower {different[0]} than on tower 0, but each tower keeps "
+            "its share of one and the same batch: seed what the data draws from a generator of its own (numpy's "
+            "default_rng(), tf.random), or take numbers from np.random, random and torch, which are equal on all towers"
+        )

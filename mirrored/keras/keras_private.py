@@ -1,0 +1,61 @@
+"""The private names of Keras that this project uses: all of them, and none elsewhere.
+
+They are of Keras 3.13 to 3.15; ``tests/keras/test_patches.py`` sees that they are there in the Keras that is installed.
+What the other modules replace is a name of a module or class given here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src.backend.torch import random as random_ops
+from keras.src.backend.torch.trainer import TorchEpochIterator, TorchTrainer
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.losses import loss as losses
+from keras.src.metrics import reduction_metrics
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.trainer import Trainer
+
+__all__ = [
+    "ArrayDataAdapter",
+    "CallbackList",
+    "DataAdapter",
+    "TorchEpochIterator",
+    "TorchTrainer",
+    "Trainer",
+    "data_adapters",
+    "first_epoch",
+    "losses",
+    "random_ops",
+    "reduction_metrics",
+    "variables_of_trained_layers",
+    "write_no_backups",
+]
+
+
+def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:
+    """The layers of a model that are not frozen, each with the variables that it changes without a gradient.
+
+    ``model.non_trainable_variables`` would hold the weights of frozen layers, too.
+    """
+    for layer in model._flatten_layers():
+        if layer.trainable:
+            for variable in layer._non_trainable_variables:
+                if isinstance(variable, keras.Variable):
+                    yield layer, variable
+
+
+def first_epoch(model: Any) -> int | None:
+    """The epoch at which ``BackupAndRestore`` lets ``fit`` begin, if it has restored one."""
+    epoch: int | None = model._initial_epoch
+    return epoch
+
+
+def write_no_backups(callback: Any) -> None:
+    """Let a ``BackupAndRestore`` restore, and neither write nor delete."""
+    callback._save_model = lambda: None
+    callback.on_train_end = lambda logs=None: None

@@ -1,0 +1,50 @@
+"""Losses: what Keras computes over a tower's share, made such that the mean over examples is that of the global batch.
+
+See [Note: examples are weighted] in :mod:`mirrored.keras`. Three of Keras' reductions are not a mean over examples:
+``"sum"``; ``"mean_with_sample_weight"``, which divides by the sum of the weights; and means over the entries that a
+mask leaves. For the last two the towers add up the divisor, in one small collective for each such loss in a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from mirrored.keras.keras_private import losses as keras_losses
+from mirrored.keras.patching import around
+from mirrored.keras.steps import current
+
+_OVER_ENTRIES = ("sum_over_batch_size", "mean")
+
+
+@around(keras_losses, "reduce_values")
+def _reduce_values(
+    original: Any, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
+) -> Any:
+    step = current()
+    if step is None or not values.shape:
+        return original(values, sample_weight, reduction)
+    if reduction == "sum":
+        return original(values, sample_weight, reduction) / (step.part or 1.0)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        total = keras.ops.sum(values)
+        divisor = step.as_mean(step.all_sum(keras.ops.cast(keras.ops.sum(sample_weight), total.dtype)))
+        return keras.ops.divide_no_nan(total, divisor)
+    return original(values, sample_weight, reduction)
+
+
+@around(keras_losses, "apply_mask")
+def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+    step = current()
+    if step is None or mask is None or reduction not in _OVER_ENTRIES:
+        return original(sample_weight, mask, dtype, reduction)
+    # As Keras does, every entry that counts weighs total / valid, where both are of the global batch.
+    entries = keras.ops.cast(mask, dtype)
+    valid = step.as_mean(step.all_sum(keras.ops.sum(entries)))
+    weight = entries * keras.ops.divide_no_nan(keras.ops.cast(float(entries.numel()), dtype), valid)
+    if sample_weight is None:
+        return weight
+    sample_weight = keras.ops.cast(sample_weight, dtype)
+    weight, sample_weight = keras_losses.squeeze_or_expand_to_same_rank(weight, sample_weight)
+    return sample_weight * weight

@@ -1,0 +1,177 @@
+"""Metrics: each tower counts its own examples, and what all have counted is combined when somebody reads it.
+
+A metric's variables say by their ``aggregation`` how values of several towers are combined: ``"sum"`` (Keras' default),
+``"mean"`` over the examples, ``"only_first_replica"``. What was there before the towers began to count, such as the
+zeros of ``reset_state``, counts once. A scalar that is given to ``Mean`` or ``Sum``, such as a batch's loss, is a mean
+of this tower's examples, so it counts as the share's part of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from mirrored.data.shares import Share
+from mirrored.keras.keras_private import reduction_metrics
+from mirrored.keras.patching import around
+from mirrored.keras.steps import current
+from towers.collectives.communicator import Communicator
+
+Logs = dict[str, Any]
+
+
+@around(reduction_metrics, "reduce_to_samplewise_values")
+def _reduce_to_samplewise_values(original: Any, values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any) -> Any:
+    values, sample_weight = original(values, sample_weight, reduce_fn, dtype)
+    step = current()
+    if step is not None and sample_weight is None and not values.shape:
+        sample_weight = keras.ops.cast(step.part, values.dtype)
+        values = values * sample_weight
+    return values, sample_weight
+
+
+class Metrics:
+    """The metrics of one model on several towers.
+
+    Args:
+        model: its metrics may change at any time.
+    """
+
+    def __init__(self, model: Any, comm: Communicator) -> None:
+        self._model = model
+        self._comm = comm
+        self._base: dict[int, tuple[Any, Tensor]] = {}  # what each variable was when the towers began to count apart
+        self._examples = 0
+        self._counting = False
+        self._checked: set[int] = set()
+
+    def begin(self) -> None:
+        """A step begins, which may count."""
+        if self._counting:
+            return
+        self._counting = True
+        for metric in self._model.metrics:
+            if id(metric) not in self._checked:
+                _check(metric)
+                self._checked.add(id(metric))
+        self._base = {id(variable): (variable, variable.value.clone()) for variable in self._variables()}
+
+    def count(self, share: Share) -> None:
+        """A step with a share is over."""
+        self._examples += share.local
+
+    def state(self) -> list[tuple[Tensor, Tensor]]:
+        """Each variable's tensor, and a copy."""
+        return [(variable.value, variable.value.clone()) for variable in self._variables()]
+
+    def forget(self) -> None:
+        """All towers have given the metrics one and the same state, by resetting them."""
+        self._counting, self._base, self._examples = False, {}, 0
+
+    @torch.no_grad()
+    def reduce(self, logs: Mapping[str, Any], share: Share) -> Logs:
+        """What all towers have counted, given to all; they count on from there. All of them call it.
+
+        Args:
+            logs: what this tower's last step has returned.
+            share: of that step.
+
+        Returns:
+            ``logs`` of the global batches: a metric's result of all examples so far; of other numbers, the mean over
+            the last step's examples.
+        """
+        local = self._results()
+        keys = [key for key, value in logs.items() if _is_scalar(value) or key in local]
+        device = self._comm.device
+        is_result = [float(not share.local or _same(logs[key], local.get(key))) for key in keys]
+        part = share.local / share.total if share.total else 0.0
+        numbers = [float(logs[key]) * part if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
+        variables = self._variables()
+        packed = [
+            torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),
+            *(self._contribution(variable).double().reshape(-1) for variable in variables),
+        ]
+        flat = torch.cat(packed)
+        with self._comm.health.at("the metrics of a Keras model"):
+            self._comm.all_reduce(flat)
+        head, *sums = flat.split([piece.numel() for piece in packed])
+        examples, *told = head.tolist()
+        for variable, total in zip(variables, sums, strict=True):
+            self._settle(variable, total, examples)
+        self.forget()
+        combined, result = self._results(), dict(logs)
+        for position, key in enumerate(keys):
+            if told[position] == self._comm.size:
+                result[key] = combined.get(key, logs[key])
+            elif _is_scalar(logs[key]):
+                result[key] = told[len(keys) + position]
+        return result
+
+    def _contribution(self, variable: Any) -> Tensor:
+        value: Tensor = variable.value.detach()
+        if variable.aggregation == "mean":
+            return value * self._examples
+        if variable.aggregation == "only_first_replica":
+            return value if self._comm.index == 0 else torch.zeros_like(value)
+        base = self._base.get(id(variable))  # none: it was made in a step, from zeros
+        return value - base[1] if base is not None else value
+
+    def _settle(self, variable: Any, total: Tensor, examples: float) -> None:
+        value = variable.value
+        if variable.aggregation == "mean":
+            if not examples:
+                return
+            total = total / examples
+        elif variable.aggregation == "sum" and (base := self._base.get(id(variable))) is not None:
+            total = total + base[1].detach().double().reshape(-1)
+        value.copy_(total.view_as(value))
+
+    def _variables(self) -> list[Any]:
+        return list({id(v): v for metric in self._model.metrics for v in metric.variables}.values())
+
+    def _results(self) -> Logs:
+        """The results of the metrics as they are now, by name, in both forms that a ``train_step`` may return."""
+        nested: Logs = {metric.name: metric.result() for metric in self._model.metrics}
+        nested.update(self._model.get_metrics_result())
+        return nested
+
+
+def _check(metric: Any) -> None:
+    """See that what several towers count by a metric can be combined.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    inner = getattr(metric, "metrics", None) or [metric]
+    for each in inner:
+        if not each.variables and type(each).__module__.partition(".")[0] != "keras":
+            raise TypeError(
+                f"the metric {each.name!r} ({type(each).__name__}) has no variables, so what the towers have counted "
+                "cannot be combined: keep its state in variables of self.add_variable(...), which says how to combine "
+                "them (aggregation='sum' or 'mean')"
+            )
+        for variable in each.variables:
+            if variable.aggregation == "none":
+                raise TypeError(
+                    f"the variable {variable.path!r} of the metric {each.name!r} has aggregation='none', so what the "
+                    "towers have counted cannot be combined: make it by self.add_variable(..., aggregation='sum'), "
+                    "'mean' or 'only_first_replica'"
+                )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _same(value: Any, result: Any) -> bool:
+    """Whether a value of the logs is a metric's result."""
+    if isinstance(value, Mapping) or isinstance(result, Mapping):
+        return isinstance(value, Mapping) and isinstance(result, Mapping)
+    if result is None or not (_is_scalar(value) and _is_scalar(result)):
+        return isinstance(value, Tensor) and isinstance(result, Tensor) and value.shape == result.shape
+    one, other = float(value), float(result)
+    return one == other or (one != one and other != other)

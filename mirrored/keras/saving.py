@@ -1,0 +1,62 @@
+"""Files of Keras models: the chief writes them, all towers read them.
+
+``model.save``, ``save_weights`` and ``export`` of a model of a strategy write on the chief and do nothing on the other
+towers, so a script may call them as it did on one device, in callbacks too. ``model.load_weights`` waits until all
+towers have come, so that what the chief was told to write before is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import keras
+
+from mirrored.context import current_frame, strategy_with_towers
+from mirrored.keras.patching import around
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
+
+_strategies: weakref.WeakKeyDictionary[Any, weakref.ref[Strategy]] = weakref.WeakKeyDictionary()
+
+
+def note_strategy(model: Any) -> None:
+    """A model is made here: it belongs to the strategy whose scope this is, if there is one."""
+    frame = current_frame()
+    if frame is not None and isinstance(frame.strategy, Strategy):
+        _strategies[model] = weakref.ref(frame.strategy)
+
+
+def strategy_of(model: Any) -> Strategy | None:
+    """The strategy in whose scope a model was made, or that mirrors it."""
+    reference = _strategies.get(model)
+    if reference is not None:
+        return reference()
+    strategy = strategy_with_towers()
+    if not isinstance(strategy, Strategy) or not model.built:
+        return None
+    variables = model.trainable_variables
+    return strategy if variables and all(strategy.engine.recorder.knows(v.value) for v in variables) else None
+
+
+def _written_by_the_chief(owner: Any, name: str) -> None:
+    """Let a method of models that writes a file do so on the chief alone."""
+
+    @around(owner, name)
+    def write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = strategy_of(model)
+        if strategy is None or strategy.is_chief:
+            return original(model, *args, **kwargs)
+        return None
+
+
+for _name in ("save", "save_weights", "export"):
+    _written_by_the_chief(keras.Model, _name)
+
+
+@around(keras.Model, "load_weights")
+def _load_weights(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = strategy_of(model)
+    if strategy is not None and strategy.num_replicas_in_sync > 1:
+        announce(strategy.communicator, "model.load_weights()")
+    return original(model, *args, **kwargs)

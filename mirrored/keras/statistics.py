@@ -1,0 +1,79 @@
+"""Variables that layers change in a step without a gradient, such as moving statistics: equal on all towers after it.
+
+They are combined by their own ``aggregation``: ``"mean"``, and ``"none"``, which Keras' own layers leave theirs at, is
+the mean over the examples of the step; ``"sum"`` adds up what the towers have added; ``"only_first_replica"`` is tower
+0's. Integers with ``"none"``, such as the states of seed generators and counters, are those of every tower.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from mirrored.data.shares import Share
+from mirrored.keras.batch_norm import takes_global_statistics
+from mirrored.keras.keras_private import variables_of_trained_layers
+from towers.collectives.communicator import Communicator
+
+
+class StepVariables:
+    """The variables of one model that a step may change.
+
+    Args:
+        model: its layers may change at any time.
+    """
+
+    def __init__(self, model: Any, comm: Communicator) -> None:
+        self._model = model
+        self._comm = comm
+        self._changing: list[Any] | None = None
+        self._before: list[tuple[Any, Tensor]] = []
+
+    def look(self) -> None:
+        """A loop begins: the model may have other layers, or others that are frozen."""
+        self._changing = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._changing is None:
+            self._changing = list(self._find())
+        self._before = [(v, v.value.clone()) for v in self._changing if v.aggregation == "sum"]
+
+    @torch.no_grad()
+    def settle(self, share: Share) -> None:
+        """A step is over: give all towers the same values. All of them call it."""
+        packs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        added = {id(variable): before for variable, before in self._before}
+        part = share.local / share.total if share.total else 0.0
+        for variable in self._changing or []:
+            value = variable.value.detach()
+            if (before := added.get(id(variable))) is not None:
+                mine = value - before if share.local else torch.zeros_like(value)
+            elif variable.aggregation == "only_first_replica":
+                mine = value if self._comm.index == 0 else torch.zeros_like(value)
+            elif value.is_floating_point():
+                mine = value * part
+            else:
+                continue
+            packs[value.dtype].append((value, mine.reshape(-1)))
+        for entries in packs.values():
+            flat = torch.cat([mine for _, mine in entries])
+            with self._comm.health.at("the moving statistics of a Keras model"):
+                self._comm.all_reduce(flat)
+            pieces = flat.split([mine.numel() for _, mine in entries])
+            for (value, _), piece in zip(entries, pieces, strict=True):
+                value.copy_(piece.view_as(value))
+        for variable, before in self._before:
+            variable.value.add_(before)
+
+    def _find(self) -> Iterator[Any]:
+        """The variables that layers may change; those of frozen layers do not change."""
+        for layer, variable in variables_of_trained_layers(self._model):
+            combined = variable.aggregation != "none" or keras.backend.is_float_dtype(variable.dtype)
+            if combined and not takes_global_statistics(layer):
+                yield variable

@@ -1,0 +1,90 @@
+"""The step that is running: this tower's share of a global batch, and what its numbers weigh.
+
+See [Note: examples are weighted] in :mod:`mirrored.keras`. Where backward begins, the gradient of each tower's loss is
+multiplied by the number of towers and the share's part of the examples; the average over towers is then that of the
+examples. There it is right for every loss, and in the gradients that batch norms over the global batch exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirrored.data.shares import Share
+from mirrored.keras.patching import around
+from mirrored.strategy.base import Strategy
+from towers.system.torch_private import disable_dynamo
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a model on several towers.
+
+    Attributes:
+        share: this tower's; where it has no examples the tower computes on a stand-in.
+    """
+
+    strategy: Strategy
+    share: Share
+
+    @property
+    def part(self) -> float:
+        """This share's part of the global batch."""
+        return self.share.local / self.share.total if self.share.total else 0.0
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """A number's sum over all towers, to which a stand-in adds nothing."""
+        mine = value.detach() if self.share.local else torch.zeros_like(value)
+        total: Tensor = self.strategy.reduce("sum", mine)
+        return total
+
+    def as_mean(self, total: Tensor) -> Tensor:
+        """What a tower has to divide by so that towers' quotients, weighted by examples, are a quotient by ``total``.
+
+        As ``sum(part[t] * s[t] / (total * part[t])) == sum(s[t]) / total``.
+        """
+        return total * self.part if self.share.local else torch.ones_like(total)
+
+
+_current: Step | None = None
+
+
+def current() -> Step | None:
+    """The step that is running; None outside of steps, and at one tower."""
+    return _current
+
+
+@contextlib.contextmanager
+def running(step: Step) -> Iterator[None]:
+    """Inside, ``step`` is running."""
+    global _current
+    outer, _current = _current, step
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+@around(torch.autograd, "backward")
+@disable_dynamo
+def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    step = _current
+    if step is not None and (weight := step.part * step.strategy.num_replicas_in_sync) != 1:
+        if isinstance(tensors, Tensor):
+            tensors = (tensors,)
+        if grad_tensors is None or isinstance(grad_tensors, Tensor):
+            grad_tensors = (grad_tensors,) * len(tensors)
+        grad_tensors = _weighted(tensors, grad_tensors, weight)
+    return original(tensors, grad_tensors, *args, **kwargs)
+
+
+def _weighted(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:
+    return [
+        gradient * weight if gradient is not None else torch.full_like(tensor, weight) if tensor.numel() == 1 else None
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+    ]

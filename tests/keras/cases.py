@@ -1,0 +1,368 @@
+"""Models that Keras trains in float64, each on the same data on any number of towers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+import torch
+from keras import layers, ops
+from torch.utils.data import DataLoader, TensorDataset
+
+import mirrored
+import mirrored.keras
+
+EXAMPLES, BATCH = 103, 16
+
+Case = Callable[[mirrored.Strategy], dict[str, Any]]
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def in_float64() -> None:
+    """Let Keras compute in float64, which its table of result types turns into float32 on torch."""
+    from keras.src.backend.common import dtypes
+
+    keras.config.set_floatx("float64")
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+
+
+def run_all(names: list[str]) -> dict[str, dict[str, Any]]:
+    """On a tower: the results of some cases."""
+    in_float64()
+    strategy = mirrored.MirroredStrategy(seed=0)
+    results = {}
+    for name in names:
+        keras.utils.set_random_seed(7)
+        results[name] = CASES[name](strategy)
+    return results
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(EXAMPLES, *shape))
+
+
+def classes(count: int = 3, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, count, EXAMPLES)
+
+
+def seen(model: keras.Model, history: Any = None, **more: Any) -> dict[str, Any]:
+    found = {f"weight {variable.path}": variable.numpy() for variable in model.variables}
+    found |= {f"history {key}": np.array(values) for key, values in (history.history if history else {}).items()}
+    return found | {key: np.array(value) for key, value in more.items()}
+
+
+def dense(strategy: mirrored.Strategy, **settings: Any) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(16, "relu"), layers.Dense(3, "softmax")])
+        settings = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | settings
+        model.compile(**settings)
+    return model
+
+
+@case
+def shuffled(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    x, y = numbers(8), classes()
+    history = model.fit(x, y, batch_size=BATCH, epochs=3, validation_data=(x[:30], y[:30]), verbose=0)
+    return seen(
+        model,
+        history,
+        predictions=model.predict(x, batch_size=BATCH, verbose=0),
+        evaluation=model.evaluate(x, y, batch_size=BATCH, verbose=0),
+        one_batch=model.predict_on_batch(x[:7]),
+    )
+
+
+@case
+def convolutional(strategy: mirrored.Strategy) -> dict[str, Any]:
+    with strategy.scope(sync_batch_norm=True):
+        model = keras.Sequential(
+            [
+                layers.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, use_bias=False),
+                layers.BatchNormalization(momentum=0.9),
+                layers.ReLU(),
+                layers.Flatten(),
+                layers.Dense(3),
+            ]
+        )
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    history = model.fit(numbers(8, 8, 1), classes(), batch_size=BATCH, epochs=3, verbose=0)
+    return seen(model, history)
+
+
+@case
+def recurrent(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """With a mask, which the loss follows: a tower's entries are not in proportion to its examples."""
+    tokens = np.random.default_rng(2).integers(1, 20, (EXAMPLES, 6))
+    tokens[np.arange(6) >= np.random.default_rng(3).integers(1, 7, (EXAMPLES, 1))] = 0
+    with strategy.scope():
+        model = keras.Sequential(
+            [layers.Embedding(20, 5, mask_zero=True), layers.LSTM(6, return_sequences=True), layers.Dense(20)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.RMSprop(0.01), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    history = model.fit(tokens, tokens, batch_size=BATCH, epochs=3, verbose=0)
+    return seen(model, history)
+
+
+@case
+def two_inputs_two_outputs(strategy: mirrored.Strategy) -> dict[str, Any]:
+    with strategy.scope():
+        one, other = keras.Input((4,), name="one"), keras.Input((3,), name="other")
+        joined = layers.Concatenate()([layers.Dense(6, "tanh")(one), layers.Dense(6, "tanh")(other)])
+        outputs = {"kind": layers.Dense(3, name="kind")(joined), "size": layers.Dense(1, name="size")(joined)}
+        model = keras.Model({"one": one, "other": other}, outputs)
+        model.compile(
+            "adam",
+            {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"},
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": "accuracy", "size": "mae"},
+        )
+    x = {"one": numbers(4), "other": numbers(3, seed=4)}
+    y = {"kind": classes(), "size": numbers(1, seed=5)}
+    history = model.fit(x, y, batch_size=BATCH, epochs=3, verbose=0, validation_split=0.2)
+    predictions = model.predict(x, verbose=0)
+    return seen(model, history, kind=predictions["kind"], size=predictions["size"])
+
+
+@case
+def weights_of_samples_and_classes(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy, weighted_metrics=["accuracy"])
+    x, y = numbers(8), classes()
+    weights = np.random.default_rng(6).uniform(size=EXAMPLES)
+    first = model.fit(x, y, batch_size=BATCH, sample_weight=weights, verbose=0)
+    second = model.fit(x, y, batch_size=BATCH, class_weight={0: 1.0, 1: 3.0, 2: 0.5}, verbose=0)
+    return seen(model, second, first=first.history["loss"])
+
+
+def _reduction(reduction: str) -> Case:
+    def train(strategy: mirrored.Strategy) -> dict[str, Any]:
+        with strategy.scope():
+            model = keras.Sequential([layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction=reduction))
+        weights = np.random.default_rng(6).uniform(size=EXAMPLES)
+        history = model.fit(
+            numbers(4), numbers(1, seed=5), sample_weight=weights, batch_size=BATCH, epochs=3, verbose=0
+        )
+        return seen(model, history)
+
+    return train
+
+
+for _name in ("sum", "mean", "mean_with_sample_weight", "sum_over_batch_size"):
+    CASES[f"reduction {_name}"] = _reduction(_name)
+
+
+@case
+def regularised(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """Of weights, of activities, and by ``add_loss``."""
+
+    class Penalty(layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(0.01 * ops.mean(ops.square(x)))
+            return x
+
+    with strategy.scope():
+        hidden = layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.01))
+        model = keras.Sequential([hidden, Penalty(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=3, verbose=0)
+    return seen(model, history)
+
+
+@case
+def loss_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """Which returns the batch's mean, not one value for each example."""
+    model = dense(strategy, loss=lambda y, p: ops.mean(keras.losses.sparse_categorical_crossentropy(y, p)))
+    return seen(model, model.fit(numbers(8), classes(), batch_size=BATCH, epochs=2, verbose=0))
+
+
+@case
+def step_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = layers.Dense(1)
+            self.tracker = keras.metrics.Mean(name="tracked")
+            self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+        def call(self, x: Any) -> Any:
+            return self.out(x)
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.tracker, self.mae]
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            self.zero_grad()
+            predicted = self(x, training=True)
+            loss = torch.nn.functional.mse_loss(predicted, y)
+            loss.backward()
+            variables = list(self.trainable_weights)
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in variables], variables)
+            self.tracker.update_state(loss)
+            self.mae.update_state(y, predicted)
+            return {"tracked": self.tracker.result(), "mae": self.mae.result(), "raw": loss.detach()}
+
+    with strategy.scope():
+        model = Model()
+        model.compile(optimizer="adam")
+    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=3, verbose=0)
+    return seen(model, history)
+
+
+@case
+def fewer_examples_than_towers(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    x, y = numbers(8)[:11], classes()[:11]
+    history = model.fit(x, y, batch_size=3, epochs=2, validation_data=(x[:1], y[:1]), verbose=0)
+    return seen(model, history, predictions=model.predict(x, batch_size=2, verbose=0))
+
+
+@case
+def metrics_that_are_no_means(strategy: mirrored.Strategy) -> dict[str, Any]:
+    names = [
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(0.3, name="precision"),
+        keras.metrics.F1Score(name="f1"),
+        keras.metrics.MeanIoU(2, name="iou"),
+        keras.metrics.R2Score(name="r2"),
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+        keras.metrics.SensitivityAtSpecificity(0.5, name="sensitivity"),
+    ]
+    with strategy.scope():
+        model = keras.Sequential([layers.Dense(1, "sigmoid")])
+        model.compile("sgd", "binary_crossentropy", metrics=names)
+    x, y = numbers(4), (numbers(1, seed=5) > 0).astype("float64")
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x, y), verbose=0)
+    evaluated = model.evaluate(x, y, verbose=0, return_dict=True)
+    return seen(model, history, **{f"evaluated {key}": value for key, value in evaluated.items()})
+
+
+def _tensors() -> TensorDataset:
+    return TensorDataset(torch.from_numpy(numbers(8)), torch.from_numpy(classes()))
+
+
+@case
+def loader(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    data = DataLoader(_tensors(), batch_size=BATCH, shuffle=True)
+    history = model.fit(data, epochs=3, validation_data=DataLoader(_tensors(), batch_size=BATCH), verbose=0)
+    return seen(model, history, predictions=model.predict(DataLoader(_tensors(), batch_size=BATCH), verbose=0))
+
+
+@case
+def distributed_dataset(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    data = strategy.distribute_dataset(_tensors(), 4, shuffle=True, seed=3)
+    return seen(model, model.fit(data, epochs=2, verbose=0))
+
+
+@case
+def tensors(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    x, y = torch.from_numpy(numbers(8)), torch.from_numpy(classes())
+    return seen(model, model.fit(x, y, batch_size=BATCH, epochs=2, shuffle="batch", steps_per_epoch=4, verbose=0))
+
+
+@case
+def py_dataset(strategy: mirrored.Strategy) -> dict[str, Any]:
+    class Data(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+            rows = slice(BATCH * index, BATCH * index + BATCH)
+            return numbers(8)[rows] + 0.1 * np.random.normal(size=(1, 8)), classes()[rows]
+
+    model = dense(strategy)
+    return seen(model, model.fit(Data(), epochs=2, verbose=0, class_weight={0: 1.0, 1: 2.0, 2: 1.0}))
+
+
+@case
+def generator(strategy: mirrored.Strategy) -> dict[str, Any]:
+    def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        while True:
+            rows = np.random.permutation(EXAMPLES)[:13]
+            yield numbers(8)[rows], classes()[rows]
+
+    model = dense(strategy)
+    history = model.fit(
+        batches(), epochs=2, steps_per_epoch=5, validation_data=batches(), validation_steps=2, verbose=0
+    )
+    return seen(model, history)
+
+
+@case
+def single_batches(strategy: mirrored.Strategy) -> dict[str, Any]:
+    model = dense(strategy)
+    x, y = numbers(8), classes()
+    logs = [model.train_on_batch(x[i : i + 7], y[i : i + 7]) for i in range(0, 35, 7)]
+    weighted = model.train_on_batch(x[:9], y[:9], class_weight={0: 1.0, 1: 2.0, 2: 0.0}, return_dict=True)
+    return seen(model, None, logs=logs, weighted=weighted["loss"], tested=model.test_on_batch(x[:8], y[:8]))
+
+
+@case
+def optimizers_of_all_kinds(strategy: mirrored.Strategy) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    settings: list[dict[str, Any]] = [
+        {"global_clipnorm": 0.1},
+        {"gradient_accumulation_steps": 3},
+        {"use_ema": True, "ema_overwrite_frequency": 4},
+        {"weight_decay": 0.01, "clipvalue": 0.05},
+        {"loss_scale_factor": 64.0},
+    ]
+    for number, setting in enumerate(settings):
+        model = dense(strategy, optimizer=keras.optimizers.Adam(0.01, **setting))
+        history = model.fit(numbers(8), classes(), batch_size=BATCH, epochs=2, verbose=0)
+        found |= {f"{number} {key}": value for key, value in seen(model, history).items() if "weight" not in key}
+        found |= {f"{number} {index}": value for index, value in enumerate(model.get_weights())}
+    return found
+
+
+@case
+def frozen_between_fits(strategy: mirrored.Strategy) -> dict[str, Any]:
+    with strategy.scope():
+        base = keras.Sequential([layers.Input((8,)), layers.Dense(6, "relu"), layers.BatchNormalization()])
+        base.trainable = False
+        model = keras.Sequential([base, layers.Dense(3, "softmax")])
+        model.compile("adam", "sparse_categorical_crossentropy")
+    x, y = numbers(8), classes()
+    first = model.fit(x, y, batch_size=BATCH, verbose=0)
+    base.layers[0].trainable = True
+    with strategy.scope():
+        model.compile("adam", "sparse_categorical_crossentropy")
+    second = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
+    return seen(model, second, first=first.history["loss"])
+
+
+@case
+def callbacks_decide(strategy: mirrored.Strategy) -> dict[str, Any]:
+    seen_rates = []
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen_rates.append((float(self.model.optimizer.learning_rate), float(logs["loss"])))
+
+    model = dense(strategy, optimizer=keras.optimizers.SGD(5.0))
+    callbacks = [
+        Rates(),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, factor=0.5),
+        keras.callbacks.EarlyStopping("loss", patience=4, restore_best_weights=True),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+    ]
+    history = model.fit(numbers(8), classes(), batch_size=BATCH, epochs=12, callbacks=callbacks, verbose=0)
+    return seen(model, history, rates=seen_rates)
