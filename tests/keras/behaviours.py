@@ -1,0 +1,208 @@
+"""What Keras does on several towers beyond numbers: run by ``launch``, each function on every tower."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import warnings
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import mirrored
+import mirrored.keras
+from tests.keras.cases import classes, dense, numbers
+
+TOWERS = ["cpu:0", "cpu:1"]
+
+
+def begin() -> mirrored.Strategy:
+    strategy = mirrored.MirroredStrategy(seed=0)
+    keras.utils.set_random_seed(7)
+    return strategy
+
+
+def own_batch_norm_and_dropout() -> dict[str, Any]:
+    """Weights; what each tower's dropout drew; and a layer that counts in each way of aggregation."""
+
+    class Counting(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.ways = {
+                how: self.add_weight(shape=(), initializer="zeros", trainable=False, aggregation=how, name=how)
+                for how in ("sum", "mean", "only_first_replica")
+            }
+
+        def call(self, x: Any) -> Any:
+            if str(x.device) != "meta":
+                tower = mirrored.get_replica_context().replica_id_in_sync_group
+                for variable in self.ways.values():
+                    variable.assign(variable + 10.0**tower * x.shape[0])
+            return x
+
+    class Kept(layers.Layer):
+        drawn: list[Any] = []
+
+        def call(self, x: Any) -> Any:
+            if str(x.device) != "meta":
+                self.drawn.append(ops.convert_to_numpy(x)[:2])
+            return x
+
+    strategy = begin()
+    with strategy.scope():
+        kept = Kept()
+        counting = Counting()
+        model = keras.Sequential(
+            [layers.Input((8,)), layers.BatchNormalization(), layers.Dropout(0.5), kept, counting, layers.Dense(3)]
+        )
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    x, y = np.ones((20, 8)), classes()[:20]
+    model.fit(x + numbers(8)[:20], y, batch_size=5, epochs=2, verbose=0)
+    kept.drawn.clear()
+    model.layers[0].trainable = False
+    model.fit(x, y, batch_size=4, epochs=1, verbose=0)
+    ways = {how: float(variable.numpy()) for how, variable in counting.ways.items()}
+    return {"weights": model.get_weights(), "drawn": np.array(kept.drawn), "ways": ways}
+
+
+def callbacks_and_files(folder: str) -> dict[str, Any]:
+    """What each tower printed, the files, and how far training went when tower 1 alone says stop."""
+
+    class StopsOnOneTower(keras.callbacks.Callback):
+        def __init__(self, at: int) -> None:
+            super().__init__()
+            self.at = at
+            self.batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.batches += 1
+            if self.batches == self.at and strategy.topology.index == 1:
+                self.model.stop_training = True
+
+    strategy = begin()
+    model = dense(strategy)
+    model.build((None, 8))
+    path = pathlib.Path(folder)
+    x, y = numbers(8), classes()
+    printed = io.StringIO()
+    callbacks: list[Any] = [
+        keras.callbacks.ModelCheckpoint(path / "best.keras", "loss", save_best_only=True, verbose=1),
+        keras.callbacks.ModelCheckpoint(path / "{epoch}-{batch}.weights.h5", save_weights_only=True, save_freq=5),
+        keras.callbacks.CSVLogger(path / "log.csv"),
+        keras.callbacks.BackupAndRestore(path / "backup", save_freq=3, delete_checkpoint=False),
+    ]
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings(record=True) as warned:
+        history = model.fit(x, y, batch_size=16, epochs=2, callbacks=callbacks, validation_split=0.2)
+    model.save(path / "saved.keras")
+    model.save_weights(path / "saved.weights.h5")
+    model.load_weights(path / "saved.weights.h5")
+    strategy.reduce("sum", 0.0)
+    files = sorted(file.name for file in path.iterdir())
+    with strategy.scope():
+        loaded = keras.models.load_model(path / "saved.keras")
+    stops = StopsOnOneTower(3)
+    loaded.fit(x, y, batch_size=16, epochs=9, callbacks=[stops], verbose=0)
+    return {
+        "printed": printed.getvalue(),
+        "files": files,
+        "lines": (path / "log.csv").read_text().splitlines(),
+        "epochs": history.epoch,
+        "warned": len(warned),
+        "batches": stops.batches,
+        "weights": loaded.get_weights(),
+    }
+
+
+def restored(folder: str) -> tuple[list[int], list[Any]]:
+    strategy = begin()
+    model = dense(strategy)
+    model.build((None, 8))
+    callback = keras.callbacks.BackupAndRestore(pathlib.Path(folder) / "backup")
+    history = model.fit(numbers(8), classes(), batch_size=16, epochs=4, callbacks=[callback], verbose=0)
+    return history.epoch, model.get_weights()
+
+
+def settings_of_compile() -> dict[str, Any]:
+    """Weights and losses of models that are compiled or computed otherwise."""
+    strategy = begin()
+    found: dict[str, Any] = {}
+    x, y = numbers(8).astype("float32"), classes()
+    for name, setting in {"plain": {}, "compiled": {"jit_compile": True}, "eager": {"run_eagerly": True}}.items():
+        keras.utils.set_random_seed(7)
+        model = dense(strategy, **setting)
+        history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+        found[name] = [*model.get_weights(), np.array(history.history["loss"])]
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        keras.utils.set_random_seed(7)
+        keras.config.set_dtype_policy(policy)
+        model = dense(strategy)
+        keras.config.set_dtype_policy("float32")
+        history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+        found[policy] = [*model.get_weights(), np.array(history.history["loss"])]
+    return found
+
+
+def error_of(number: int) -> str:
+    """What a tower says to a mistake."""
+    strategy = begin()
+    x, y = numbers(8), classes()
+    if number == 0:  # made outside of the scope
+        model = keras.Sequential([layers.Dense(3)])
+        model.compile("sgd", "mse")
+        call = lambda: model.fit(x, numbers(3), verbose=0)
+    elif number == 1:
+        call = lambda: strategy.run(lambda: dense_model.fit(x, y, verbose=0))
+    elif number == 2:  # each tower's generator draws other examples
+        own = np.random.default_rng(strategy.topology.index)
+        batches = ((x[rows], y[rows]) for rows in (own.permutation(103)[:8] for _ in range(9)))
+        call = lambda: dense_model.fit(batches, steps_per_epoch=2, verbose=0)
+    elif number == 3:
+
+        class Counts(keras.metrics.Metric):
+            def __init__(self) -> None:
+                super().__init__(name="counts")
+                self.count = 0
+
+            def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+                self.count += 1
+
+            def result(self) -> Any:
+                return ops.convert_to_tensor(float(self.count))
+
+        model = dense(strategy, metrics=[Counts()])
+        call = lambda: model.fit(x, y, verbose=0)
+    else:
+
+        class Variable(keras.metrics.Metric):
+            def __init__(self) -> None:
+                super().__init__(name="newest")
+                self.newest = self.add_variable((), "zeros", aggregation="none", name="newest")
+
+            def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+                self.newest.assign(1.0)
+
+            def result(self) -> Any:
+                return self.newest
+
+        model = dense(strategy, metrics=[Variable()])
+        call = lambda: model.fit(x, y, verbose=0)
+    dense_model = dense(strategy)
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def virtual_towers() -> str:
+    strategy = mirrored.MirroredStrategy(seed=0, virtual_towers=4)
+    try:
+        dense(strategy).fit(numbers(8), classes(), verbose=0)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,70 @@
+"""Towers that train a Keras model hold the same, write one set of files, and stop together."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+import mirrored
+from tests.keras import behaviours
+
+
+def test_moving_statistics_are_averaged_and_dropout_is_each_towers_own() -> None:
+    one, other = mirrored.launch(behaviours.own_batch_norm_and_dropout, devices=behaviours.TOWERS)
+    for mine, theirs in zip(one["weights"], other["weights"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert not np.array_equal(one["drawn"], other["drawn"])
+    assert one["ways"] == other["ways"]
+    # 8 batches of 5 (3 + 2), then 5 of 4 (2 + 2)
+    assert one["ways"]["sum"] == 8 * (3 + 20) + 5 * (2 + 20)
+    assert one["ways"]["mean"] == pytest.approx(8 * (3 * 3 + 20 * 2) / 5 + 5 * (2 * 2 + 20 * 2) / 4)
+    assert one["ways"]["only_first_replica"] == 8 * 3 + 5 * 2
+
+
+def test_files_and_the_progress_bar_are_the_chiefs(tmp_path: pathlib.Path) -> None:
+    one, other = mirrored.launch(behaviours.callbacks_and_files, (str(tmp_path),), devices=behaviours.TOWERS)
+    assert "Epoch 2/2" in one["printed"]
+    assert "val_loss" in one["printed"]
+    assert "saving model to" in one["printed"]
+    assert other["printed"] == ""
+    assert {"best.keras", "1-5.weights.h5", "log.csv", "backup", "saved.keras", "saved.weights.h5"} <= set(one["files"])
+    assert len(one["lines"]) == 3
+    assert one["batches"] == other["batches"] == 3
+    for mine, theirs in zip(one["weights"], other["weights"], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    epochs, weights = mirrored.launch(behaviours.restored, (str(tmp_path),), devices=behaviours.TOWERS)[1]
+    assert epochs == [1, 2, 3]  # the last backup is of the second epoch
+    assert all(np.isfinite(weight).all() for weight in weights)
+
+
+def test_compiled_eager_and_mixed_precision() -> None:
+    (one,) = mirrored.launch(behaviours.settings_of_compile, devices=["cpu:0"])
+    first, second = mirrored.launch(behaviours.settings_of_compile, devices=behaviours.TOWERS)
+    for name, values in one.items():
+        for alone, mine, theirs in zip(values, first[name], second[name], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            np.testing.assert_allclose(mine, alone, rtol=0, atol=0.02 if "mixed" in name else 1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)"),
+        (1, r"RuntimeError: model.fit was called inside strategy.run"),
+        (2, r"DisagreementError: the first batch of an epoch is another one on tower 1 than on tower 0"),
+        (3, r"TypeError: the metric 'counts' \(Counts\) has no variables"),
+        (4, r"TypeError: the variable '.*newest' of the metric 'newest' has aggregation='none'"),
+    ],
+)
+def test_mistakes_are_errors_on_all_towers(number: int, words: str) -> None:
+    said = mirrored.launch(behaviours.error_of, (number,), devices=behaviours.TOWERS)
+    for text in said:
+        assert re.match(words, text), text
+
+
+def test_virtual_towers_are_refused() -> None:
+    for text in mirrored.launch(behaviours.virtual_towers, devices=behaviours.TOWERS):
+        assert "model.fit cannot be cut into virtual towers" in text
