@@ -35,8 +35,8 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
     if not strategy.is_chief:
         for callback in chosen:
             _mute(callback)
-    if fits and not any(isinstance(callback, _Agreement) for callback in given):
-        kind = _AgreementInBatches if any(_follows_batches(callback) for callback in chosen) else _Agreement
+    if fits and not any(isinstance(callback, Agreement) for callback in given):
+        kind = AgreementInBatches if any(_follows_batches(callback) for callback in chosen) else Agreement
         chosen.append(kind(strategy))
     if isinstance(callbacks, CallbackList):
         callbacks.callbacks[:] = chosen
@@ -68,7 +68,7 @@ def _follows_batches(callback: Any) -> bool:
     if any(name in vars(callback) for name in _BATCH_ENDS):  # of a LambdaCallback
         return True
     owners = (base for name in _BATCH_ENDS for base in kind.__mro__ if name in vars(base))
-    return any(not _is_of_keras(owner) and not issubclass(owner, _Agreement) for owner in owners)
+    return any(not _is_of_keras(owner) and not issubclass(owner, Agreement) for owner in owners)
 
 
 def _is_of_keras(kind: type) -> bool:
@@ -83,7 +83,7 @@ def _mute(callback: Any) -> None:
         write_no_backups(callback)
 
 
-class _Agreement(keras.callbacks.Callback):  # type: ignore[misc]
+class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
     """Lets towers begin at the same epoch, and stop together."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -107,8 +107,8 @@ class _Agreement(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = any(each.details for each in said)
 
 
-class _AgreementInBatches(_Agreement):
-    """As :class:`_Agreement`, and after each batch."""
+class AgreementInBatches(Agreement):
+    """As :class:`Agreement`, and after each batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._agree()

@@ -9,10 +9,11 @@ an example that counts nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -32,6 +33,22 @@ from towers.errors import DisagreementError
 
 active: Strategy | None = None
 """The strategy whose model is in ``fit``, ``evaluate`` or ``predict``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """Batches that are read and not used, because they were before.
+
+    Attributes:
+        then: is called after the last of them.
+    """
+
+    batches: int
+    then: Callable[[], None]
+
+
+skip: Skip | None = None
+"""What the next loop over batches begins with."""
 
 _distributed: weakref.WeakKeyDictionary[Any, DistributedDataset] = weakref.WeakKeyDictionary()
 
@@ -87,11 +104,18 @@ def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any =
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
             raise ValueError(f"{name} was given beside a {type(x).__name__}, whose batches have to hold it")
-    if isinstance(x, DistributedDataset):
-        return _DistributedAdapter(x)
-    if x not in _distributed:
-        _distributed[x] = active.distribute_dataset(x, stand_in=True)
-    return _DistributedAdapter(_distributed[x])
+    dataset = distributed(x)
+    assert dataset is not None
+    return _DistributedAdapter(dataset)
+
+
+def distributed(x: Any) -> DistributedDataset | None:
+    """The distributed dataset that data of ``fit`` is, or becomes; None for other data."""
+    if isinstance(x, DataLoader) and active is not None:
+        if x not in _distributed:
+            _distributed[x] = active.distribute_dataset(x, stand_in=True)
+        return _distributed[x]
+    return x if isinstance(x, DistributedDataset) else None
 
 
 class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
@@ -131,6 +155,17 @@ def _get_iterator(original: Any, iterator: Any) -> Any:
     if isinstance(iterator.data_adapter, ArrayDataAdapter):
         return _Arrays(active, loader)
     return _WholeBatches(active, loader)
+
+
+@around(TorchEpochIterator, "__next__")
+def _next(original: Any, iterator: Any) -> Any:
+    global skip
+    if skip is not None:
+        skipped, skip = skip, None
+        for _ in range(skipped.batches):
+            original(iterator)
+        skipped.then()
+    return original(iterator)
 
 
 class _OwnIndices:

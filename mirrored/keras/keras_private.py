@@ -32,6 +32,7 @@ __all__ = [
     "losses",
     "random_ops",
     "reduction_metrics",
+    "set_first_epoch",
     "variables_of_trained_layers",
     "write_no_backups",
 ]
@@ -53,6 +54,11 @@ def first_epoch(model: Any) -> int | None:
     """The epoch at which ``BackupAndRestore`` lets ``fit`` begin, if it has restored one."""
     epoch: int | None = model._initial_epoch
     return epoch
+
+
+def set_first_epoch(model: Any, epoch: int | None) -> None:
+    """Let ``fit`` begin at an epoch; None: at the one that it is told."""
+    model._initial_epoch = epoch
 
 
 def write_no_backups(callback: Any) -> None:

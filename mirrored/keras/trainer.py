@@ -13,93 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from mirrored.context import current_frame, strategy_with_towers
-from mirrored.data.shares import Share
 from mirrored.keras import callbacks as tower_callbacks
-from mirrored.keras import data, steps
+from mirrored.keras import data
+from mirrored.keras.checkpoints import Checkpoints
 from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer
-from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
-from mirrored.keras.statistics import StepVariables
-from mirrored.strategy.base import Strategy
+from mirrored.keras.training import Training
 from towers.errors import MirrorError
 
 _UPDATES_OF_THE_BAR = 100
-
-
-class Training:
-    """A model under a strategy: what its steps leave to be settled among the towers.
-
-    Attributes:
-        reads_every: after how many batches somebody reads the logs; 0: nobody does before the end of the epoch.
-    """
-
-    def __init__(self, model: Any, strategy: Strategy) -> None:
-        self._model = weakref.proxy(model)
-        self.strategy = strategy
-        self.several = strategy.num_replicas_in_sync > 1
-        self.metrics = Metrics(self._model, strategy.communicator)
-        self._variables = StepVariables(self._model, strategy.communicator)
-        self.reads_every = 0
-        self._read: dict[str, Any] = {}
-        self._steps = 0
-        self._newest: tuple[dict[str, Any], Share] | None = None
-
-    @contextlib.contextmanager
-    def loop(self, reads_every: int) -> Iterator[None]:
-        """Inside, batches are read and run; a loop may be within another one's callbacks."""
-        outer = self.reads_every, self._steps, self._read
-        self.reads_every, self._steps, self._read = reads_every, 0, {}
-        active, data.active = data.active, self.strategy
-        self._variables.look()
-        try:
-            yield
-        finally:
-            data.active = active
-            self.reads_every, self._steps, self._read = outer
-
-    def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Share]:
-        """Run a step on this tower's share of a batch; returns what ``function`` does, and the share."""
-        batch, share = data.share_of(self.strategy, batch)
-        self.metrics.begin()
-        kept = [] if share.local else self.metrics.state()
-        if trains:
-            self._variables.begin()
-        with steps.running(steps.Step(self.strategy, share)):
-            result = self.strategy.run(function, args=([batch],))
-        for tensor, value in kept:
-            tensor.copy_(value)
-        self.metrics.count(share)
-        if trains:
-            self._variables.settle(share)
-        return result, share
-
-    def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
-        """The logs of a training or test step: of all towers, if somebody reads them now; else those that were."""
-        logs, share = self.run(function, batch, trains)
-        if not isinstance(logs, dict):
-            return logs
-        self._steps += 1
-        self._newest = logs, share
-        if self.reads_every and (self._steps % self.reads_every == 0 or not self._read):
-            self._read = self.reduce()
-        return self._read or logs
-
-    def reduce(self) -> dict[str, Any]:
-        """The newest logs, of all towers; see :meth:`Metrics.reduce`."""
-        if self._newest is None:
-            return {}
-        (logs, share), self._newest = self._newest, None
-        self._read = self.metrics.reduce(logs, share)
-        return self._read
 
 
 _trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary()
@@ -201,10 +133,35 @@ def _loop(name: str) -> None:
             given["callbacks"] = tower_callbacks.for_tower(strategy, given["callbacks"], name == "fit")
             if not strategy.is_chief:
                 given["verbose"] = 0
-        with training.loop(reads_every), warnings.catch_warnings():
+        with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+            if name == "fit":
+                given["callbacks"] = _with_checkpoints(training, given, stack)
             if not strategy.is_chief:  # who says the same
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
             return original(model, **given, **extra)
+
+
+def _with_checkpoints(training: Training, given: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+    """The callbacks of ``fit``, with what saves checkpoints behind all others of the script, whose state it saves.
+
+    Raises:
+        ValueError: the data could not go on where a checkpoint was saved.
+    """
+    callbacks = keras.tree.flatten(given["callbacks"] or [])
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoints)]
+    if not saving:
+        return given["callbacks"]
+    if isinstance(given["x"], types.GeneratorType):
+        raise ValueError(
+            "mirrored.keras.Checkpoints cannot go on in the middle of a Python generator, which cannot begin again: "
+            "give model.fit a keras.utils.PyDataset, arrays, or what strategy.distribute_dataset makes"
+        )
+    others = [callback for callback in callbacks if callback not in saving]
+    agreement = [callback for callback in others if isinstance(callback, tower_callbacks.Agreement)]
+    own = [callback for callback in others if callback not in agreement]
+    for callback in saving:
+        callback.begin(training, given["x"], own, stack)
+    return [*own, *saving, *agreement]
 
 
 def _reads_every(given: dict[str, Any]) -> int:

@@ -6,14 +6,18 @@ import contextlib
 import io
 import os
 import pathlib
+import signal
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
 import numpy as np
+import torch
 from keras import layers, ops
+from torch.utils.data import DataLoader, TensorDataset
 
 import mirrored
 import mirrored.keras
@@ -46,7 +50,7 @@ def own_batch_norm_and_dropout() -> dict[str, Any]:
             return x
 
     class Kept(layers.Layer):
-        drawn: list[Any] = []
+        drawn: ClassVar[list[Any]] = []
 
         def call(self, x: Any) -> Any:
             if str(x.device) != "meta":
@@ -147,53 +151,60 @@ def settings_of_compile() -> dict[str, Any]:
     return found
 
 
-def error_of(number: int) -> str:
+def outside_of_the_scope(strategy: mirrored.Strategy) -> None:
+    model = keras.Sequential([layers.Dense(3)])
+    model.compile("sgd", "mse")
+    model.fit(numbers(8), numbers(3), verbose=0)
+
+
+def inside_run(strategy: mirrored.Strategy) -> None:
+    model = dense(strategy)
+    strategy.run(lambda: model.fit(numbers(8), classes(), verbose=0))
+
+
+def other_data_on_each_tower(strategy: mirrored.Strategy) -> None:
+    own, x, y = np.random.default_rng(strategy.topology.index), numbers(8), classes()
+    batches = ((x[rows], y[rows]) for rows in (own.permutation(103)[:8] for _ in range(9)))
+    dense(strategy).fit(batches, steps_per_epoch=2, verbose=0)
+
+
+def metric_without_variables(strategy: mirrored.Strategy) -> None:
+    class Counts(keras.metrics.Metric):
+        count = 0
+
+        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+            self.count += 1
+
+        def result(self) -> Any:
+            return ops.convert_to_tensor(float(self.count))
+
+    dense(strategy, metrics=[Counts(name="counts")]).fit(numbers(8), classes(), verbose=0)
+
+
+def metric_that_is_not_combined(strategy: mirrored.Strategy) -> None:
+    class Newest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="newest")
+            self.newest = self.add_variable((), "zeros", aggregation="none", name="newest")
+
+        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+            self.newest.assign(1.0)
+
+        def result(self) -> Any:
+            return self.newest
+
+    dense(strategy, metrics=[Newest()]).fit(numbers(8), classes(), verbose=0)
+
+
+def checkpoints_of_a_generator(strategy: mirrored.Strategy) -> None:
+    batches = ((numbers(8), classes()) for _ in range(9))
+    dense(strategy).fit(batches, callbacks=[mirrored.keras.Checkpoints("never")], verbose=0)
+
+
+def error_of(mistake: Callable[[mirrored.Strategy], None]) -> str:
     """What a tower says to a mistake."""
-    strategy = begin()
-    x, y = numbers(8), classes()
-    if number == 0:  # made outside of the scope
-        model = keras.Sequential([layers.Dense(3)])
-        model.compile("sgd", "mse")
-        call = lambda: model.fit(x, numbers(3), verbose=0)
-    elif number == 1:
-        call = lambda: strategy.run(lambda: dense_model.fit(x, y, verbose=0))
-    elif number == 2:  # each tower's generator draws other examples
-        own = np.random.default_rng(strategy.topology.index)
-        batches = ((x[rows], y[rows]) for rows in (own.permutation(103)[:8] for _ in range(9)))
-        call = lambda: dense_model.fit(batches, steps_per_epoch=2, verbose=0)
-    elif number == 3:
-
-        class Counts(keras.metrics.Metric):
-            def __init__(self) -> None:
-                super().__init__(name="counts")
-                self.count = 0
-
-            def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-                self.count += 1
-
-            def result(self) -> Any:
-                return ops.convert_to_tensor(float(self.count))
-
-        model = dense(strategy, metrics=[Counts()])
-        call = lambda: model.fit(x, y, verbose=0)
-    else:
-
-        class Variable(keras.metrics.Metric):
-            def __init__(self) -> None:
-                super().__init__(name="newest")
-                self.newest = self.add_variable((), "zeros", aggregation="none", name="newest")
-
-            def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-                self.newest.assign(1.0)
-
-            def result(self) -> Any:
-                return self.newest
-
-        model = dense(strategy, metrics=[Variable()])
-        call = lambda: model.fit(x, y, verbose=0)
-    dense_model = dense(strategy)
     try:
-        call()
+        mistake(begin())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -206,3 +217,34 @@ def virtual_towers() -> str:
     except RuntimeError as error:
         return str(error)
     return "nothing"
+
+
+def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, Any]:
+    """Trains five epochs of seven batches; tower 0 is killed in a batch."""
+    strategy = begin()
+    with strategy.scope():
+        model = keras.Sequential(
+            [layers.Input((8,)), layers.Dense(16), layers.Dropout(0.3), layers.BatchNormalization(), layers.Dense(3)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+
+    class Dies(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.model.optimizer.iterations == killed_in and strategy.is_chief:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    x: Any = numbers(8).astype("float32")
+    y: Any = classes()
+    batch_size: int | None = 16
+    if kind == "loader":
+        x = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=16, shuffle=True)
+        y = batch_size = None
+    callbacks = [
+        mirrored.keras.Checkpoints(folder, every_steps=4),
+        Dies(),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+        keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),
+    ]
+    history = model.fit(x, y, batch_size=batch_size, epochs=5, callbacks=callbacks, verbose=0)
+    return {"weights": model.get_weights(), "epochs": history.epoch, "history": history.history}

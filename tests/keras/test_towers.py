@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,20 +51,39 @@ def test_compiled_eager_and_mixed_precision() -> None:
             np.testing.assert_allclose(mine, alone, rtol=0, atol=0.02 if "mixed" in name else 1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (0, r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)"),
-        (1, r"RuntimeError: model.fit was called inside strategy.run"),
-        (2, r"DisagreementError: the first batch of an epoch is another one on tower 1 than on tower 0"),
-        (3, r"TypeError: the metric 'counts' \(Counts\) has no variables"),
-        (4, r"TypeError: the variable '.*newest' of the metric 'newest' has aggregation='none'"),
-    ],
-)
-def test_mistakes_are_errors_on_all_towers(number: int, words: str) -> None:
-    said = mirrored.launch(behaviours.error_of, (number,), devices=behaviours.TOWERS)
-    for text in said:
-        assert re.match(words, text), text
+MISTAKES = {
+    behaviours.outside_of_the_scope: r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)",
+    behaviours.inside_run: r"RuntimeError: model.fit was called inside strategy.run",
+    behaviours.other_data_on_each_tower: r"DisagreementError: the first batch of an epoch is another one on tower 1",
+    behaviours.metric_without_variables: r"TypeError: the metric 'counts' \(Counts\) has no variables",
+    behaviours.metric_that_is_not_combined: r"TypeError: the variable 'newest/newest' .* has aggregation='none'",
+    behaviours.checkpoints_of_a_generator: r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_are_errors_on_all_towers(mistake: Callable[[mirrored.Strategy], None]) -> None:
+    for text in mirrored.launch(behaviours.error_of, (mistake,), devices=behaviours.TOWERS):
+        assert re.match(MISTAKES[mistake], text), text
+
+
+@pytest.mark.parametrize("kind", ["arrays", "loader"])
+@pytest.mark.parametrize("killed_in", [10, 14])  # in the middle of an epoch, and in its last batch
+def test_a_killed_fit_goes_on_to_the_same_weights(tmp_path: pathlib.Path, kind: str, killed_in: int) -> None:
+    def fit(folder: str, killed_in: int) -> Any:
+        return mirrored.launch(
+            behaviours.fit_with_checkpoints, (str(tmp_path / folder), kind, killed_in), devices=behaviours.TOWERS
+        )[1]
+
+    whole = fit("whole", -1)
+    with pytest.raises(mirrored.TowerFailedError, match="SIGKILL"):
+        fit("killed", killed_in)
+    for _ in range(2):  # the second time there is nothing left to do
+        resumed = fit("killed", -1)
+        assert resumed["epochs"] == whole["epochs"]
+        assert resumed["history"] == whole["history"]
+        for mine, theirs in zip(resumed["weights"], whole["weights"], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_virtual_towers_are_refused() -> None:

@@ -1,0 +1,81 @@
+"""The steps of one model under a strategy, and what they leave to be settled among the towers."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mirrored.data.shares import Share
+from mirrored.keras import data, steps
+from mirrored.keras.metrics import Metrics
+from mirrored.keras.statistics import StepVariables
+from mirrored.strategy.base import Strategy
+
+
+class Training:
+    """One model under a strategy.
+
+    Attributes:
+        reads_every: after how many batches somebody reads the logs; 0: nobody does before the end of the epoch.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self._model = weakref.proxy(model)
+        self.strategy = strategy
+        self.several = strategy.num_replicas_in_sync > 1
+        self.metrics = Metrics(self._model, strategy.communicator)
+        self._variables = StepVariables(self._model, strategy.communicator)
+        self.reads_every = 0
+        self._read: dict[str, Any] = {}
+        self._steps = 0
+        self._newest: tuple[dict[str, Any], Share] | None = None
+
+    @contextlib.contextmanager
+    def loop(self, reads_every: int) -> Iterator[None]:
+        """Inside, batches are read and run; a loop may be within another one's callbacks."""
+        outer = self.reads_every, self._steps, self._read
+        self.reads_every, self._steps, self._read = reads_every, 0, {}
+        active, data.active = data.active, self.strategy
+        self._variables.look()
+        try:
+            yield
+        finally:
+            data.active = active
+            self.reads_every, self._steps, self._read = outer
+
+    def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Share]:
+        """Run a step on this tower's share of a batch; returns what ``function`` does, and the share."""
+        batch, share = data.share_of(self.strategy, batch)
+        self.metrics.begin()
+        kept = [] if share.local else self.metrics.state()
+        if trains:
+            self._variables.begin()
+        with steps.running(steps.Step(self.strategy, share)):
+            result = self.strategy.run(function, args=([batch],))
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self.metrics.count(share)
+        if trains:
+            self._variables.settle(share)
+        return result, share
+
+    def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
+        """The logs of a training or test step: of all towers, if somebody reads them now; else those that were."""
+        logs, share = self.run(function, batch, trains)
+        if not isinstance(logs, dict):
+            return logs
+        self._steps += 1
+        self._newest = logs, share
+        if self.reads_every and (self._steps % self.reads_every == 0 or not self._read):
+            self._read = self.reduce()
+        return self._read or logs
+
+    def reduce(self) -> dict[str, Any]:
+        """The newest logs, of all towers; see :meth:`Metrics.reduce`."""
+        if self._newest is None:
+            return {}
+        (logs, share), self._newest = self._newest, None
+        self._read = self.metrics.reduce(logs, share)
+        return self._read
