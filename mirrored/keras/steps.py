@@ -71,10 +71,13 @@ def running(step: Step) -> Iterator[None]:
 
 
 @around(torch.autograd, "backward")
+def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if _current is None else _backward_of(_current, original, *args, **kwargs)
+
+
 @disable_dynamo
-def _backward(original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-    step = _current
-    if step is not None and (weight := step.part * step.strategy.num_replicas_in_sync) != 1:
+def _backward_of(step: Step, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if (weight := step.part * step.strategy.num_replicas_in_sync) != 1:
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
         if grad_tensors is None or isinstance(grad_tensors, Tensor):

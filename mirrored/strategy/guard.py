@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.profiler import record_function
 
 from mirrored.context import current_frame
+from mirrored.strategy.keras_guard import how_to_fit
 from mirrored.strategy.scope import Recorder
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
@@ -61,7 +62,7 @@ class EarlyBackwardGuard:
         raise MirrorError(
             f"backward() on tower {self._tower} reached {self._recorder.describe(parameter)}, which is to be mirrored, "
             "before the first strategy.run(...): towers do not hold the same yet, and the gradient would not be "
-            "averaged. Put the training step into a function and call strategy.run(train_step, args=...)"
+            "averaged. Put the training step into a function and call strategy.run(train_step, args=...)" + how_to_fit()
         )
 
 

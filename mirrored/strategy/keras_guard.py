@@ -6,6 +6,7 @@ optimizer that is none of torch's. So neither a scope nor the guard of optimizer
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,13 @@ from towers.errors import MirrorError
 from towers.system.autograd_hooks import GradientHook
 
 _PARAMETERS = "_torch_params"  # of a Keras layer, a ParameterDict that it makes when it is built
+
+
+def how_to_fit() -> str:
+    """What an error says to somebody who may have called Keras' ``fit`` without :mod:`mirrored.keras`."""
+    if "keras" not in sys.modules or "mirrored.keras" in sys.modules:
+        return ""
+    return ". If it was Keras' model.fit: put the line 'import mirrored.keras' before 'import keras'"
 
 
 class KerasGuard:
@@ -53,7 +61,7 @@ class KerasGuard:
                     f"backward() on tower {self._tower} reached {name}, which no scope mirrored, so the towers would "
                     "drift apart. A Keras layer makes its parameters when it is built: build the model inside "
                     "strategy.scope() (model.build(input_shape), or a call with an example), or call "
-                    "strategy.mirror(model) when it is built, and train it inside strategy.run"
+                    "strategy.mirror(model) when it is built, and train it inside strategy.run" + how_to_fit()
                 )
 
         GradientHook(parameter, refuse)

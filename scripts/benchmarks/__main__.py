@@ -7,6 +7,7 @@ import sys
 import allreduce
 import checkpoint
 import device
+import fit
 import memory
 import mirror
 import parts
@@ -18,6 +19,7 @@ BENCHMARKS = {
     "allreduce": allreduce.main,
     "checkpoint": checkpoint.main,
     "device": device.main,
+    "fit": fit.main,
     "memory": memory.main,
     "mirror": mirror.main,
     "parts": parts.main,

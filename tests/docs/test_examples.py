@@ -46,7 +46,27 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png", "epoch0002.png"]
 
 
-@pytest.mark.parametrize("name", ["digits.py", "dcgan.py"])
+def test_keras_digits_on_two_workers(tmp_path: pathlib.Path) -> None:
+    words = ["-m", "mirrored", "cluster", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
+    result = run_program([*words, "--output", str(tmp_path)], timeout=180)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^Epoch 3/3$", result.stdout, re.MULTILINE)) == 1
+    match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
+    assert match, result.stdout
+    assert float(match[1]) >= 85
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.keras", "epochs.csv"]
+    assert len((tmp_path / "epochs.csv").read_text().splitlines()) == 4
+
+
+def test_keras_transfer_on_two_towers() -> None:
+    result = run_program([str(EXAMPLES / "keras_transfer.py"), "--devices", "cpu:0,cpu:1", "--epochs", "5"])
+    assert result.returncode == 0, result.stderr
+    accuracies = [float(text) for text in re.findall(r": ([0-9.]+)% of \d+ held-out digits", result.stdout)]
+    assert len(accuracies) == 3
+    assert min(accuracies) >= 60
+
+
+@pytest.mark.parametrize("name", ["digits.py", "dcgan.py", "keras_digits.py", "keras_transfer.py"])
 def test_help(name: str) -> None:
     result = run_program([str(EXAMPLES / name), "--help"])
     assert result.returncode == 0
