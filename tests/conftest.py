@@ -43,7 +43,10 @@ def loaded_towers() -> None:
         forkserver.ensure_running()
 
 
-_LONGEST = ["health", "faults", "launching", "joining", "docs", "virtual", "verification", "training", "checkpoint"]
+_LONGEST = [
+    *("keras", "health", "faults", "launching", "joining", "docs", "virtual", "verification", "training"),
+    "checkpoint",
+]
 """Folders that take longest: they begin first, so that no process is left alone with one of them at the end."""
 
 

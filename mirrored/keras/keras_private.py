@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 from keras.src.backend.torch import random as random_ops
+from keras.src.backend.torch.core import get_device as current_device
 from keras.src.backend.torch.trainer import TorchEpochIterator, TorchTrainer
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.losses import loss as losses
@@ -27,6 +28,7 @@ __all__ = [
     "TorchEpochIterator",
     "TorchTrainer",
     "Trainer",
+    "current_device",
     "data_adapters",
     "first_epoch",
     "losses",

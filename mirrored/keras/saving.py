@@ -1,8 +1,8 @@
 """Files of Keras models: the chief writes them, all towers read them.
 
 ``model.save``, ``save_weights`` and ``export`` of a model of a strategy write on the chief and do nothing on the other
-towers, so a script may call them as it did on one device, in callbacks too. ``model.load_weights`` waits until all
-towers have come, so that what the chief was told to write before is there.
+towers, so a script may call them as it did on one device, in callbacks too. ``model.load_weights``, and ``load_model``
+in a scope, wait until all towers have come, so that what the chief was told to write before is there.
 """
 
 from __future__ import annotations
@@ -52,6 +52,21 @@ def _written_by_the_chief(owner: Any, name: str) -> None:
 
 for _name in ("save", "save_weights", "export"):
     _written_by_the_chief(keras.Model, _name)
+
+
+def _made_by_all(owner: Any) -> None:
+    """Let a function that reads a model wait, in a scope, until the chief has written what it was told to before."""
+
+    @around(owner, "load_model")
+    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = current_frame()
+        if frame is not None and frame.replica is None and frame.strategy.num_replicas_in_sync > 1:
+            announce(frame.strategy.communicator, "keras.models.load_model()")
+        return original(*args, **kwargs)
+
+
+for _owner in (keras.models, keras.saving):
+    _made_by_all(_owner)
 
 
 @around(keras.Model, "load_weights")

@@ -9,6 +9,7 @@ from typing import Any
 
 from mirrored.data.shares import Share
 from mirrored.keras import data, steps
+from mirrored.keras.devices import on_device_of
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.statistics import StepVariables
 from mirrored.strategy.base import Strategy
@@ -40,7 +41,8 @@ class Training:
         active, data.active = data.active, self.strategy
         self._variables.look()
         try:
-            yield
+            with on_device_of(self.strategy):
+                yield
         finally:
             data.active = active
             self.reads_every, self._steps, self._read = outer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator import cases, stream_cases
+from tests.accelerator import cases, keras_cases, stream_cases
 from tests.accelerator.server import Server
 
 SMALL = {"bucket_bytes": 512}  # several buckets
@@ -122,3 +122,13 @@ def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str
     resumed = server.towers(cases.train_with_checkpoints, str(tmp_path / "parts"), None, devices=pair)
     for (digest, losses, _), (same_digest, same_losses, step) in zip(whole, resumed, strict=True):
         assert (same_digest, same_losses, step) == (digest, losses, 4)
+
+
+def test_keras(way: str, server: Server, pair: list[str]) -> None:
+    names = ["convolutional"]
+    [alone] = server.towers(keras_cases.fit, names, devices=["cpu:0"])
+    first, second = server.towers(keras_cases.fit, names, devices=pair, way=way)
+    assert first == second
+    for name in names:
+        for key, value in alone[name].items():
+            assert first[name][key] == pytest.approx(value, rel=0, abs=1e-9), key

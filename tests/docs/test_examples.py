@@ -59,11 +59,11 @@ def test_keras_digits_on_two_workers(tmp_path: pathlib.Path) -> None:
 
 
 def test_keras_transfer_on_two_towers() -> None:
-    result = run_program([str(EXAMPLES / "keras_transfer.py"), "--devices", "cpu:0,cpu:1", "--epochs", "5"])
+    result = run_program([str(EXAMPLES / "keras_transfer.py"), "--devices", "cpu:0,cpu:1", "--epochs", "3"])
     assert result.returncode == 0, result.stderr
     accuracies = [float(text) for text in re.findall(r": ([0-9.]+)% of \d+ held-out digits", result.stdout)]
     assert len(accuracies) == 3
-    assert min(accuracies) >= 60
+    assert min(accuracies) >= 50
 
 
 @pytest.mark.parametrize("name", ["digits.py", "dcgan.py", "keras_digits.py", "keras_transfer.py"])

@@ -153,7 +153,7 @@ def _reduction(reduction: str) -> Case:
             model.compile(keras.optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction=reduction))
         weights = np.random.default_rng(6).uniform(size=EXAMPLES)
         history = model.fit(
-            numbers(4), numbers(1, seed=5), sample_weight=weights, batch_size=BATCH, epochs=3, verbose=0
+            numbers(4), numbers(1, seed=5), sample_weight=weights, batch_size=BATCH, epochs=2, verbose=0
         )
         return seen(model, history)
 
@@ -177,7 +177,7 @@ def regularised(strategy: mirrored.Strategy) -> dict[str, Any]:
         hidden = layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.01))
         model = keras.Sequential([hidden, Penalty(), layers.Dense(1)])
         model.compile("sgd", "mse")
-    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=3, verbose=0)
+    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
     return seen(model, history)
 
 
@@ -220,7 +220,7 @@ def step_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
     with strategy.scope():
         model = Model()
         model.compile(optimizer="adam")
-    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=3, verbose=0)
+    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
     return seen(model, history)
 
 
@@ -260,7 +260,7 @@ def _tensors() -> TensorDataset:
 def loader(strategy: mirrored.Strategy) -> dict[str, Any]:
     model = dense(strategy)
     data = DataLoader(_tensors(), batch_size=BATCH, shuffle=True)
-    history = model.fit(data, epochs=3, validation_data=DataLoader(_tensors(), batch_size=BATCH), verbose=0)
+    history = model.fit(data, epochs=2, validation_data=DataLoader(_tensors(), batch_size=BATCH), verbose=0)
     return seen(model, history, predictions=model.predict(DataLoader(_tensors(), batch_size=BATCH), verbose=0))
 
 

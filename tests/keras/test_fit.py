@@ -10,33 +10,28 @@ import pytest
 import mirrored
 from tests.keras import cases
 
-Results = dict[int, list[dict[str, dict[str, Any]]]]
-NAMES = list(cases.CASES)
+Results = dict[str, dict[str, Any]]
+
+
+def on_towers(count: int) -> list[Results]:
+    """The results of all cases on each tower; they share the towers, as Keras takes long to load."""
+    devices = [f"cpu:{i}" for i in range(count)]
+    return mirrored.launch(cases.run_all, (list(cases.CASES),), devices=devices, timeout=250)
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    """Of all cases, by the number of towers and the tower: Keras takes long to load."""
-    return {
-        towers: mirrored.launch(cases.run_all, (NAMES,), devices=[f"cpu:{i}" for i in range(towers)], timeout=250)
-        for towers in (1, 2, 3, 5)
-    }
+def one() -> Results:
+    return on_towers(1)[0]
 
 
 @pytest.mark.parametrize("towers", [2, 3, 5])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_numbers_of_one_tower(results: Results, name: str, towers: int) -> None:
-    one = results[1][0][name]
-    for found in results[towers]:
-        assert found[name].keys() == one.keys()
-        for key, value in one.items():
-            np.testing.assert_allclose(found[name][key], value, rtol=0, atol=1e-12, err_msg=key)
-
-
-@pytest.mark.parametrize("towers", [2, 3, 5])
-@pytest.mark.parametrize("name", NAMES)
-def test_all_towers_have_the_same_bits(results: Results, name: str, towers: int) -> None:
-    first, *others = (tower[name] for tower in results[towers])
-    for other in others:
-        for key, value in first.items():
-            np.testing.assert_array_equal(other[key], value, err_msg=key)
+def test_the_numbers_of_one_tower_and_the_same_bits_on_all(one: Results, towers: int) -> None:
+    first, *others = on_towers(towers)
+    assert first.keys() == one.keys()
+    for name, expected in one.items():
+        assert first[name].keys() == expected.keys(), name
+        for key, value in expected.items():
+            where = f"{name}: {key}"
+            np.testing.assert_allclose(first[name][key], value, rtol=0, atol=1e-12, err_msg=where)
+            for other in others:
+                np.testing.assert_array_equal(other[name][key], first[name][key], err_msg=where)

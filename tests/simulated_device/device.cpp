@@ -120,6 +120,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? current_device : exchangeDevice(device);
   }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   bool isPinnedPtr(const void* at) const override { return is_pinned(at); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
