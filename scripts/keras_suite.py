@@ -57,6 +57,7 @@ class Towers:
         self._folder = pathlib.Path(folder)
         self._done = set(done)
         self.outcomes: dict[str, Outcome] = {}
+        self.stopped = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if name_of(item.nodeid) not in self._done]
@@ -82,6 +83,7 @@ class Towers:
         elif report.when == "call":
             self.outcomes[name] = Outcome("passed")
         if report.when == "teardown" and self._strategy is not None and self._out_of_step():
+            self.stopped = True
             pytest.exit("the towers are out of step")
 
     def _out_of_step(self) -> bool:
@@ -109,8 +111,10 @@ def _last_line(report: Any) -> str:
     return " ".join((crash.message if crash is not None else str(report.longrepr)).split())[:200]
 
 
-def run(files: Sequence[str], folder: str, done: Sequence[str], under: bool, path: str) -> dict[str, Outcome]:
-    """Run tests on this tower."""
+def run(
+    files: Sequence[str], folder: str, done: Sequence[str], under: bool, path: str
+) -> tuple[dict[str, Outcome], bool]:
+    """Run tests on this tower; returns their outcomes, and whether these are all."""
     sys.path.insert(0, path)
     os.environ["KERAS_BACKEND"] = "torch"
     strategy = None
@@ -122,10 +126,10 @@ def run(files: Sequence[str], folder: str, done: Sequence[str], under: bool, pat
     with open(os.devnull, "w") as nothing:
         out, sys.stdout = sys.stdout, nothing
         try:
-            pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", path, *files], [plugin])
+            pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", path, *files], [plugin])
         finally:
             sys.stdout = out
-    return plugin.outcomes
+    return plugin.outcomes, not plugin.stopped
 
 
 def outcomes(files: Sequence[str], towers: int, under: bool, path: str) -> dict[str, list[Outcome]]:
@@ -141,9 +145,9 @@ def outcomes(files: Sequence[str], towers: int, under: bool, path: str) -> dict[
                 except mirrored.TowerFailedError as error:
                     print(f"{file}: {str(error).splitlines()[-1]}", file=sys.stderr)
                     break
-                new = {name: [each[name] for each in results if name in each] for each in results for name in each}
-                found |= new
-                if not new:
+                for name in {name for each, _ in results for name in each}:
+                    found[name] = [each[name] for each, _ in results if name in each]
+                if all(complete for _, complete in results):
                     break
             shutil.rmtree(folder, ignore_errors=True)
             os.makedirs(folder, exist_ok=True)

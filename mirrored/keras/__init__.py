@@ -75,7 +75,15 @@ def _check_keras() -> None:
 
 _check_keras()
 
-from mirrored.keras import batch_norm, losses, metrics, randomness, saving, trainer  # noqa: E402, F401  (they patch)
+from mirrored.keras import (  # noqa: E402, F401  (they patch)
+    batch_norm,
+    losses,
+    metrics,
+    optimizers,
+    randomness,
+    saving,
+    trainer,
+)
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
 
 __all__ = ["Checkpoints"]

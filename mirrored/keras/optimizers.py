@@ -1,0 +1,61 @@
+"""Keras' optimizers, seen as torch's: what watches steps of optimizers sees theirs.
+
+[Note: a step of torch's around Keras'] Keras' optimizers are none of torch's, whose hooks tell of a step. So in
+``strategy.run`` a Keras optimizer applies gradients within the step of a torch optimizer of the same parameters. The
+guard of unaveraged gradients, the mirror check (of optimizer state, too), the report of a failure, the profiler's
+ranges and ``mirrored verify`` are all told by that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from mirrored.context import current_frame
+from mirrored.keras.patching import around
+from mirrored.observer import observer
+
+
+class _Step(torch.optim.Optimizer):
+    """Steps by a function."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Any) -> None:
+        super().__init__(parameters, {})
+        self.state[parameters[0]] = {variable.path: variable.value for variable in optimizer.variables}
+        self._apply: Callable[[], Any] = lambda: None
+
+    def step_by(self, apply: Callable[[], Any]) -> Any:
+        """Step by ``apply``; returns what it does."""
+        self._apply = apply
+        return self.step()
+
+    def step(self, closure: Any = None) -> Any:
+        return self._apply()
+
+
+_steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
+_applying = False  # a Keras optimizer may hold another one
+
+
+@around(keras.optimizers.Optimizer, "apply")
+def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    global _applying
+    frame = current_frame()
+    watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or observer() is not None)
+    if _applying or not watched or frame is None or frame.replica is None or trainable_variables is None:
+        return original(optimizer, grads, trainable_variables)
+    trainable_variables = list(trainable_variables)
+    parameters = [variable.value for variable in trainable_variables]
+    step = _steps.get(optimizer)
+    if step is None or [id(p) for p in step.param_groups[0]["params"]] != [id(p) for p in parameters]:
+        kind = type(optimizer).__name__
+        step = _steps[optimizer] = type(kind, (_Step,), {})(parameters, optimizer)
+    _applying = True
+    try:
+        return step.step_by(lambda: original(optimizer, grads, trainable_variables))
+    finally:
+        _applying = False
