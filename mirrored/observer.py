@@ -28,6 +28,17 @@ class Observer:
         """The folder of checkpoints that the script wants in ``requested``."""
         return requested
 
+    def normalises(self, layer: str) -> bool:
+        """Whether a layer that takes statistics of this tower's share is to take those of the global batch instead.
+
+        torch's own layers are watched where they call torch.
+        """
+        return False
+
+    def drops(self, dropout: str, value: Any) -> bool:
+        """Whether a dropout of ``value`` by other means than torch's is to be left out."""
+        return False
+
     def returned(self, call: str, result: Any) -> None:
         """``strategy.reduce`` or ``strategy.gather`` returns ``result``."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from mirrored.context import current_frame, get_replica_context
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
+from mirrored.observer import observer
 from towers.system.torch_private import disable_dynamo
 
 _MARK = "_mirrored_takes_global_statistics"
@@ -38,7 +39,10 @@ def _init(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
 def _moments(original: Any, layer: Any, inputs: Any, mask: Any) -> tuple[Tensor, Tensor]:
     moments: tuple[Tensor, Tensor] = original(layer, inputs, mask)
     step = current()
-    if step is None or not takes_global_statistics(layer):
+    if step is None:
+        return moments
+    watching = observer()
+    if not takes_global_statistics(layer) and (watching is None or not watching.normalises(layer.name)):
         return moments
     mean, variance = moments
     if mask is None:

@@ -17,21 +17,20 @@ from mirrored.keras.patching import around
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 
-_strategies: weakref.WeakKeyDictionary[Any, weakref.ref[Strategy]] = weakref.WeakKeyDictionary()
+_strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # which they keep alive
 
 
 def note_strategy(model: Any) -> None:
     """A model is made here: it belongs to the strategy whose scope this is, if there is one."""
     frame = current_frame()
     if frame is not None and isinstance(frame.strategy, Strategy):
-        _strategies[model] = weakref.ref(frame.strategy)
+        _strategies[model] = frame.strategy
 
 
 def strategy_of(model: Any) -> Strategy | None:
     """The strategy in whose scope a model was made, or that mirrors it."""
-    reference = _strategies.get(model)
-    if reference is not None:
-        return reference()
+    if (made_in := _strategies.get(model)) is not None:
+        return made_in
     strategy = strategy_with_towers()
     if not isinstance(strategy, Strategy) or not model.built:
         return None

@@ -30,6 +30,7 @@ from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training
 from towers.errors import MirrorError
+from towers.sharding.optimizer import OptimizerSharder
 
 _UPDATES_OF_THE_BAR = 100
 
@@ -71,6 +72,11 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
             f"model.{call} cannot be cut into virtual towers: Keras' train_step makes one loss of all examples that it "
             "is given, and steps its optimizer in the same call. Leave virtual_towers out, or train the model by a "
             "function of your own with strategy.backward"
+        )
+    if training.strategy.engine.attached(OptimizerSharder) is not None:
+        raise RuntimeError(
+            f"model.{call} with shard_optimizer=True: the steps of torch's optimizers are shared out, Keras' are not. "
+            "Leave shard_optimizer out"
         )
     return training
 

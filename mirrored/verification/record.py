@@ -253,6 +253,15 @@ class TraceRecorder(StepLimit):
 
         return recorded
 
+    def normalises(self, layer: str) -> bool:
+        if self._recording.interventions.global_statistics:
+            return True
+        self._recording.batch_norms[layer] = None
+        return False
+
+    def drops(self, dropout: str, value: Any) -> bool:
+        return self._watcher.leave_out(dropout, value)
+
     def returned(self, call: str, result: Any) -> None:
         if self.beyond:
             return

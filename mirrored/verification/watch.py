@@ -308,7 +308,7 @@ class Watcher(TorchFunctionMode):
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["training"] and bound.arguments["p"] > 0 and not self._recording.trace.virtual:
-            self._leave_out(func.__name__, bound.arguments["input"])
+            self.leave_out(func.__name__, bound.arguments["input"])
             bound.arguments["training"] = False
         return func(*bound.args, **bound.kwargs)
 
@@ -316,7 +316,7 @@ class Watcher(TorchFunctionMode):
         at = 4  # of dropout_p among the arguments
         probability = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
         if probability > 0 and not self._recording.trace.virtual:
-            self._leave_out(func.__name__, args[0] if args else kwargs["query"])
+            self.leave_out(func.__name__, args[0] if args else kwargs["query"])
             if len(args) > at:
                 args = (*args[:at], 0.0, *args[at + 1 :])
             else:
@@ -329,14 +329,18 @@ class Watcher(TorchFunctionMode):
             return
         if not self._recording.trace.virtual:
             if module.training and inputs and isinstance(inputs[0], Tensor):
-                self._leave_out(type(module).__name__, inputs[0])
+                self.leave_out(type(module).__name__, inputs[0])
             module.dropout = 0.0
 
-    def _leave_out(self, dropout: str, value: Tensor) -> None:
+    def leave_out(self, dropout: str, value: Tensor) -> bool:
+        """Note that a dropout is left out; with virtual towers, whose draws are equal on any number, it is not."""
+        if self._recording.trace.virtual:
+            return False
         self._recording.trace.dropouts += 1
         if self._recording.call is not None and not in_functorch_transform():
             draw = Draw(dropout, script_line(), generator_state(value.device), tuple(value.shape), dropout=True)
             self._recording.call.draws.append(draw)
+        return True
 
     def _random(
         self, call: RunCall, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -202,6 +202,24 @@ def checkpoints_of_a_generator(strategy: mirrored.Strategy) -> None:
     dense(strategy).fit(batches, callbacks=[mirrored.keras.Checkpoints("never")], verbose=0)
 
 
+def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
+    class Model(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            variables = self.trainable_weights
+            loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = torch.autograd.grad(loss, [variable.value for variable in variables])
+            for variable, gradient in zip(variables, gradients, strict=True):
+                variable.value.grad = gradient
+            self.optimizer.apply(gradients, variables)
+            return {"loss": loss}
+
+    with strategy.scope():
+        model = Model([layers.Dense(3, "softmax")])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    model.fit(numbers(8), classes(), verbose=0)
+
+
 def error_of(mistake: Callable[[mirrored.Strategy], None]) -> str:
     """What a tower says to a mistake."""
     try:
@@ -211,13 +229,41 @@ def error_of(mistake: Callable[[mirrored.Strategy], None]) -> str:
     return "nothing"
 
 
-def virtual_towers() -> str:
-    strategy = mirrored.MirroredStrategy(seed=0, virtual_towers=4)
+def error_with(**settings: Any) -> str:
+    """What ``fit`` says to a strategy of such settings."""
     try:
-        dense(strategy).fit(numbers(8), classes(), verbose=0)
+        dense(mirrored.MirroredStrategy(seed=0, **settings)).fit(numbers(8), classes(), verbose=0)
     except RuntimeError as error:
         return str(error)
     return "nothing"
+
+
+def a_loop_of_ones_own(folder: str, steps: int) -> list[Any]:
+    """Weights after some steps of Keras' optimizer in ``strategy.run``, which go on from the folder's checkpoint."""
+    strategy = begin()
+    with strategy.scope():
+        model = keras.Sequential([layers.Input((8,)), layers.Dense(16, "relu"), layers.Dense(3)])
+    optimizer = keras.optimizers.Adam(0.01)
+    optimizer.build(model.trainable_variables)
+    train = strategy.distribute_dataset((torch.from_numpy(numbers(8)).float(), torch.from_numpy(classes())), 16)
+    objects = {"model": model, "optimizer": optimizer, "train": train}
+    checkpoints = mirrored.CheckpointManager(strategy, folder, objects, every_steps=2)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
+        model.zero_grad()
+        losses = torch.nn.functional.cross_entropy(model(x, training=True), y, reduction="none")
+        mirrored.compute_average_loss(losses).backward()
+        variables = model.trainable_variables
+        optimizer.apply([variable.value.grad for variable in variables], variables)
+
+    with checkpoints.resume():
+        for _ in train.epochs(2):
+            for x, y in train:
+                strategy.run(train_step, args=(x, y))
+                checkpoints.step()
+                if checkpoints.steps == steps:
+                    return model.get_weights()
+    return model.get_weights()
 
 
 def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ MISTAKES = {
     behaviours.other_data_on_each_tower: r"DisagreementError: the first batch of an epoch is another one on tower 1",
     behaviours.metric_without_variables: r"TypeError: the metric 'counts' \(Counts\) has no variables",
     behaviours.metric_that_is_not_combined: r"TypeError: the variable 'newest/newest' .* has aggregation='none'",
+    behaviours.gradients_of_its_own: r"MirrorError: SGD.step\(\) on tower \d on gradients that no backward",
     behaviours.checkpoints_of_a_generator: r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle",
 }
 
@@ -85,6 +86,29 @@ def test_a_killed_fit_goes_on_to_the_same_weights(tmp_path: pathlib.Path, kind: 
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_virtual_towers_are_refused() -> None:
-    for text in mirrored.launch(behaviours.virtual_towers, devices=behaviours.TOWERS):
-        assert "model.fit cannot be cut into virtual towers" in text
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"virtual_towers": 4}, "model.fit cannot be cut into virtual towers"),
+        (
+            {"shard_optimizer": True},
+            "model.fit with shard_optimizer=True: the steps of torch's optimizers are shared out",
+        ),
+    ],
+    ids=str,
+)
+def test_what_fit_cannot_do(settings: dict[str, Any], words: str) -> None:
+    for text in mirrored.launch(behaviours.error_with, (), settings, devices=behaviours.TOWERS):
+        assert words in text
+
+
+def test_a_loop_of_ones_own_goes_on_with_keras_optimizer(tmp_path: pathlib.Path) -> None:
+    def train(folder: str, steps: int) -> list[Any]:
+        return mirrored.launch(
+            behaviours.a_loop_of_ones_own, (str(tmp_path / folder), steps), devices=behaviours.TOWERS
+        )[1]
+
+    whole = train("whole", 10)
+    train("parts", 5)
+    for mine, theirs in zip(train("parts", 10), whole, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
