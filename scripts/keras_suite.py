@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -136,21 +135,15 @@ def outcomes(files: Sequence[str], towers: int, under: bool, path: str) -> dict[
     """The outcomes of all tests, one for each tower; towers that are out of step begin again behind that test."""
     found: dict[str, list[Outcome]] = {}
     devices = [f"cpu:{i}" for i in range(towers)]
-    with tempfile.TemporaryDirectory() as folder:
-        for file in files:
-            while True:
-                arguments = ([file], folder, list(found), under, path)
-                try:
-                    results = mirrored.launch(run, arguments, devices=devices, timeout=600)
-                except mirrored.TowerFailedError as error:
-                    print(f"{file}: {str(error).splitlines()[-1]}", file=sys.stderr)
-                    break
-                for name in {name for each, _ in results for name in each}:
-                    found[name] = [each[name] for each, _ in results if name in each]
-                if all(complete for _, complete in results):
-                    break
-            shutil.rmtree(folder, ignore_errors=True)
-            os.makedirs(folder, exist_ok=True)
+    complete = False
+    while not complete:
+        before = len(found)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (files, folder, list(found), under, path)
+            results = mirrored.launch(run, arguments, devices=devices, timeout=3600)
+        for name in {name for each, _ in results for name in each}:
+            found[name] = [each[name] for each, _ in results if name in each]
+        complete = all(ended for _, ended in results) or len(found) == before
     return found
 
 
@@ -162,14 +155,14 @@ def kind_of(results: Sequence[Outcome]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/keras_suite", description=__doc__)
     parser.add_argument("folder", nargs="?", help="a checkout of Keras; default: the Keras that is installed")
-    parser.add_argument("--only", default="", help="files whose names hold this")
+    parser.add_argument("--only", default="", help="files whose paths hold this, such as metrics")
     options = parser.parse_args()
     path = pathlib.Path(options.folder).resolve() if options.folder else _installed()
     files = sorted(
         str(file)
         for folder in FOLDERS
         for file in (path / "keras" / "src" / folder).rglob("*_test.py")
-        if options.only in file.name
+        if options.only in str(file)
     )
     if not files:
         parser.error(f"{path} holds no tests of Keras")

@@ -6,6 +6,7 @@ What the other modules replace is a name of a module or class given here.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.trainer import Trainer
 
 __all__ = [
+    "SUMS_ACTIVITIES",
     "ArrayDataAdapter",
     "CallbackList",
     "DataAdapter",
@@ -31,6 +33,7 @@ __all__ = [
     "current_device",
     "data_adapters",
     "first_epoch",
+    "is_of_activities",
     "losses",
     "random_ops",
     "reduction_metrics",
@@ -38,6 +41,15 @@ __all__ = [
     "variables_of_trained_layers",
     "write_no_backups",
 ]
+
+
+SUMS_ACTIVITIES = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
+"""Whether a regulariser of activities adds up the examples."""
+
+
+def is_of_activities(caller: types.FrameType) -> bool:
+    """Whether a layer's ``add_loss`` was called for the regulariser of its activities."""
+    return caller.f_code.co_name == "__call__" and caller.f_globals.get("__name__") == keras.Layer.__module__
 
 
 def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:

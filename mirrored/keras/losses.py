@@ -3,14 +3,17 @@
 See [Note: examples are weighted] in :mod:`mirrored.keras`. Three of Keras' reductions are not a mean over examples:
 ``"sum"``; ``"mean_with_sample_weight"``, which divides by the sum of the weights; and means over the entries that a
 mask leaves. For the last two the towers add up the divisor, in one small collective for each such loss in a step.
+Regularisers of activities are sums in Keras 3.13, and means since.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
 
+from mirrored.keras.keras_private import SUMS_ACTIVITIES, is_of_activities
 from mirrored.keras.keras_private import losses as keras_losses
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
@@ -48,3 +51,13 @@ def _apply_mask(original: Any, sample_weight: Any, mask: Any, dtype: Any, reduct
     sample_weight = keras.ops.cast(sample_weight, dtype)
     weight, sample_weight = keras_losses.squeeze_or_expand_to_same_rank(weight, sample_weight)
     return sample_weight * weight
+
+
+if SUMS_ACTIVITIES:
+
+    @around(keras.Layer, "add_loss")
+    def _add_loss(original: Any, layer: Any, loss: Any) -> None:
+        step = current()
+        if step is not None and is_of_activities(sys._getframe(2)):
+            loss = loss / (step.part or 1.0)
+        original(layer, loss)
