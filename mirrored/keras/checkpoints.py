@@ -100,7 +100,8 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             callbacks: the others.
             stack: is left when ``fit`` ends, whatever ends it.
         """
-        self._begun = training, data.distributed(x), callbacks, stack
+        dataset = data.distributed(training.strategy, x) if isinstance(x, data.LOADERS) else None
+        self._begun = training, dataset, callbacks, stack
 
     def on_train_begin(self, logs: Any = None) -> None:
         if self._begun is None:

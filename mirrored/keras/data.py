@@ -31,6 +31,9 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 
+LOADERS = (DataLoader, DistributedDataset)
+"""Data of which a tower loads its shares by a distributed dataset."""
+
 active: Strategy | None = None
 """The strategy whose model is in ``fit``, ``evaluate`` or ``predict``."""
 
@@ -50,7 +53,8 @@ class Skip:
 skip: Skip | None = None
 """What the next loop over batches begins with."""
 
-_distributed: weakref.WeakKeyDictionary[Any, DistributedDataset] = weakref.WeakKeyDictionary()
+_distributed: weakref.WeakKeyDictionary[Any, tuple[Strategy, DistributedDataset]] = weakref.WeakKeyDictionary()
+"""What each ``DataLoader`` has become, under which strategy."""
 
 
 def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
@@ -68,16 +72,15 @@ def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
     sizes = {len(leaf) for leaf in keras.tree.flatten(batch) if _is_array(leaf)}
     if len(sizes) != 1:
         raise ValueError(f"the arrays of a batch have different numbers of examples: {sorted(sizes)}")
-    total = sizes.pop()
+    rows, share = _cut(strategy, sizes.pop())
+    return _note(strategy, _map(lambda leaf: leaf[rows], batch), share)
+
+
+def _cut(strategy: Strategy, total: int) -> tuple[slice, Share]:
+    """This tower's rows of a global batch, or the first row as a stand-in; and its share."""
     start, end = bounds(total, strategy.num_replicas_in_sync, strategy.topology.index)
-    share = _share(start, end, total)
-    if start == end:
-        start, end = 0, 1
-    return _note(strategy, _map(lambda leaf: leaf[start:end], batch), share)
-
-
-def _share(start: int, end: int, total: int) -> Share:
-    return Share(end - start, total, int(start == end), True)
+    share = Share(end - start, total, int(start == end), True)
+    return slice(start, end) if share.local else slice(0, 1), share
 
 
 def _note(strategy: Strategy, batch: Any, share: Share) -> tuple[Any, Share]:
@@ -99,23 +102,23 @@ def _zeros(leaf: Any) -> Tensor:
 
 @around(data_adapters, "get_data_adapter")
 def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
-    if active is None or not isinstance(x, (DataLoader, DistributedDataset)):
+    if active is None or not isinstance(x, LOADERS):
         return original(x, y, sample_weight, **kwargs)
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
             raise ValueError(f"{name} was given beside a {type(x).__name__}, whose batches have to hold it")
-    dataset = distributed(x)
-    assert dataset is not None
-    return _DistributedAdapter(dataset)
+    return _DistributedAdapter(distributed(active, x))
 
 
-def distributed(x: Any) -> DistributedDataset | None:
-    """The distributed dataset that data of ``fit`` is, or becomes; None for other data."""
-    if isinstance(x, DataLoader) and active is not None:
-        if x not in _distributed:
-            _distributed[x] = active.distribute_dataset(x, stand_in=True)
-        return _distributed[x]
-    return x if isinstance(x, DistributedDataset) else None
+def distributed(strategy: Strategy, data: DataLoader[Any] | DistributedDataset) -> DistributedDataset:
+    """The distributed dataset that data of ``fit`` is, or becomes."""
+    if isinstance(data, DistributedDataset):
+        return data
+    maker, dataset = _distributed.get(data, (None, None))
+    if dataset is None or maker is not strategy:
+        dataset = strategy.distribute_dataset(data, stand_in=True)
+        _distributed[data] = strategy, dataset
+    return dataset
 
 
 class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
@@ -169,23 +172,23 @@ def _next(original: Any, iterator: Any) -> Any:
 
 
 class _OwnIndices:
-    """Of each batch of indices those of this tower's share, or another tower's first one.
+    """Of each batch of indices those of this tower's share, or the first one as a stand-in.
 
     Attributes:
         shares: of the batches that were drawn and not yet loaded.
     """
 
     def __init__(self, strategy: Strategy, batches: Iterable[list[int]]) -> None:
-        self._towers, self._tower = strategy.num_replicas_in_sync, strategy.topology.index
+        self._strategy = strategy
         self._batches = batches
         self.shares: deque[Share] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.shares.clear()
         for indices in self._batches:
-            start, end = bounds(len(indices), self._towers, self._tower)
-            self.shares.append(_share(start, end, len(indices)))
-            yield indices[start:end] or indices[:1]
+            rows, share = _cut(self._strategy, len(indices))
+            self.shares.append(share)
+            yield indices[rows]
 
 
 class _Arrays:

@@ -18,7 +18,7 @@ from torch import Tensor
 from mirrored.data.shares import Share
 from mirrored.keras.keras_private import reduction_metrics
 from mirrored.keras.patching import around
-from mirrored.keras.steps import current
+from mirrored.keras.steps import Step, current
 from towers.collectives.communicator import Communicator
 
 Logs = dict[str, Any]
@@ -37,6 +37,8 @@ def _reduce_to_samplewise_values(original: Any, values: Any, sample_weight: Any,
 class Metrics:
     """The metrics of one model on several towers.
 
+    ``_base`` holds each variable and its value when the towers began to count apart.
+
     Args:
         model: its metrics may change at any time.
     """
@@ -44,7 +46,7 @@ class Metrics:
     def __init__(self, model: Any, comm: Communicator) -> None:
         self._model = model
         self._comm = comm
-        self._base: dict[int, tuple[Any, Tensor]] = {}  # what each variable was when the towers began to count apart
+        self._base: dict[int, tuple[Any, Tensor]] = {}
         self._examples = 0
         self._counting = False
         self._checked: set[int] = set()
@@ -73,23 +75,22 @@ class Metrics:
         self._counting, self._base, self._examples = False, {}, 0
 
     @torch.no_grad()
-    def reduce(self, logs: Mapping[str, Any], share: Share) -> Logs:
+    def reduce(self, logs: Mapping[str, Any], step: Step) -> Logs:
         """What all towers have counted, given to all; they count on from there. All of them call it.
 
         Args:
             logs: what this tower's last step has returned.
-            share: of that step.
+            step: that step.
 
         Returns:
             ``logs`` of the global batches: a metric's result of all examples so far; of other numbers, the mean over
             the last step's examples.
         """
-        local = self._results()
+        local, share = self._results(), step.share
         keys = [key for key, value in logs.items() if _is_scalar(value) or key in local]
         device = self._comm.device
         is_result = [float(not share.local or _same(logs[key], local.get(key))) for key in keys]
-        part = share.local / share.total if share.total else 0.0
-        numbers = [float(logs[key]) * part if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
+        numbers = [float(logs[key]) * step.part if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
         variables = self._variables()
         packed = [
             torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),

@@ -15,9 +15,9 @@ import keras
 import torch
 from torch import Tensor
 
-from mirrored.data.shares import Share
 from mirrored.keras.batch_norm import takes_global_statistics
 from mirrored.keras.keras_private import variables_of_trained_layers
+from mirrored.keras.steps import Step
 from towers.collectives.communicator import Communicator
 
 
@@ -45,19 +45,18 @@ class StepVariables:
         self._before = [(v, v.value.clone()) for v in self._changing if v.aggregation == "sum"]
 
     @torch.no_grad()
-    def settle(self, share: Share) -> None:
+    def settle(self, step: Step) -> None:
         """A step is over: give all towers the same values. All of them call it."""
         packs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         added = {id(variable): before for variable, before in self._before}
-        part = share.local / share.total if share.total else 0.0
         for variable in self._changing or []:
             value = variable.value.detach()
             if (before := added.get(id(variable))) is not None:
-                mine = value - before if share.local else torch.zeros_like(value)
+                mine = value - before if step.share.local else torch.zeros_like(value)
             elif variable.aggregation == "only_first_replica":
                 mine = value if self._comm.index == 0 else torch.zeros_like(value)
             elif value.is_floating_point():
-                mine = value * part
+                mine = value * step.part
             else:
                 continue
             packs[value.dtype].append((value, mine.reshape(-1)))

@@ -34,7 +34,6 @@ from towers.sharding.optimizer import OptimizerSharder
 
 _UPDATES_OF_THE_BAR = 100
 
-
 _trainings: weakref.WeakKeyDictionary[Any, Training] = weakref.WeakKeyDictionary()
 
 
@@ -142,7 +141,7 @@ def _loop(name: str) -> None:
         with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
             if name == "fit":
                 given["callbacks"] = _with_checkpoints(training, given, stack)
-            if not strategy.is_chief:  # who says the same
+            if not strategy.is_chief:  # the chief warns of the same
                 warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
             return original(model, **given, **extra)
 
@@ -230,8 +229,8 @@ class _StepFunction:
             return training.strategy.run(self._function, args=(batches,))
         if self._kind != "predict":
             return training.step(self._function, batch, self._kind == "train")
-        outputs, share = training.run(self._function, batch, trains=False)
-        if not share.local:
+        outputs, step = training.run(self._function, batch, trains=False)
+        if not step.share.local:
             outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
         return training.strategy.gather(outputs)
 

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mirrored.data.shares import Share
-from mirrored.keras import data, steps
+from mirrored.keras import data
 from mirrored.keras.devices import on_device_of
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.statistics import StepVariables
+from mirrored.keras.steps import Step, running
 from mirrored.strategy.base import Strategy
 
 
@@ -31,7 +31,7 @@ class Training:
         self.reads_every = 0
         self._read: dict[str, Any] = {}
         self._steps = 0
-        self._newest: tuple[dict[str, Any], Share] | None = None
+        self._newest: tuple[dict[str, Any], Step] | None = None
 
     @contextlib.contextmanager
     def loop(self, reads_every: int) -> Iterator[None]:
@@ -39,45 +39,47 @@ class Training:
         outer = self.reads_every, self._steps, self._read
         self.reads_every, self._steps, self._read = reads_every, 0, {}
         active, data.active = data.active, self.strategy
+        skip, data.skip = data.skip, None
         self._variables.look()
         try:
             with on_device_of(self.strategy):
                 yield
         finally:
-            data.active = active
+            data.active, data.skip = active, skip
             self.reads_every, self._steps, self._read = outer
 
-    def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Share]:
-        """Run a step on this tower's share of a batch; returns what ``function`` does, and the share."""
+    def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Step]:
+        """Run a step on this tower's share of a batch; returns what ``function`` does, and the step."""
         batch, share = data.share_of(self.strategy, batch)
+        step = Step(self.strategy, share)
         self.metrics.begin()
         kept = [] if share.local else self.metrics.state()
         if trains:
             self._variables.begin()
-        with steps.running(steps.Step(self.strategy, share)):
+        with running(step):
             result = self.strategy.run(function, args=([batch],))
         for tensor, value in kept:
             tensor.copy_(value)
         self.metrics.count(share)
         if trains:
-            self._variables.settle(share)
-        return result, share
+            self._variables.settle(step)
+        return result, step
 
     def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
         """The logs of a training or test step: of all towers, if somebody reads them now; else those that were."""
-        logs, share = self.run(function, batch, trains)
+        logs, step = self.run(function, batch, trains)
         if not isinstance(logs, dict):
             return logs
         self._steps += 1
-        self._newest = logs, share
+        self._newest = logs, step
         if self.reads_every and (self._steps % self.reads_every == 0 or not self._read):
-            self._read = self.reduce()
+            self.reduce()
         return self._read or logs
 
     def reduce(self) -> dict[str, Any]:
         """The newest logs, of all towers; see :meth:`Metrics.reduce`."""
         if self._newest is None:
             return {}
-        (logs, share), self._newest = self._newest, None
-        self._read = self.metrics.reduce(logs, share)
+        (logs, step), self._newest = self._newest, None
+        self._read = self.metrics.reduce(logs, step)
         return self._read
