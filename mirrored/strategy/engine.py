@@ -40,9 +40,9 @@ log = get_logger("mirrored")
 
 _T = TypeVar("_T")
 
-_untraced = Untraced(
+untraced = Untraced(
     ["towers", "mirrored"],
-    traced=[  # parts of a model's step
+    traced={  # parts of a model's step
         "towers.batch_norm",
         "mirrored.attached.batch_norm",
         "mirrored.attached.batch_norm_calls",
@@ -50,7 +50,7 @@ _untraced = Untraced(
         "mirrored.losses",
         "mirrored.operations",
         "mirrored.stand_in",
-    ],
+    },
 )
 
 
@@ -263,7 +263,7 @@ class Engine:
         Raises:
             MirrorError: the towers' models differ, or do not hold the same any more.
         """
-        _untraced.tell_compiler()
+        untraced.tell_compiler()
         self.settle()
         for begin_run in self._begin_run:
             begin_run()

@@ -149,6 +149,11 @@ def settings_of_compile() -> dict[str, Any]:
         model = dense(strategy, **setting)
         history = model.fit(x, y, batch_size=20, epochs=2, verbose=0)
         found[name] = [*model.get_weights(), np.array(history.history["loss"])]
+    breaks = list(torch._dynamo.utils.counters["graph_break"])
+    assert breaks, "Keras' own, at backward"
+    assert not [text for text in breaks if "mirrored/keras/patching" in text], (
+        "what replaces Keras' functions is traced"
+    )
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from towers.errors import TowersError
 from towers.system.torch_private import COMPILED_AUTOGRAD, COMPILER, compiled_autograd_runs, skip_in_compiler
@@ -22,12 +22,12 @@ class Untraced:
 
     Args:
         packages: their names.
-        traced: full names of modules in them that graphs may hold.
+        traced: full names of modules in them that graphs may hold; packages that a script imports may add theirs.
     """
 
-    def __init__(self, packages: Sequence[str], traced: Collection[str]) -> None:
+    def __init__(self, packages: Sequence[str], traced: set[str]) -> None:
         self._packages = packages
-        self._traced = traced
+        self.traced = traced
         self._told = False
 
     def tell_compiler(self) -> None:
@@ -40,9 +40,9 @@ class Untraced:
 
     def _skip(self, package: str, folders: Iterable[str]) -> None:
         for module in pkgutil.iter_modules(folders, f"{package}."):
-            if any(traced.startswith(f"{module.name}.") for traced in self._traced):
+            if any(traced.startswith(f"{module.name}.") for traced in self.traced):
                 self._skip(module.name, [f"{folder}/{module.name.rpartition('.')[2]}" for folder in folders])
-            elif module.name not in self._traced:
+            elif module.name not in self.traced:
                 skip_in_compiler(module.name)
 
 
