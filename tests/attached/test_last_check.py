@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 import mirrored
-from tests.support.jobs import ROOT, failures, make_data, make_mlp, run_program
+from tests.support.commands import run_command
+from tests.support.jobs import ROOT, failures, make_data, make_mlp
 
 DRIFTS = str(ROOT / "tests" / "programs" / "drifts.py")
 
 
-@pytest.mark.parametrize("starter", [["-m", "mirrored", "run"], ["-m", "torch.distributed.run", "--standalone"]])
+@pytest.mark.parametrize("starter", [["mirrored", "run"], ["torchrun", "--standalone"]])
 def test_towers_that_differ_when_they_end_end_with_an_error(starter: list[str]) -> None:
     towers = ["--towers", "2"] if "mirrored" in starter else ["--nproc-per-node", "2"]
-    job = run_program([*starter, *towers, DRIFTS, "drifts"], env={"CUDA_VISIBLE_DEVICES": ""})
+    job = run_command([*starter, *towers, DRIFTS, "drifts"], env={"CUDA_VISIBLE_DEVICES": ""})
     assert job.returncode == 1
     assert "done" in job.stdout
     words = r"MirrorError: parameter Linear.bias is no longer the same on all towers: tower 0 differs from tower 1"
@@ -28,7 +29,7 @@ def test_towers_that_differ_when_they_end_end_with_an_error(starter: list[str]) 
 
 @pytest.mark.parametrize(("kind", "code"), [("equal", 0), ("unchecked", 0), ("fails", 3)])
 def test_towers_that_end_otherwise_are_left_alone(kind: str, code: int) -> None:
-    job = run_program(["-m", "mirrored", "run", "--towers", "2", DRIFTS, kind], env={"CUDA_VISIBLE_DEVICES": ""})
+    job = run_command(["mirrored", "run", "--towers", "2", DRIFTS, kind], env={"CUDA_VISIBLE_DEVICES": ""})
     assert job.returncode == code
     assert "MirrorError" not in job.stderr
     assert ("done" in job.stdout) == (kind != "fails")

@@ -22,7 +22,7 @@ from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from tests.faults.training import make_model
 from tests.support.checkpoints import Stubborn, come_back, damage, json_values, one_tower
-from tests.support.jobs import run_program
+from tests.support.commands import run_command
 
 
 def test_the_script_keeps_its_own_objects(folder: pathlib.Path) -> None:
@@ -191,14 +191,14 @@ def test_inspect_prints_what_is_there(folder: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
     manager.step()
     manager.wait()
-    result = run_program(["-m", "mirrored", "checkpoint", "inspect", str(folder)])
+    result = run_command(["mirrored", "checkpoint", "inspect", str(folder)])
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{folder / name_of(1)}: step 1, saved 20")
     assert [line.split() for line in result.stdout.splitlines() if line.startswith("model/weight")] == [
         ["model/weight", "float32", "(2,", "3)", "24"]
     ]
     damage(folder / name_of(1) / "tensors.safetensors", "middle")
-    result = run_program(["-m", "mirrored", "checkpoint", "inspect", str(folder / name_of(1))])
+    result = run_command(["mirrored", "checkpoint", "inspect", str(folder / name_of(1))])
     assert result.returncode == 1
     assert result.stderr == (
         f"mirrored: {folder / name_of(1)}/tensors.safetensors has another checksum than when it was written: "

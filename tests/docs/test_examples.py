@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pathlib
 import re
+import runpy
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import Command, run_command
 from tests.support.jobs import ROOT, run_program
 
 EXAMPLES = ROOT / "examples"
@@ -38,8 +41,8 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
-    words = ["-m", "mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
-    result = run_program([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], timeout=180)
+    words = ["mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
+    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], timeout=180)
     assert result.returncode == 0, result.stderr
     assert re.search(r"final losses: discriminator [0-9.]+, generator [0-9.]+", result.stdout)
     assert "2 towers of 2 workers on cpu" in result.stderr
@@ -47,8 +50,8 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
 
 
 def test_keras_digits_on_two_workers(tmp_path: pathlib.Path) -> None:
-    words = ["-m", "mirrored", "cluster", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
-    result = run_program([*words, "--output", str(tmp_path)], timeout=180)
+    words = ["mirrored", "cluster", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
+    result = run_command([*words, "--output", str(tmp_path)], timeout=180)
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^Epoch 3/3$", result.stdout, re.MULTILINE)) == 1
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
@@ -66,16 +69,22 @@ def test_keras_transfer_on_two_towers() -> None:
     assert min(accuracies) >= 50
 
 
+def run_example(name: str, *words: str) -> None:
+    sys.argv = [name, *words]
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
 @pytest.mark.parametrize("name", ["digits.py", "dcgan.py", "keras_digits.py", "keras_transfer.py"])
 def test_help(name: str) -> None:
-    result = run_program([str(EXAMPLES / name), "--help"])
-    assert result.returncode == 0
-    assert "--devices" in result.stdout
-    assert "--epochs" in result.stdout
+    command = Command(run_example, name, "--help")
+    output, _ = command.communicate(60)
+    assert command.returncode == 0
+    assert "--devices" in output
+    assert "--epochs" in output
 
 
 def test_a_failing_worker_ends_the_cluster() -> None:
     program = str(ROOT / "tests" / "programs" / "report.py")
-    result = run_program(["-m", "mirrored", "cluster", program, "fail"])
+    result = run_command(["mirrored", "cluster", program, "fail"])
     assert result.returncode == 1
     assert "[worker 1] ValueError: planned failure" in result.stderr

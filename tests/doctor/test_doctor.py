@@ -19,7 +19,8 @@ from mirrored.doctor.findings import Check, ok
 from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
 from mirrored.doctor.network import check_interfaces
 from mirrored.doctor.resources import check_cores
-from tests.support.jobs import ROOT, run_program
+from tests.support.commands import run_command
+from tests.support.jobs import ROOT
 from tests.support.waiting import at_most
 from towers.system.timeouts import run_with_timeout
 
@@ -37,7 +38,7 @@ def cluster(*addresses: str, index: int) -> str:
 
 def test_two_towers_of_this_machine_work_together() -> None:
     with at_most(60):
-        result = run_program(["-m", "mirrored", "doctor", "--json"])
+        result = run_command(["mirrored", "doctor", "--json"])
     report = json.loads(result.stdout)
     found = {finding["subject"]: finding for finding in report["findings"]}
     assert report["healthy"] == (result.returncode == 0) == all(f["severity"] != "problem" for f in found.values())
@@ -56,7 +57,7 @@ def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
         "CUDA_LAUNCH_BLOCKING": "1",
     }
     with at_most(60):
-        result = run_program(["-m", "mirrored", "doctor"], env=environ)
+        result = run_command(["mirrored", "doctor"], env=environ)
     assert result.returncode == 1
     words = [line.split(maxsplit=1) for line in result.stdout.splitlines() if line and not line.startswith(" ")]
     severities = [severity for severity, _ in words if severity in ("ok", "note", "warning", "problem")]

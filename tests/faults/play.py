@@ -118,13 +118,13 @@ def undisturbed(*arguments: str, towers: int = 3) -> Result:
     return ended.result
 
 
-def play(fault: Fault, expected: Result) -> tuple[Ended, list[str]]:
+def play(fault: Fault, expected: Result, towers: int = 3) -> tuple[Ended, list[str]]:
     """A run with a fault, and one that goes on from what it left; returns the first's end, and all that is wrong."""
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "run")
-        ended = run(folder, fault)
+        ended = run(folder, fault, towers=towers)
         found = problems(fault, ended)
-        again = run(folder)
+        again = run(folder, towers=towers)
         found += [f"gone on: {text}" for text in (*differences(again.result, expected), *again.left)]
         if again.result is None:
             found.append(again.last_line)

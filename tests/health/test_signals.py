@@ -15,26 +15,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.jobs import ROOT, start_program
+from tests.support.commands import Command, start_command
+from tests.support.jobs import ROOT
 from tests.support.waiting import at_most, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
+Told = tuple[Command, list[int]]
 
 
 @pytest.fixture
-def told(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     """tests/programs/told.py in the mode that the test names, and the processes of its two towers."""
-    process = start_program(["-m", "mirrored", "run", "--towers", "2", TOLD, request.param])
+    process = start_command(["mirrored", "run", "--towers", "2", TOLD, request.param])
     try:
-        assert process.stdout is not None
         yield process, [int(word) for word in process.stdout.readline().split()]
     finally:
         process.kill()
         process.communicate(timeout=20)
-
-
-Told = tuple[subprocess.Popen[str], list[int]]
 
 
 @pytest.mark.parametrize("told", ["agree"], indirect=True)

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tests.support.jobs import run_program
+from tests.support.commands import run_command
 
 SCRIPT = """
 import mirrored.keras
@@ -42,7 +42,7 @@ model.fit(x, y, batch_size=16, epochs=2, verbose=0)
 def test_a_script_is_compared(tmp_path: pathlib.Path, settings: str, code: int, words: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("SETTINGS", settings))
-    result = run_program(["-m", "mirrored", "verify", str(script)], timeout=200)
+    result = run_command(["mirrored", "verify", str(script)], timeout=200)
     said = " ".join(result.stdout.split())
     assert words in said, result.stdout + result.stderr
     assert result.returncode == code

@@ -20,6 +20,7 @@ import torch
 import mirrored
 from mirrored import cli
 from tests.support.clusters import free_port, torchrun_variables
+from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import at_most, wait_until
 from towers import CannotStartError
@@ -29,7 +30,7 @@ from towers.launching.job import _find_program, own_command
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
 REPORT = str(ROOT / "tests" / "programs" / "report.py")
-RUN = ["-m", "mirrored", "run", "--towers", "2"]
+RUN = ["mirrored", "run", "--towers", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -98,7 +99,7 @@ def test_the_process_itself_becomes_the_launcher() -> None:
 
 
 def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
-    result = run_program(["-m", "mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"])
+    result = run_command(["mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"])
     assert result.returncode == 0, result.stderr
     report_line, talk = result.stdout.splitlines()
     assert json.loads(report_line)["towers"] == 3
@@ -116,7 +117,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
 
 def test_the_first_exception_comes_last_and_whole() -> None:
     with at_most(20):
-        result = run_program([*RUN, REPORT, "fail"])
+        result = run_command([*RUN, REPORT, "fail"])
     assert result.returncode == 1
     text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
@@ -128,7 +129,7 @@ def test_the_first_exception_comes_last_and_whole() -> None:
 
 def debug_log(*words: str) -> list[str]:
     """The lines of a job's debug log, without their times."""
-    result = run_program([*RUN, REPORT, *words], env={"MIRRORED_LOG_LEVEL": "debug"})
+    result = run_program(["-m", *RUN, REPORT, *words], env={"MIRRORED_LOG_LEVEL": "debug"})
     return [re.sub(r" [0-9]+ ms: ", ": ", line) for line in result.stderr.splitlines()]
 
 
@@ -151,13 +152,13 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
 
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
     with at_most(20):
-        result = run_program([*RUN, REPORT, "exit"])
+        result = run_command([*RUN, REPORT, "exit"])
     assert result.returncode == 7
     assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
 
 
 def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
-    result = run_program([*TORCHRUN, REPORT, "fail"])
+    result = run_command(["torchrun", *TORCHRUN[2:], REPORT, "fail"])
     assert result.returncode == 1
     assert "ValueError: planned failure" in result.stderr[result.stderr.index("Root Cause") :]
 
@@ -232,7 +233,7 @@ def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     ways = {
         "python": [TRAIN, "two"],
         "torchrun": [*TORCHRUN, TRAIN],
-        "mirrored run": [*RUN, TRAIN],
+        "mirrored run": ["-m", *RUN, TRAIN],
         "TF_CONFIG": ["-m", "mirrored", "cluster", TRAIN],
     }
     losses = {}
@@ -378,7 +379,7 @@ def test_nohup_is_kept_and_nothing_is_left_when_the_launcher_is_killed() -> None
 
 
 def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
-    result = run_program(["-m", "mirrored", "run", "--towers", "2", "--log-dir", "/proc/nope", REPORT])
+    result = run_command([*RUN, "--log-dir", "/proc/nope", REPORT])
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert "/proc/nope" in result.stderr

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 from collections.abc import Sequence
 
-from tests.support.jobs import start_program
+from tests.support.commands import Command
+from towers.launching.job import Job
 from towers.launching.play_cluster import free_ports
 
 
@@ -23,10 +24,19 @@ def tf_configs(addresses: Sequence[str]) -> list[str]:
     ]
 
 
-def start_workers(*words: str, count: int = 2) -> list[subprocess.Popen[str]]:
-    """Start one program as the workers of a TF_CONFIG cluster."""
-    configs = tf_configs([f"127.0.0.1:{port}" for port in free_ports(count)])
-    return [start_program(words, env={"TF_CONFIG": config}) for config in configs]
+def start_workers(*words: str, count: int = 2) -> list[Command]:
+    """Start the agents that one program becomes as the workers of a TF_CONFIG cluster, each with one tower."""
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(count))
+    return [
+        Command(_agent, Job(1, index, count, addresses, "TF_CONFIG"), words, env={"TF_CONFIG": config})
+        for index, config in enumerate(tf_configs(addresses))
+    ]
+
+
+def _agent(job: Job, words: Sequence[str]) -> int:
+    from towers.launching import agent
+
+    return agent.run(job, [sys.executable, *words])
 
 
 def torchrun_variables(**changes: str) -> dict[str, str]:

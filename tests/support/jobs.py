@@ -52,7 +52,7 @@ def run_program(
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=_variables(env),
+        env=variables_with(env),
         cwd=cwd,
         input=stdin,
     )
@@ -63,10 +63,13 @@ def start_program(
 ) -> subprocess.Popen[str]:
     """Start a command as :func:`run_program` does; ``before`` are words in front of Python, such as ``nohup``."""
     pipe = subprocess.PIPE
-    return subprocess.Popen([*before, sys.executable, *words], stdout=pipe, stderr=pipe, text=True, env=_variables(env))
+    return subprocess.Popen(
+        [*before, sys.executable, *words], stdout=pipe, stderr=pipe, text=True, env=variables_with(env)
+    )
 
 
-def _variables(changes: dict[str, str] | None) -> dict[str, str]:
+def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
+    """The environment of a program that a test starts, with changes."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(changes or {})}
     variables.pop("PYTEST_CURRENT_TEST", None)
     return variables

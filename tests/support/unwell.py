@@ -7,20 +7,21 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from tests.support.jobs import ROOT, run_program
+from tests.support.commands import run_command
+from tests.support.jobs import ROOT
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 
 
-MIRRORED_RUN = ("-m", "mirrored", "run", "--towers")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+MIRRORED_RUN = ("mirrored", "run", "--towers")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node")
 
 
 def unwell(
     towers: int, *words: str, starter: Sequence[str] = MIRRORED_RUN
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run the program on so many towers; its result, and the seconds from what happened to the end of all."""
-    result = run_program([*starter, str(towers), UNWELL, *words])
+    result = run_command([*starter, str(towers), UNWELL, *words])
     happened = re.search(r"^(?:\[tower \d\] )?([0-9]+\.[0-9]+)$", result.stderr, re.MULTILINE)
     assert happened, result.stderr
     return result, time.time() - float(happened[1])

@@ -10,7 +10,8 @@ from torch import nn
 import mirrored
 from mirrored.observer import observer
 from mirrored.verification import Cause, VerificationReport
-from tests.support.jobs import ROOT, run_program
+from tests.support.commands import run_command
+from tests.support.jobs import ROOT
 
 SCRIPTS = ROOT / "tests" / "programs" / "verification"
 
@@ -226,8 +227,8 @@ def test_virtual_towers_are_equal_to_the_bit() -> None:
 
 def test_the_command() -> None:
     script = str(SCRIPTS / "other.py")
-    words = ["-m", "mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]
-    result = run_program(words)
+    words = ["mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]
+    result = run_command(words)
     assert result.returncode == 1, result.stderr
     assert result.stdout.startswith(f"{script} on 1 tower and on 2: 2 steps compared within 0.0001\n")
     assert "Cause [reported-value]" in result.stdout

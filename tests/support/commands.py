@@ -1,0 +1,121 @@
+"""``mirrored`` and ``torchrun`` without waiting for Python to load torch: their process is forked from one that has.
+
+The towers that they start are programs as ever. For the many tests that are about what a job does once it runs; what a
+user types is run by :mod:`tests.support.jobs`. Loading torch takes 1.3 s of CPU in each process.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.support.jobs import variables_with
+
+
+class Command:
+    """A command that runs, with the part of :class:`subprocess.Popen`'s interface that tests use.
+
+    Args:
+        run: what the process runs, with ``args``; returns the exit code or raises SystemExit.
+        env: changes of the environment.
+    """
+
+    def __init__(self, run: Callable[..., int | None], *args: Any, env: dict[str, str] | None = None) -> None:
+        context = get_context("forkserver")
+        receiver, sender = context.Pipe(duplex=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self._errors = pathlib.Path(self._folder.name, "errors")
+        arguments = (sender, str(self._errors), variables_with(env), os.getcwd(), run, args)
+        self._process = context.Process(target=_be_command, args=arguments)
+        self._process.start()
+        sender.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.stdout = os.fdopen(os.dup(receiver.fileno()))
+        receiver.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it prints until it and all that hold its standard output have ended."""
+        if not self.stdout.closed:
+            guard = threading.Timer(timeout, self.kill)
+            guard.start()
+            with self.stdout:
+                self._output = self.stdout.read()
+            self._process.join()
+            self._in_time = guard.is_alive()
+            guard.cancel()
+        errors = self._errors.read_text()
+        assert self._in_time, f"it did not end within {timeout} s: {self._output}{errors}"
+        return self._output, errors
+
+
+def _be_command(
+    sender: Connection,
+    errors: str,
+    variables: dict[str, str],
+    directory: str,
+    run: Callable[..., int | None],
+    args: tuple[Any, ...],
+) -> None:
+    os.dup2(sender.fileno(), 1)
+    sender.close()
+    target = os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(target, 2)
+    os.close(target)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.exit(run(*args))
+
+
+def start_command(words: Sequence[str], *, env: dict[str, str] | None = None) -> Command:
+    """Start ``mirrored …`` or ``torchrun …``."""
+    return Command(_command_line, *words, env=env)
+
+
+def _command_line(name: str, *words: str) -> int | None:
+    if name == "mirrored":
+        from mirrored import cli
+
+        return cli.main(words)
+    assert name == "torchrun"
+    from torch.distributed import run
+
+    sys.argv = [name, *words]
+    run.main(words)
+    return 0
+
+
+def run_command(
+    words: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run ``mirrored …`` or ``torchrun …`` to its end."""
+    command = start_command(words, env=env)
+    output, errors = command.communicate(timeout)
+    assert command.returncode is not None
+    return subprocess.CompletedProcess(words, command.returncode, output, errors)
