@@ -171,7 +171,9 @@ def test_of_the_compiler() -> None:
     assert calls == [False]
     assert not torch_private.compiled_autograd_runs()
     assert not torch_private.compiler_traces()
-    torch_private.skip_in_compiler("json.tool")
+    torch_private.skip_in_compiler(["/a/module.py", "/a/package/"])
+    skipped = torch._dynamo.trace_rules.SKIP_DIRS_RE.match
+    assert [bool(skipped(f"/a/{name}.py")) for name in ("module", "package/one", "other")] == [True, True, False]
     assert torch_private.TRACED_AUTOGRAD.startswith(torch_private.COMPILER)
     assert hasattr(torch._dynamo.config, "compiled_autograd")
 

@@ -49,8 +49,8 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png", "epoch0002.png"]
 
 
-def test_keras_digits_on_two_workers(tmp_path: pathlib.Path) -> None:
-    words = ["mirrored", "cluster", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
+def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
+    words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
     result = run_command([*words, "--output", str(tmp_path)], timeout=180)
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^Epoch 3/3$", result.stdout, re.MULTILINE)) == 1

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 
+from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program
 
 README = (ROOT / "README.md").read_text()
@@ -24,8 +25,7 @@ def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
     script = tmp_path / "train.py"
     script.write_text(program)
     found = []
-    for words in ([str(script)], ["-m", "mirrored", "run", "--towers", "2", str(script)]):
-        result = run_program(words)
+    for result in (run_program([str(script)]), run_command(["mirrored", "run", "--towers", "2", str(script)])):
         assert result.returncode == 0, result.stderr
         found.append([float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.e-]+)", result.stdout)])
         assert len(found[-1]) == 5
@@ -50,10 +50,10 @@ def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib
 def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM[: PROGRAM.index("for epoch")] + SAVED)
-    words = ["-m", "mirrored", "run", "--towers", "2", str(script)]
+    words = ["mirrored", "run", "--towers", "2", str(script)]
     errors = []
     for _ in range(2):
-        result = run_program(words, cwd=str(tmp_path))
+        result = run_command(words, cwd=str(tmp_path))
         assert result.returncode == 0, result.stderr
         errors.append(result.stderr)
     assert "goes on from" not in errors[0]

@@ -27,14 +27,17 @@ class Command:
     Args:
         run: what the process runs, with ``args``; returns the exit code or raises SystemExit.
         env: changes of the environment.
+        cwd: the directory it runs in; default: the tests' own.
     """
 
-    def __init__(self, run: Callable[..., int | None], *args: Any, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run: Callable[..., int | None], *args: Any, env: dict[str, str] | None = None, cwd: str | None = None
+    ) -> None:
         context = get_context("forkserver")
         receiver, sender = context.Pipe(duplex=False)
         self._folder = tempfile.TemporaryDirectory()
         self._errors = pathlib.Path(self._folder.name, "errors")
-        arguments = (sender, str(self._errors), variables_with(env), os.getcwd(), run, args)
+        arguments = (sender, str(self._errors), variables_with(env), cwd or os.getcwd(), run, args)
         self._process = context.Process(target=_be_command, args=arguments)
         self._process.start()
         sender.close()
@@ -112,10 +115,10 @@ def _command_line(name: str, *words: str) -> int | None:
 
 
 def run_command(
-    words: Sequence[str], *, env: dict[str, str] | None = None, timeout: float = 60.0
+    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, timeout: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mirrored …`` or ``torchrun …`` to its end."""
-    command = start_command(words, env=env)
+    command = Command(_command_line, *words, env=env, cwd=cwd)
     output, errors = command.communicate(timeout)
     assert command.returncode is not None
     return subprocess.CompletedProcess(words, command.returncode, output, errors)

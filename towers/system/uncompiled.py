@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from towers.errors import TowersError
 from towers.system.torch_private import COMPILED_AUTOGRAD, COMPILER, compiled_autograd_runs, skip_in_compiler
@@ -34,16 +34,16 @@ class Untraced:
         """To be called when something may have been compiled since the last time."""
         if self._told or COMPILER not in sys.modules:
             return
-        for package in self._packages:
-            self._skip(package, sys.modules[package].__path__)
+        skip_in_compiler([file for name in self._packages for file in self._files(name, sys.modules[name].__path__[0])])
         self._told = True
 
-    def _skip(self, package: str, folders: Iterable[str]) -> None:
-        for module in pkgutil.iter_modules(folders, f"{package}."):
-            if any(traced.startswith(f"{module.name}.") for traced in self.traced):
-                self._skip(module.name, [f"{folder}/{module.name.rpartition('.')[2]}" for folder in folders])
-            elif module.name not in self.traced:
-                skip_in_compiler(module.name)
+    def _files(self, package: str, folder: str) -> Iterator[str]:
+        for module in pkgutil.iter_modules([folder]):
+            name, path = f"{package}.{module.name}", f"{folder}/{module.name}"
+            if any(traced.startswith(f"{name}.") for traced in self.traced):
+                yield from self._files(name, path)
+            elif name not in self.traced:
+                yield f"{path}/" if module.ispkg else f"{path}.py"
 
 
 def refuse_compiled_autograd(tower: int) -> None:
