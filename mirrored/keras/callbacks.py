@@ -11,16 +11,15 @@ from typing import Any
 
 import keras
 
-from mirrored.keras.keras_private import CallbackList, first_epoch, write_no_backups
+from mirrored.keras.keras_private import CallbackList, first_epoch, write_nothing
+from mirrored.keras.saving import read_in_turn
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 
-_ONLY_WRITE = tuple(
-    getattr(keras.callbacks, name)
-    for name in ("CSVLogger", "RemoteMonitor", "TensorBoard")
-    if hasattr(keras.callbacks, name)
-)
+_ORBAX: tuple[Any, ...] = tuple(kind for name, kind in vars(keras.callbacks).items() if name == "OrbaxCheckpoint")
+_ONLY_WRITE = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor, keras.callbacks.TensorBoard, *_ORBAX)
+_OF_KERAS = {base for each in vars(keras.callbacks).values() if isinstance(each, type) for base in each.__mro__}
 _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end")
 
 
@@ -32,16 +31,18 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
     """
     given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
     chosen = [callback for callback in given if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
-    if not strategy.is_chief:
-        for callback in chosen:
+    for callback in chosen:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            _restore_in_turn(strategy, callback)
+        if not strategy.is_chief:
             _mute(callback)
     if fits and not any(isinstance(callback, Agreement) for callback in given):
-        kind = AgreementInBatches if any(_follows_batches(callback) for callback in chosen) else Agreement
-        chosen.append(kind(strategy))
+        kind = AgreementInBatches if any(_follows_batches(callback) for callback in given) else Agreement
+        chosen.append(kind(strategy, read_batches(given)))
+        if isinstance(callbacks, CallbackList):
+            chosen[-1].set_model(callbacks.model)
     if isinstance(callbacks, CallbackList):
         callbacks.callbacks[:] = chosen
-        for callback in chosen:
-            callback.set_model(callbacks.model)
         return callbacks
     return chosen
 
@@ -53,10 +54,10 @@ def read_batches(callbacks: Any) -> bool:
 
 
 def _reads_batches(callback: Any) -> bool:
-    if isinstance(callback, keras.callbacks.ModelCheckpoint):
-        return bool(callback.save_freq != "epoch")
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return bool(callback.update_freq != "epoch")
+    if isinstance(callback, Agreement):
+        return callback.batches_are_read
+    if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, *_ORBAX)):
+        return "epoch" not in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         return True
     return _follows_batches(callback)
@@ -68,27 +69,38 @@ def _follows_batches(callback: Any) -> bool:
     if any(name in vars(callback) for name in _BATCH_ENDS):  # of a LambdaCallback
         return True
     owners = (base for name in _BATCH_ENDS for base in kind.__mro__ if name in vars(base))
-    return any(not _is_of_keras(owner) and not issubclass(owner, Agreement) for owner in owners)
+    return any(owner not in _OF_KERAS and not issubclass(owner, Agreement) for owner in owners)
 
 
-def _is_of_keras(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "keras"
+def _restore_in_turn(strategy: Strategy, callback: Any) -> None:
+    """Let the chief restore first: it mends a backup whose writing was broken off."""
+
+    def on_train_begin(logs: Any = None) -> None:
+        with read_in_turn(strategy, "what BackupAndRestore reads"):
+            type(callback).on_train_begin(callback, logs)
+
+    callback.on_train_begin = on_train_begin
 
 
 def _mute(callback: Any) -> None:
     """Let a callback of Keras' decide as on the chief, and write nothing; models are saved by the chief anyhow."""
-    if _is_of_keras(type(callback)) and hasattr(callback, "verbose"):
+    if type(callback) in _OF_KERAS and hasattr(callback, "verbose"):
         callback.verbose = 0
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        write_no_backups(callback)
+    if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)):
+        write_nothing(callback)
 
 
 class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets towers begin at the same epoch, and stop together."""
+    """Lets towers begin at the same epoch, and stop together.
 
-    def __init__(self, strategy: Strategy) -> None:
+    Args:
+        batches_are_read: whether a callback of the chief's may read the logs of each batch.
+    """
+
+    def __init__(self, strategy: Strategy, batches_are_read: bool) -> None:
         super().__init__()
         self._strategy = strategy
+        self.batches_are_read = batches_are_read
 
     def on_train_begin(self, logs: Any = None) -> None:
         said = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
@@ -101,6 +113,9 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._agree()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        announce(self._strategy.communicator, "the end of model.fit")
 
     def _agree(self) -> None:
         said = announce(self._strategy.communicator, "the end of model.fit's callbacks", bool(self.model.stop_training))

@@ -39,7 +39,7 @@ __all__ = [
     "reduction_metrics",
     "set_first_epoch",
     "variables_of_trained_layers",
-    "write_no_backups",
+    "write_nothing",
 ]
 
 
@@ -75,7 +75,12 @@ def set_first_epoch(model: Any, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def write_no_backups(callback: Any) -> None:
-    """Let a ``BackupAndRestore`` restore, and neither write nor delete."""
-    callback._save_model = lambda: None
-    callback.on_train_end = lambda logs=None: None
+def write_nothing(callback: Any) -> None:
+    """Let a ``BackupAndRestore`` restore only, or a ``ModelCheckpoint`` decide only."""
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        callback._save_model = lambda: None
+        callback.on_train_end = lambda logs=None: None
+    else:
+        callback._save_model = lambda epoch, batch, logs: callback._should_save_model(
+            epoch, batch, logs, callback._get_file_path(epoch, batch, logs)
+        )

@@ -7,7 +7,10 @@ in a scope, wait until all towers have come, so that what the chief was told to 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,6 +20,7 @@ from mirrored.keras.patching import around
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 
+_waits = contextvars.ContextVar("whether those who read weights wait for all towers", default=True)
 _strategies: weakref.WeakKeyDictionary[Any, Strategy] = weakref.WeakKeyDictionary()  # which they keep alive
 
 
@@ -68,9 +72,32 @@ for _owner in (keras.models, keras.saving):
     _made_by_all(_owner)
 
 
+@contextlib.contextmanager
+def read_in_turn(strategy: Strategy, call: str) -> Iterator[None]:
+    """The chief does first what stands inside, the others when it is done; ``load_weights`` waits for nobody there.
+
+    Raises:
+        TypeError, ValueError: the chief failed; on all towers.
+    """
+    token = _waits.set(False)
+    try:
+        if not strategy.is_chief:
+            announce(strategy.communicator, call)
+        try:
+            yield
+        except Exception as error:
+            if strategy.is_chief:
+                announce(strategy.communicator, call, error=error)
+            raise
+        if strategy.is_chief:
+            announce(strategy.communicator, call)
+    finally:
+        _waits.reset(token)
+
+
 @around(keras.Model, "load_weights")
 def _load_weights(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(model)
-    if strategy is not None and strategy.num_replicas_in_sync > 1:
+    if strategy is not None and strategy.num_replicas_in_sync > 1 and _waits.get():
         announce(strategy.communicator, "model.load_weights()")
     return original(model, *args, **kwargs)

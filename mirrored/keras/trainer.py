@@ -177,8 +177,13 @@ def _reads_every(given: dict[str, Any]) -> int:
         return 0
     count = given.get("steps_per_epoch") or given.get("steps")
     if count is None:
-        examples = len(given["x"]) if hasattr(given["x"], "__len__") else 0
-        count = examples // (given.get("batch_size") or 32)
+        first = keras.tree.flatten(given["x"])[0]
+        try:
+            count = len(first)
+        except TypeError:  # such as a loader of an IterableDataset
+            count = 0
+        if hasattr(first, "shape"):
+            count //= given.get("batch_size") or 32
     return max(1, count // _UPDATES_OF_THE_BAR)
 
 

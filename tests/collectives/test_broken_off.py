@@ -66,13 +66,13 @@ def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[obj
     return found
 
 
-@pytest.mark.parametrize("size", [1000, 100_000])  # one meeting, and several
+@pytest.mark.parametrize("size", [1000, 100_000])  # one barrier, and several
 def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
     with at_most(20):  # a collective may take ten minutes: the other does not wait for that
         first, second = towers(go_on_after_an_interrupt, size)
     assert first[0] == "InterruptError"
     assert all("tower 0 is out of step with the others" in text and "InterruptError" in text for text in first[1:])
-    if size == 1000:  # tower 0 had come before it was interrupted, and one meeting was all that tower 1 needed
+    if size == 1000:  # tower 0 had come before it was interrupted, and one barrier was all that tower 1 needed
         assert second.pop(0) == [2.0]
     assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
     assert "InterruptError" in second[0]
@@ -118,6 +118,32 @@ def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
     assert all("tower 0 is out of step with the others" in text for text in first[1:])
     assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
     assert all("tower 1 is out of step with the others" in text for text in second[1:])
+
+
+def go_on_in_different_collectives(strategy: mirrored.Strategy) -> list[str]:
+    """Tower 0 sends a message, tower 1 is in an all-reduce; both go on with messages."""
+    comm = strategy.communicator
+    found = []
+    for number in range(3):
+        try:
+            if number == 0 and comm.index == 1:
+                comm.all_reduce(torch.ones(32, dtype=torch.float64))
+            else:
+                comm.all_gather_bytes(b"here")
+            found.append("done")
+        except towers_errors.TowersError as error:
+            found.append(str(error))
+    time.sleep(1.5)
+    return found
+
+
+def test_different_collectives_are_an_error_of_the_towers() -> None:
+    with at_most(20):
+        first, second = towers(go_on_in_different_collectives)
+    assert first[0].startswith("another tower is in another collective than 0")
+    assert all("tower 0 is out of step with the others" in text for text in first[1:])
+    assert "another tower is in another collective than 0" in second[1]
+    assert "tower 1 is out of step with the others" in second[2]
 
 
 def fail_across_hosts(hosts: str) -> str:

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import torch
 from keras import layers, ops
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mirrored
 import mirrored.keras
@@ -262,6 +262,18 @@ def loader(strategy: mirrored.Strategy) -> dict[str, Any]:
     data = DataLoader(_tensors(), batch_size=BATCH, shuffle=True)
     history = model.fit(data, epochs=2, validation_data=DataLoader(_tensors(), batch_size=BATCH), verbose=0)
     return seen(model, history, predictions=model.predict(DataLoader(_tensors(), batch_size=BATCH), verbose=0))
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_tensors())
+
+
+@case
+def loader_of_a_stream(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """It has no length, for which the progress bar asks."""
+    model = dense(strategy)
+    return seen(model, model.fit(DataLoader(_Stream(), batch_size=BATCH), epochs=2, verbose=1))
 
 
 @case

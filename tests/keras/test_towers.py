@@ -37,6 +37,8 @@ def test_files_and_the_progress_bar_are_the_chiefs(tmp_path: pathlib.Path) -> No
     assert one["batches"] == other["batches"] == 3
     for mine, theirs in zip(one["weights"], other["weights"], strict=True):
         np.testing.assert_array_equal(mine, theirs)
+    assert (one["rows"], other["rows"]) == (2 * 2, 0)
+    (tmp_path / "backup" / "latest.weights.h5").write_text("as of a writer that was killed")
     epochs, weights = mirrored.launch(behaviours.restored, (str(tmp_path),), devices=behaviours.TOWERS)[1]
     assert epochs == [1, 2, 3]  # the last backup is of the second epoch
     assert all(np.isfinite(weight).all() for weight in weights)

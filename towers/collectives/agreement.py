@@ -42,14 +42,12 @@ def announce(
         TypeError: some tower's ``error`` is one.
         ValueError: some tower has another ``error``.
     """
-    header: dict[str, Any] = {"call": call, "details": details}
-    if error is not None:
-        header["error"] = [type(error).__name__, str(error)]
+    header = {"call": call, "details": details, "error": error and [type(error).__name__, str(error)]}
     with comm.health.at(call):
         messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
     headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
     for tower, other in enumerate(headers):
-        if "error" in other:
+        if other["error"] is not None:
             kind, text = other["error"]
             raise (TypeError if kind == "TypeError" else ValueError)(f"{other['call']} on tower {tower}: {text}")
     for tower, other in enumerate(headers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from towers.health.status import Health
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+_MESSAGE = 0x6D65 << 48  # what the lengths of messages begin with, and numbers of other collectives do not
 
 
 class Shared(Protocol):
@@ -210,12 +213,11 @@ class Communicator(ABC):
         One collective when all are at most 248 bytes long, else two.
         """
         short = 248
-        packet = torch.zeros(8 + short, dtype=torch.uint8, device="cpu")
-        packet[:8].view(torch.int64)[0] = len(data)
-        if len(data) <= short:
-            packet[8 : 8 + len(data)] = _as_tensor(data)
-        packets = self.all_gather(packet)
-        lengths = [int(row[:8].view(torch.int64)[0]) for row in packets]
+        header = (_MESSAGE + len(data)).to_bytes(8, sys.byteorder)
+        packets = self.all_gather(_as_tensor(header + data[:short].ljust(short, b"\0")))
+        lengths = [int(row[:8].view(torch.int64)[0]) - _MESSAGE for row in packets]
+        if not all(0 <= length < 1 << 40 for length in lengths):
+            raise TowersError(f"another tower is in another collective than {self.towers[self.index]}")
         if max(lengths) > short:
             whole = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             whole[: len(data)] = _as_tensor(data)
