@@ -149,9 +149,9 @@ class ProcessGroupCommunicator(Communicator):
         try:
             work.wait(_MOMENT)
         except RuntimeError:
-            if work.is_completed():  # it has failed
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait(_MOMENT)  # it has failed, and says so again; or it was done just after the moment
         return True
 
     @contextlib.contextmanager
