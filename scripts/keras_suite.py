@@ -30,10 +30,13 @@ import mirrored
 
 FOLDERS = ("trainers", "callbacks", "metrics")
 
+_BY_TOWER_0 = "tower 0 alone sends or prints what the callback has to say"
+
 CANNOT = {
     "test_distributed_datasets_from_function_model_integration": "TensorFlow draws its data, other ones on each tower",
     "test_backup_corrupted": "it fails in a callback on purpose, after which no tower waits for what the chief writes",
-    "test_verbose_logging": "tower 0 alone writes what callbacks have to say",
+    "test_RemoteMonitorWithJsonPayload": _BY_TOWER_0,
+    "test_verbose_logging": _BY_TOWER_0,
 }
 """Words of a test's name, and why it cannot be as on one device: it is not run on several towers."""
 
