@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,8 +21,10 @@ def pytest_configure() -> None:
     project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
     most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
     They look for garbage rarely while they load torch (``support/startup``), take memory in large pages, which saves
-    half of the 40,000 page faults of loading it, and find programs of the tests as modules.
+    half of the 40,000 page faults of loading it, and find programs of the tests as modules. Forks of this process keep
+    its garbage: a Gloo group in it would wait for a thread that they do not have.
     """
+    os.register_at_fork(after_in_child=gc.freeze)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
