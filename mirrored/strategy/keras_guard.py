@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from mirrored.strategy.scope import Recorder
 from towers.errors import MirrorError
 from towers.system.autograd_hooks import GradientHook
 
@@ -29,16 +29,16 @@ def how_to_fit() -> str:
 
 
 class KerasGuard:
-    """Refuses gradients of Keras layers that no scope mirrored.
+    """Refuses gradients of Keras layers that no scope mirrored, of no strategy in this process.
 
     Args:
         tower: this one, for messages.
-        is_known: whether a parameter is mirrored, or was recorded to be.
     """
 
-    def __init__(self, tower: int, is_known: Callable[[torch.Tensor], bool]) -> None:
+    _watched: ClassVar[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
+
+    def __init__(self, tower: int) -> None:
         self._tower = tower
-        self._is_known = is_known
         guard = weakref.WeakMethod(self._watch)
 
         def on_child(module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -51,17 +51,20 @@ class KerasGuard:
 
     def _watch(self, layer: nn.Module, parameters: nn.Module) -> None:
         for name, parameter in parameters.named_parameters():
-            if parameter.is_floating_point() and not self._is_known(parameter):
-                self._refuse_gradient(parameter, f"{name} of a Keras {type(layer).__name__}")
+            watched = self._watched.get(id(parameter)) is parameter  # by another strategy's guard
+            if parameter.is_floating_point() and not watched and not Recorder.is_known_anywhere(parameter):
+                self._watched[id(parameter)] = parameter
+                _refuse_gradient(self._tower, parameter, f"{name} of a Keras {type(layer).__name__}")
 
-    def _refuse_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        def refuse(parameter: torch.Tensor) -> None:
-            if parameter.requires_grad and not self._is_known(parameter):
-                raise MirrorError(
-                    f"backward() on tower {self._tower} reached {name}, which no scope mirrored, so the towers would "
-                    "drift apart. A Keras layer makes its parameters when it is built: build the model inside "
-                    "strategy.scope() (model.build(input_shape), or a call with an example), or call "
-                    "strategy.mirror(model) when it is built, and train it inside strategy.run" + how_to_fit()
-                )
 
-        GradientHook(parameter, refuse)
+def _refuse_gradient(tower: int, parameter: torch.Tensor, name: str) -> None:
+    def refuse(parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and not Recorder.is_known_anywhere(parameter):
+            raise MirrorError(
+                f"backward() on tower {tower} reached {name}, which no scope mirrored, so the towers would "
+                "drift apart. A Keras layer makes its parameters when it is built: build the model inside "
+                "strategy.scope() (model.build(input_shape), or a call with an example), or call "
+                "strategy.mirror(model) when it is built, and train it inside strategy.run" + how_to_fit()
+            )
+
+    GradientHook(parameter, refuse)

@@ -166,6 +166,16 @@ def settings_of_compile() -> dict[str, Any]:
     return found
 
 
+def strategies_one_after_the_other() -> list[float]:
+    """The losses of a training by each, the first of which is still there."""
+    losses, strategies = [], []
+    for _ in range(2):
+        strategies.append(begin())
+        model = dense(strategies[-1])
+        losses += model.fit(numbers(8), classes(), epochs=2, verbose=0).history["loss"]
+    return losses
+
+
 def outside_of_the_scope(strategy: mirrored.Strategy) -> None:
     model = keras.Sequential([layers.Dense(3)])
     model.compile("sgd", "mse")

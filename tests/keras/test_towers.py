@@ -52,6 +52,11 @@ def test_compiled_eager_and_mixed_precision() -> None:
             np.testing.assert_allclose(mine, plain, rtol=0, atol=0.02 if "mixed" in name else 1e-5, err_msg=name)
 
 
+def test_a_second_strategy_trains_as_the_first() -> None:
+    for losses in mirrored.launch(behaviours.strategies_one_after_the_other, devices=behaviours.TOWERS):
+        assert losses[:2] == losses[2:]
+
+
 MISTAKES = {
     behaviours.outside_of_the_scope: r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)",
     behaviours.inside_run: r"RuntimeError: model.fit was called inside strategy.run",
