@@ -37,7 +37,7 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    modules = ["towers.launching.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
+    modules = ["towers.launching.launch", "tests.support.compiler", "mirrored", "hypothesis", "pytest"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["torchmetrics", "keras"]
     forkserver.set_forkserver_preload(modules)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests import simulated_device
+from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program
 
 SCRIPT = str(ROOT / "tests" / "programs" / "simulated.py")
@@ -13,15 +16,15 @@ pytestmark = pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(sim
 
 
 @pytest.mark.parametrize(
-    ("words", "started_by"),
+    ("run", "words", "started_by"),
     [
-        ([SCRIPT], "python"),
-        (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT], "torchrun"),
+        (run_program, [SCRIPT], "python"),
+        (run_command, ["torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT], "torchrun"),
     ],
     ids=["python", "torchrun"],
 )
-def test_every_device_is_used(words: list[str], started_by: str) -> None:
-    simulated = run_program(words, timeout=120)
+def test_every_device_is_used(run: Any, words: list[str], started_by: str) -> None:
+    simulated = run(words, timeout=120)
     assert simulated.returncode == 0, simulated.stderr
     assert simulated.stdout.startswith("devices [0, 1], loss ")
     assert "2 towers on a simulated device, shared memory, staged by the host" in simulated.stderr

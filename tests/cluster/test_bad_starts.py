@@ -6,8 +6,6 @@ import json
 import pathlib
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +14,13 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from tests.support.clusters import free_port, torchrun_variables
+from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.jobs import run_program
 from tests.support.waiting import at_most
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining import handshake
 from towers.joining.store import serve_store
-from towers.launching.job import Job, agent_command
+from towers.launching.job import Job
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
 
@@ -45,14 +43,10 @@ def worker_job(worker: int, addresses: list[str], seconds: float = 3.0) -> Job:
     )
 
 
-def run_agents(*configurations: Job) -> list[tuple[str, int]]:
+def run_agents(*configurations: Job) -> list[tuple[str, int | None]]:
     """Real agents at the same time, one process each; (standard error, exit code) of each in order."""
-    program = [sys.executable, "-c", "print('ran')"]
-    processes = [
-        subprocess.Popen(agent_command(one, program), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for one in configurations
-    ]
-    return [(process.communicate(timeout=20)[1], process.returncode) for process in processes]
+    agents = [start_agent(one, "-c", "print('ran')") for one in configurations]
+    return [(agent.communicate(20)[1], agent.returncode) for agent in agents]
 
 
 @pytest.mark.row(12)

@@ -62,7 +62,8 @@ def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 
 
 def test_keras_transfer_on_two_towers() -> None:
-    result = run_program([str(EXAMPLES / "keras_transfer.py"), "--devices", "cpu:0,cpu:1", "--epochs", "3"])
+    program = str(EXAMPLES / "keras_transfer.py")
+    result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"], timeout=180)
     assert result.returncode == 0, result.stderr
     accuracies = [float(text) for text in re.findall(r": ([0-9.]+)% of \d+ held-out digits", result.stdout)]
     assert len(accuracies) == 3

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import signal
-import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ import pytest
 import mirrored
 from tests.faults.faults import PHASES, Fault
 from tests.faults.play import DEADLINE, PROGRAM, differences, launched, play
+from tests.support.clusters import start_workers
+from tests.support.commands import Command, start_command
 from tests.support.waiting import at_most, wait_until
-from towers.launching.play_cluster import free_ports
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +54,28 @@ def test_towers_with_a_fault_go_on_to_the_same_bits(
     assert differences(launched(tmp_path / "run"), expected) == []
 
 
-def start(*words: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-    )
+def start(towers: int, folder: pathlib.Path, *words: str) -> Command:
+    """Start the program on some towers of this machine."""
+    arguments = [str(folder), "--towers", str(towers), *words]
+    if towers == 1:
+        return Command(_program, *arguments)
+    return start_command(["mirrored", "run", "--towers", str(towers), *PROGRAM, *arguments])
 
 
-def end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    with at_most(60):
-        return process.communicate(timeout=60)
+def _program(*arguments: str) -> None:
+    from tests.faults import program
+
+    sys.argv[1:] = arguments
+    program.main()
 
 
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.row(43)
 def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towers: int) -> None:
-    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers)]
-    process = start(*words, "--fault", f"slow:forward:{towers - 1}:5", "--every", "100")
+    process = start(towers, tmp_path / "run", "--fault", f"slow:forward:{towers - 1}:5", "--every", "100")
     wait_until((tmp_path / "run.fault").exists, 60)
     process.send_signal(signal.SIGTERM if towers == 2 else signal.SIGINT)
-    output, errors = end(process)
+    output, errors = process.communicate(60)
     assert process.returncode == 75, errors
     assert not output
     (saved,) = (tmp_path / "run").glob("step-*")
@@ -86,7 +85,7 @@ def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towe
     if towers == 2:  # the other case goes on by the same command
         assert launched(tmp_path / "run", towers=2)["steps"] == 15
         return
-    output, errors = end(start(*words))
+    output, errors = start(towers, tmp_path / "run").communicate(60)
     assert f"goes on from {saved}, after step {step}" in errors
     assert json.loads(output)["steps"] == 15
 
@@ -94,40 +93,36 @@ def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towe
 @pytest.mark.parametrize(("towers", "why"), [(2, "second signal"), (1, "grace is over")])
 @pytest.mark.row(43)
 def test_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
-    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", str(towers), "--deadline", "100"]
     grace = "100" if why == "second signal" else "0.5"
-    process = start(*words, "--fault", f"hang:forward:{towers - 1}:1", "--grace", grace)
+    fault = ["--fault", f"hang:forward:{towers - 1}:1"]
+    process = start(towers, tmp_path / "run", "--deadline", "100", "--grace", grace, *fault)
     wait_until((tmp_path / "run.fault").exists, 60)
     with at_most(15):
         process.send_signal(signal.SIGTERM)
         if why == "second signal":
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(1.0)
+            time.sleep(1.0)
+            assert process.poll() is None
             process.send_signal(signal.SIGTERM)
-        output, errors = end(process)
+        output, errors = process.communicate(15)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), errors
     assert ("no step was done 0.5 s after SIGTERM; ending" in errors) == (why == "grace is over")
     assert not output
 
 
 def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    program = [*PROGRAM, str(tmp_path / "run"), "--towers", "0"]
-    output, errors = end(start(*torchrun, *program, "--fault", "SIGKILL:forward:1:7"))
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    program = [*PROGRAM, str(tmp_path / "run"), "--towers", "0", "--fault", "SIGKILL:forward:1:7"]
+    output, errors = start_command([*torchrun, *program]).communicate(60)
     assert "goes on from" in errors
     assert (tmp_path / "run.fault").exists()
     assert differences(json.loads(output.splitlines()[-1]), expected_of_two) == []
 
 
 def test_workers_that_are_started_again_go_on(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(2)]}
-    words = [sys.executable, *PROGRAM, str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
+    words = [*PROGRAM, str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
     for fault in (["--fault", "SIGKILL:all-reduce:1:7"], []):
-        workers = [
-            start(*words, *fault, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": i}}))
-            for i in range(2)
-        ]
-        outputs = [end(worker) for worker in workers]
+        workers = start_workers(*words, *fault)
+        outputs = [worker.communicate(60) for worker in workers]
         codes = [worker.returncode for worker in workers]
         assert codes == [0, 0] if not fault else all(codes), outputs
     assert differences(json.loads(outputs[0][0]), expected_of_two) == []

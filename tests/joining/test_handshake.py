@@ -16,7 +16,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from mirrored.cluster import TorchrunClusterResolver
-from tests.support.clusters import free_port, torchrun_variables
+from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.jobs import ROOT, run_program
 from tests.support.sockets import family, listening
 from tests.support.waiting import at_most
@@ -24,7 +24,7 @@ from towers import HandshakeError, StartupError
 from towers.collectives.connecting import compare_towers
 from towers.joining import handshake
 from towers.joining.store import Message, join_store, serve_store, sign
-from towers.launching.job import Job, agent_command
+from towers.launching.job import Job
 from towers.topology import JOB_TOKEN
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
@@ -95,11 +95,8 @@ def test_workers_with_different_tokens_are_refused() -> None:
     processes = []
     for worker, token in enumerate(["right", "wrong"]):
         job = Job(1, worker, 2, addresses, "TF_CONFIG", startup_seconds=4.0)
-        command = agent_command(job, [sys.executable, "-c", "print('ran')"])
-        variables = {**os.environ, JOB_TOKEN: token}
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True))
-    (_, waited), (_, refused) = (process.communicate(timeout=20) for process in processes)
+        processes.append(start_agent(job, "-c", "print('ran')", **{JOB_TOKEN: token}))
+    (_, waited), (_, refused) = (process.communicate(20) for process in processes)
     assert [process.returncode for process in processes] == [1, 1]
     assert refused.startswith(f"towers: worker 1 (on {os.uname().nodename}) is not of the job that meets at")
     assert len(refused.splitlines()) == 1

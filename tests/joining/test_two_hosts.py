@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.play import DEADLINE, PROGRAM, differences, launched
+from tests.support.clusters import tf_configs
 from tests.support.jobs import ROOT
 from tests.support.sockets import family, ip, listening
 from tests.support.waiting import wait_until
+from towers.launching.job import Job, agent_command
 
 
 @pytest.fixture
@@ -92,17 +94,14 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
 
 
 def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[subprocess.Popen[str]]:
-    """Start tests/faults/program.py with one tower on each host."""
-    cluster = {"worker": [f"{address}:4001" for _, address in hosts]}
+    """Start the agents that tests/faults/program.py becomes as the workers of a cluster, one tower on each host."""
+    addresses = tuple(f"{address}:4001" for _, address in hosts)
     program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
+    jobs = [Job(1, index, 2, addresses, "TF_CONFIG") for index in range(2)]
     return [
         subprocess.Popen(
-            ["ip", "netns", "exec", name, *program],
-            env={
-                **os.environ,
-                "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
-                "NCCL_HOSTID": name,
-            },
+            ["ip", "netns", "exec", name, *agent_command(jobs[index], program)],
+            env={**os.environ, "TF_CONFIG": tf_configs(addresses)[index], "NCCL_HOSTID": name},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

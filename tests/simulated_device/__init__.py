@@ -11,13 +11,13 @@ import importlib.util
 import os
 import pathlib
 import shutil
+import sys
 import types
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import cpp_extension
 
 HERE = pathlib.Path(__file__).parent
 DEVICES = 2
@@ -40,22 +40,43 @@ def _find_ninja() -> None:
 @functools.cache
 def load() -> Any:
     """Compile the extension where that is not done yet, and register the devices; returns the extension."""
-    _find_ninja()
-    build = HERE / "build" / torch.version.__version__
-    build.mkdir(parents=True, exist_ok=True)
+    build = HERE / "build" / f"{torch.version.__version__}-{sys.implementation.cache_tag}"
+    compiled = build / "compiled"
+    changed = max((HERE / name).stat().st_mtime for name in ("device.cpp", "world.h"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sim = cpp_extension.load(
-            "simulated_device",
-            [str(HERE / "device.cpp")],
-            extra_cflags=["-O0", "-g0"],
-            build_directory=str(build),
-            verbose=False,
-        )
+        if compiled.exists() and compiled.stat().st_mtime > changed:
+            sim = _import(build / "simulated_device.so")
+        else:
+            sim = _compile(build)
+            compiled.touch()
         torch.utils.rename_privateuse1_backend("sim")
         torch._register_device_module("sim", _module(sim))
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return sim
+
+
+def _import(path: pathlib.Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(build: pathlib.Path) -> Any:
+    from torch.utils import cpp_extension  # loads setuptools
+
+    _find_ninja()
+    build.mkdir(parents=True, exist_ok=True)
+    return cpp_extension.load(
+        "simulated_device",
+        [str(HERE / "device.cpp")],
+        extra_cflags=["-O0", "-g0"],
+        build_directory=str(build),
+        verbose=False,
+    )
 
 
 def _module(sim: Any) -> types.ModuleType:

@@ -28,9 +28,14 @@ def start_workers(*words: str, count: int = 2) -> list[Command]:
     """Start the agents that one program becomes as the workers of a TF_CONFIG cluster, each with one tower."""
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(count))
     return [
-        Command(_agent, Job(1, index, count, addresses, "TF_CONFIG"), words, env={"TF_CONFIG": config})
+        start_agent(Job(1, index, count, addresses, "TF_CONFIG"), *words, TF_CONFIG=config)
         for index, config in enumerate(tf_configs(addresses))
     ]
+
+
+def start_agent(job: Job, *words: str, **variables: str) -> Command:
+    """Start the agent of a worker, whose towers run Python with ``words``."""
+    return Command(_agent, job, words, env=variables)
 
 
 def _agent(job: Job, words: Sequence[str]) -> int:
