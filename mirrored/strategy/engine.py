@@ -159,7 +159,7 @@ class Engine:
             Part(self._statistics, before_step=self._statistics.put_back),
             Part(check, add=check.add, begin_run=check.begin_run, before_step=check.notice, check=check.check),
             Part(BatchNorms(comm, recorder.name_of_module)),
-            Part(KerasGuard(comm.index)),
+            Part(KerasGuard(comm.index, recorder)),
         ]
         if sharder is not None:
             self.is_inner_optimizer = sharder.is_inner

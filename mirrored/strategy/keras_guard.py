@@ -33,33 +33,32 @@ class KerasGuard:
 
     Args:
         tower: this one, for messages.
+        recorder: knows the parameters of the strategy's scopes.
     """
 
-    _watched: ClassVar[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
+    _recorders: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()
 
-    def __init__(self, tower: int) -> None:
-        self._tower = tower
-        guard = weakref.WeakMethod(self._watch)
+    def __init__(self, tower: int, recorder: Recorder) -> None:
+        self._recorders.add(recorder)
 
-        def on_child(module: nn.Module, name: str, child: nn.Module | None) -> None:
-            watch = guard() if name == _PARAMETERS else None
-            if watch is not None and child is not None:
-                watch(module, child)
+        def on_child(layer: nn.Module, name: str, child: nn.Module | None) -> None:
+            parameters = child.named_parameters() if child is not None and name == _PARAMETERS else ()
+            for key, parameter in parameters:
+                if parameter.is_floating_point() and not KerasGuard.knows(parameter):
+                    _refuse_gradient(tower, parameter, f"{key} of a Keras {type(layer).__name__}")
 
         handle: Any = register_module_module_registration_hook(on_child)  # type: ignore[no-untyped-call]
         weakref.finalize(self, handle.remove)
 
-    def _watch(self, layer: nn.Module, parameters: nn.Module) -> None:
-        for name, parameter in parameters.named_parameters():
-            watched = self._watched.get(id(parameter)) is parameter  # by another strategy's guard
-            if parameter.is_floating_point() and not watched and not Recorder.is_known_anywhere(parameter):
-                self._watched[id(parameter)] = parameter
-                _refuse_gradient(self._tower, parameter, f"{name} of a Keras {type(layer).__name__}")
+    @classmethod
+    def knows(cls, parameter: torch.Tensor) -> bool:
+        """Whether a scope of any strategy has recorded ``parameter``."""
+        return any(recorder.knows(parameter) for recorder in cls._recorders)
 
 
 def _refuse_gradient(tower: int, parameter: torch.Tensor, name: str) -> None:
     def refuse(parameter: torch.Tensor) -> None:
-        if parameter.requires_grad and not Recorder.is_known_anywhere(parameter):
+        if parameter.requires_grad and not KerasGuard.knows(parameter):
             raise MirrorError(
                 f"backward() on tower {tower} reached {name}, which no scope mirrored, so the towers would "
                 "drift apart. A Keras layer makes its parameters when it is built: build the model inside "

@@ -13,7 +13,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ class Recorder:
     Nothing is kept alive: what the script throws away is forgotten. Only the global registration hooks of
     ``torch.nn`` are used, and only inside the scope; modules are changed by what ``start`` is given at most.
     """
-
-    _anywhere: ClassVar[weakref.WeakValueDictionary[int, torch.Tensor]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -80,7 +78,6 @@ class Recorder:
     def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
         self._remember(module)
         if parameter is not None and not self.is_mirrored(parameter):
-            self._anywhere[id(parameter)] = parameter
             self._parameters[id(parameter)] = weakref.ref(parameter)
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
@@ -120,11 +117,6 @@ class Recorder:
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded, taken or not."""
         return self.is_mirrored(parameter) or parameter in self
-
-    @classmethod
-    def is_known_anywhere(cls, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` was recorded by any strategy of this process."""
-        return cls._anywhere.get(id(parameter)) is parameter
 
     def untaken(self) -> list[torch.Tensor]:
         """The parameters that were recorded, have values and were not yet taken."""
