@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -37,14 +38,16 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    modules = ["towers.launching.launch", "tests.support.compiler", "mirrored", "hypothesis", "pytest"]
+    modules = ["towers.launching.launch", "tests.support.preloaded"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["torchmetrics", "keras"]
     forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("KERAS_BACKEND", "torch")
-        forkserver.ensure_running()
+        first = multiprocessing.get_context("forkserver").Process(target=int)
+        first.start()
+        first.join()  # no test's seconds are spent on the loading
 
 
 _LONGEST = [

@@ -42,6 +42,7 @@ def run_all(names: list[str]) -> dict[str, dict[str, Any]]:
     strategy = mirrored.MirroredStrategy(seed=0)
     results = {}
     for name in names:
+        keras.utils.clear_session()  # each names its layers as if it was the first
         keras.utils.set_random_seed(7)
         results[name] = CASES[name](strategy)
     return results
