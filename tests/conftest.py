@@ -38,9 +38,10 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    modules = ["towers.launching.launch", "tests.support.preloaded"]
+    modules = ["towers.launching.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
+    modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
-        modules += ["torchmetrics", "keras"]
+        modules += ["tests.support.inductor", "torchmetrics", "keras"]
     forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

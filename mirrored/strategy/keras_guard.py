@@ -29,7 +29,7 @@ def how_to_fit() -> str:
 
 
 class KerasGuard:
-    """Refuses gradients of Keras layers that no scope mirrored, of no strategy in this process.
+    """Refuses gradients of Keras layers that no scope has mirrored, of any strategy in this process.
 
     Args:
         tower: this one, for messages.
