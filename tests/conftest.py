@@ -48,7 +48,8 @@ def loaded_towers() -> None:
         patch.setenv("KERAS_BACKEND", "torch")
         first = multiprocessing.get_context("forkserver").Process(target=int)
         first.start()
-        first.join()  # no test's seconds are spent on the loading
+        first.join(240)  # no test's seconds are spent on the loading
+        assert first.exitcode == 0, "the server that towers are forked from has not loaded what the tests import"
 
 
 _LONGEST = [

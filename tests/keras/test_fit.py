@@ -34,6 +34,7 @@ OF_SHARES = [
 @pytest.mark.parametrize(("towers", "names"), [(2, list(cases.CASES)), (3, list(cases.CASES)), (5, OF_SHARES)])
 def test_the_numbers_of_one_tower_and_the_same_bits_on_all(one: Results, towers: int, names: list[str]) -> None:
     first, *others = on_towers(towers, names)
+    assert list(first) == names
     for name in names:
         expected = one[name]
         assert first[name].keys() == expected.keys(), name
