@@ -49,10 +49,10 @@ def check_bound(bound: torch.device | None, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def without_abort(backend: str) -> Iterator[None]:
-    """Inside, groups are made whose errors do not end the process; see [Note: NCCL must not abort]."""
+def without_abort() -> Iterator[None]:
+    """Inside, groups of NCCL are made whose errors do not end the process; see [Note: NCCL must not abort]."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if backend != "nccl" or name in os.environ or not nccl_aborts_at_once():
+    if name in os.environ or not nccl_aborts_at_once():
         yield
         return
     os.environ[name] = "0"

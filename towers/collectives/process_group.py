@@ -257,7 +257,7 @@ def join_default_group(
     wire_dtype: str,
 ) -> ProcessGroupCommunicator:
     """A communicator over c10d's default group, which all towers make together, and leave when they end."""
-    with without_greeting(), nccl.without_abort(backend):
+    with without_greeting(), nccl.without_abort() if backend == "nccl" else contextlib.nullcontext():
         dist.init_process_group(
             backends(backend),
             store=store,
@@ -278,7 +278,7 @@ def new_group(backend: str, timeout: timedelta, ranks: list[int] | None = None) 
     """
     while _unused:
         dist.destroy_process_group(_unused.pop())
-    with without_greeting(), nccl.without_abort(backend):
+    with without_greeting(), nccl.without_abort() if backend == "nccl" else contextlib.nullcontext():
         return dist.new_group(ranks, timeout=timeout, backend=backends(backend))
 
 
