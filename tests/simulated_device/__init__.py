@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib
 import importlib.util
@@ -70,13 +71,16 @@ def _compile(build: pathlib.Path) -> Any:
 
     _find_ninja()
     build.mkdir(parents=True, exist_ok=True)
-    return cpp_extension.load(
-        "simulated_device",
-        [str(HERE / "device.cpp")],
-        extra_cflags=["-O0", "-g0"],
-        build_directory=str(build),
-        verbose=False,
-    )
+    with (build / "compiling").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (build / "lock").unlink(missing_ok=True)  # a killed process leaves it, and all others would wait for ever
+        return cpp_extension.load(
+            "simulated_device",
+            [str(HERE / "device.cpp")],
+            extra_cflags=["-O0", "-g0"],
+            build_directory=str(build),
+            verbose=False,
+        )
 
 
 def _module(sim: Any) -> types.ModuleType:
