@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from mirrored.checkpoint.errors import CheckpointError
 from towers.launching.job import Job
-from towers.system import accelerator, devices
+from towers.system import devices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,8 +207,8 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
         if towers is not None and towers != len(chosen):
             raise ValueError(f"--towers is {towers}, but --devices names {len(chosen)}")
         return [str(device) for device in chosen]
-    kind = accelerator.kind()
-    there = accelerator.count(kind) if kind != "cpu" else 1
+    kind = devices.accelerator_kind()
+    there = devices.count_of(kind) if kind != "cpu" else 1
     count = towers if towers is not None else there
     if count < 1:
         raise ValueError(f"--towers is {count}, but must be at least 1")

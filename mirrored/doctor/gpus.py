@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
-from towers.system import accelerator
+from towers.system import accelerator, devices
 
 _SUBJECT = "GPUs"
 _VERSION = pathlib.Path("/proc/driver/nvidia/version")
@@ -19,9 +19,9 @@ _VERSION = pathlib.Path("/proc/driver/nvidia/version")
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Names, memory, driver, a computation on each, and how they reach each other."""
-    if (kind := accelerator.kind()) not in ("cpu", "cuda"):
-        names = {accelerator.name(torch.device(kind, number)) for number in range(accelerator.count(kind))}
-        yield ok(_SUBJECT, f"{accelerator.count(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
+    if (kind := devices.accelerator_kind()) not in ("cpu", "cuda"):
+        names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
+        yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
         return
     present, hidden = _on_machine(), environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):

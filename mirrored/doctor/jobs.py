@@ -15,7 +15,7 @@ import torch
 import mirrored
 from mirrored.cluster import torchrun
 from mirrored.doctor.findings import Finding, ok, problem, warning
-from towers.system import accelerator
+from towers.system import devices
 
 _CPU_TOWERS, _CPU_SECONDS = "CPU towers", 25.0
 _GPU_TOWERS, _GPU_SECONDS = "GPU towers", 40.0
@@ -75,7 +75,7 @@ def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """A job of one tower per GPU through NCCL, where there are two or more."""
-    count = accelerator.count("cuda")
+    count = devices.count_of("cuda")
     if count < 2:
         return
     try:

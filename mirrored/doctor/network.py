@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
 from towers.errors import PortInUseError, StartupError
 from towers.joining.store import listen
-from towers.system import accelerator, machine
+from towers.system import devices, machine
 from towers.system.timeouts import run_all_with_timeout
 
 _RESOLVE_SECONDS = 5.0
@@ -106,7 +106,7 @@ def _check_nccl(value: str, interfaces: Mapping[str, str | None]) -> Finding:
     chosen = [name for name in interfaces if matches(name) != excluded]
     if not chosen:
         fix = f"unset {_NCCL}, or name one of {', '.join(interfaces)}"
-        severe = problem if accelerator.count("cuda") > 1 else warning
+        severe = problem if devices.count_of("cuda") > 1 else warning
         return severe(_NCCL, f"is {value!r}, which leaves none of this machine's interfaces", fix)
     return _check_chosen(_NCCL, chosen, interfaces)
 

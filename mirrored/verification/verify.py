@@ -28,8 +28,8 @@ from mirrored.verification.trace import Raised, Trace
 from towers import errors
 from towers.health import failure
 from towers.launching.launch import launch
-from towers.system import accelerator, machine
 from towers.system import devices as towers_devices
+from towers.system import machine
 
 _SEED = 0
 
@@ -88,8 +88,8 @@ def verify(
         raise ValueError(f"tolerance is {tolerance}, but must not be negative")
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}, but must be more than 0")
-    kind = accelerator.kind()
-    kind = kind if accelerator.count(kind) >= towers else "cpu"
+    kind = towers_devices.accelerator_kind()
+    kind = kind if towers_devices.count_of(kind) >= towers else "cpu"
     chosen = tuple(f"{kind}:{i}" for i in range(towers)) if devices is None else tuple(devices)
     towers_devices.check_exist(towers_devices.parse_all(chosen))
     if len(chosen) != towers:

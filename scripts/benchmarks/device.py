@@ -21,7 +21,7 @@ from steps import Times
 from torch import nn
 
 import mirrored
-from towers.system import accelerator
+from towers.system import accelerator, devices
 
 COUNTED = 10
 
@@ -100,7 +100,7 @@ def _step_seconds(case: str, turns: int, seconds: float) -> list[float]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench device", description=__doc__)
-    here = accelerator.kind()
+    here = devices.accelerator_kind()
     parser.add_argument("--device", default=f"{here}:0", help="default: the first accelerator, else the CPU")
     parser.add_argument("--cases", default="mlp-64,resnet-64,transformer-16", help="comma-separated")
     parser.add_argument("--ways", default=",".join(WAYS), help="comma-separated: " + ", ".join(WAYS))

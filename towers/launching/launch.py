@@ -31,7 +31,7 @@ from towers.health.failure import FailureReport
 from towers.health.status import StatusRecord
 from towers.joining.store import serve_store
 from towers.launching import console, processes
-from towers.system import accelerator, devices, machine
+from towers.system import devices, machine
 from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
@@ -273,7 +273,7 @@ def _check_accelerators(names: str) -> None:
     Raises:
         CannotStartError: it cannot.
     """
-    kinds = {devices.parse(name).type for name in names.split(",")} if names else {accelerator.kind()}
+    kinds = {devices.parse(name).type for name in names.split(",")} if names else {devices.accelerator_kind()}
     if any(is_in_bad_fork(kind) for kind in kinds):
         raise CannotStartError(
             "the fork server that towers come from has used CUDA, so that its children cannot: something that it has "

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from towers.launching import console
-from towers.system import accelerator, machine
+from towers.system import devices, machine
 
 
 def free_ports(count: int) -> list[int]:
@@ -29,7 +29,7 @@ def free_ports(count: int) -> list[int]:
 def _environment(index: int, addresses: list[str]) -> dict[str, str]:
     """What worker ``index`` finds in its environment."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    gpus = accelerator.count("cuda") // len(addresses)
+    gpus = devices.count_of("cuda") // len(addresses)
     visible = ",".join(str(index * gpus + i) for i in range(gpus))
     variables = {**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": visible}
     variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(len(addresses))))

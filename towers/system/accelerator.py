@@ -1,4 +1,4 @@
-"""The devices beside the CPU, whoever made them.
+"""What an accelerator does for us, whoever made it.
 
 [Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
 ("xpu"), or what a package registers. Streams, events, pinned memory and the current device have the same words for all.
@@ -8,34 +8,12 @@ functions. What only CUDA has stands in :mod:`towers.system.cuda`.
 
 from __future__ import annotations
 
-import functools
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@functools.cache
-def module(kind: str) -> ModuleType | None:
-    """torch's module for a kind of device (such as ``torch.xpu``); None where torch knows no such kind."""
-    try:
-        found: ModuleType = torch.get_device_module(kind)
-    except RuntimeError:
-        return None
-    return found
-
-
-def kind() -> str:
-    """The kind of accelerator that this process sees ("cuda", "xpu" …); "cpu" where it sees none."""
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and count(found.type) else "cpu"
-
-
-def count(kind: str) -> int:
-    """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
-    found = module(kind)
-    return int(found.device_count()) if found is not None else 0
+from towers.system.devices import module_of
 
 
 def use(device: torch.device) -> None:
@@ -45,13 +23,13 @@ def use(device: torch.device) -> None:
 
 def name(device: torch.device) -> str:
     """What its maker calls it, or the name of its kind."""
-    names = getattr(module(device.type), "get_device_name", None)
+    names = getattr(module_of(device.type), "get_device_name", None)
     return str(names(device)) if names is not None else device.type
 
 
 def uuid(device: torch.device) -> str | None:
     """What tells it from all other devices; None where it does not say."""
-    properties = getattr(module(device.type), "get_device_properties", None)
+    properties = getattr(module_of(device.type), "get_device_properties", None)
     found = getattr(properties(device), "uuid", None) if properties is not None else None
     return None if found is None else str(found)
 
@@ -74,4 +52,4 @@ def manual_seed(seed: int, device: torch.device) -> None:
 
 
 def _of(device: torch.device) -> Any:
-    return module(device.type)
+    return module_of(device.type)

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 import torch
 
-from towers.system import accelerator
-
 Device = str | torch.device
+
+
+@functools.cache
+def module_of(kind: str) -> ModuleType | None:
+    """torch's module for a kind of device (such as ``torch.xpu``); None where torch knows no such kind."""
+    try:
+        found: ModuleType = torch.get_device_module(kind)
+    except RuntimeError:
+        return None
+    return found
+
+
+def accelerator_kind() -> str:
+    """The kind of accelerator that this process sees ("cuda", "xpu" …); "cpu" where it sees none."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and count_of(found.type) else "cpu"
+
+
+def count_of(kind: str) -> int:
+    """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
+    found = module_of(kind)
+    return int(found.device_count()) if found is not None else 0
 
 
 def parse(device: Device) -> torch.device:
@@ -27,12 +49,12 @@ def parse(device: Device) -> torch.device:
             raise ValueError(f"device {device!r} is not understood; write 'cuda:0', 'cpu:0' or '/gpu:0'")
         kind, index = match[1], int(match[2] or 0)
         if kind == "gpu":
-            kind = "cuda" if (here := accelerator.kind()) == "cpu" else here
+            kind = "cuda" if (here := accelerator_kind()) == "cpu" else here
     elif isinstance(device, torch.device):
         kind, index = device.type, device.index or 0
     else:
         raise ValueError(f"device {device!r} is not a device")
-    if accelerator.module(kind) is None:
+    if module_of(kind) is None:
         raise ValueError(f"device {str(device)!r} is not understood; write 'cuda:0', 'cpu:0' or '/gpu:0'")
     return torch.device(kind, index)
 
@@ -74,8 +96,8 @@ def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
         TypeError, ValueError: as of :func:`parse_all` and :func:`check_exist`.
     """
     if requested is None:
-        kind = accelerator.kind()
-        return [torch.device(kind, i) for i in range(accelerator.count(kind) if kind != "cpu" else 1)]
+        kind = accelerator_kind()
+        return [torch.device(kind, i) for i in range(count_of(kind) if kind != "cpu" else 1)]
     parsed = parse_all(requested)
     check_exist(parsed)
     return parsed
@@ -87,7 +109,7 @@ def check_exist(devices: Sequence[torch.device]) -> None:
     Raises:
         ValueError: names the missing ones and how many there are.
     """
-    counts = {kind: accelerator.count(kind) for kind in {device.type for device in devices} - {"cpu"}}
+    counts = {kind: count_of(kind) for kind in {device.type for device in devices} - {"cpu"}}
     missing = [device for device in devices if device.index >= counts.get(device.type, device.index + 1)]
     if missing:
         kind = missing[0].type
@@ -124,8 +146,8 @@ def for_tower(
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """
-    kind = accelerator.kind()
-    count = accelerator.count(kind)
+    kind = accelerator_kind()
+    count = count_of(kind)
     chosen = parse_all(requested) if requested is not None else None
     shown_one = kind != "cpu" and count == 1 and local_size > 1 and not sees_all
     if shown_one and (chosen is None or chosen == [torch.device(kind, 0)]):
