@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import ABC
 from collections.abc import Mapping
 
 from towers.topology import Topology
@@ -15,7 +14,7 @@ class ClusterError(ValueError):
     """A cluster's description is wrong. The message names where it was read, the field and the fix."""
 
 
-class ClusterResolver(ABC):
+class ClusterResolver:
     """Knows the workers of a cluster and which of them this process belongs to.
 
     Attributes:
@@ -41,63 +40,58 @@ class ClusterResolver(ABC):
         return {"worker": list(self.addresses)} if self.addresses else {}
 
 
-def read_whole_numbers(environ: Mapping[str, str], names: list[str], origin: str) -> dict[str, int]:
-    """Read environment variables that must hold whole numbers from 0.
+class Numbers(dict[str, int]):
+    """The whole numbers in a launcher's variables, by name, and checks of what has been read.
+
+    Args:
+        environ: the variables.
+        origin: what they are called in messages.
 
     Raises:
-        ClusterError: names every variable that is missing, or the first that holds something else.
+        ClusterError: by every method, with the names and values of what is wrong.
     """
-    missing = [name for name in names if not environ.get(name)]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ClusterError(f"{origin}: {', '.join(missing)} {verb} not set; a launcher sets all of {', '.join(names)}")
-    numbers = {}
-    for name in names:
-        text = environ[name].strip()
-        if not re.fullmatch("[0-9]{1,18}", text):
-            raise ClusterError(f"{origin}: {name}={environ[name]!r} is not a whole number from 0")
-        numbers[name] = int(text)
-    return numbers
 
+    def __init__(self, environ: Mapping[str, str], origin: str) -> None:
+        super().__init__()
+        self._environ, self._origin = environ, origin
 
-def read_optional(environ: Mapping[str, str], name: str, origin: str, default: int = 0) -> int:
-    """One such variable that may be absent or empty.
+    def read(self, *names: str) -> None:
+        """Read variables that must hold whole numbers from 0; all that are missing are named at once."""
+        missing = [name for name in names if not self._environ.get(name)]
+        if missing:
+            verb = "is" if len(missing) == 1 else "are"
+            raise self.error(f"{', '.join(missing)} {verb} not set; a launcher sets all of {', '.join(names)}")
+        for name in names:
+            text = self._environ[name].strip()
+            if not re.fullmatch("[0-9]{1,18}", text):
+                raise self.error(f"{name}={self._environ[name]!r} is not a whole number from 0")
+            self[name] = int(text)
 
-    Raises:
-        ClusterError: it holds something else than a whole number from 0.
-    """
-    return read_whole_numbers(environ, [name], origin)[name] if environ.get(name) else default
+    def optional(self, name: str, default: int = 0) -> int:
+        """One such variable that may be absent or empty."""
+        if self._environ.get(name):
+            self.read(name)
+        return self.setdefault(name, default)
 
+    def check_port(self, name: str) -> None:
+        """See that a port is one."""
+        if not 1 <= self[name] <= 65535:
+            raise self.error(f"{name} is {self[name]}; ports go from 1 to 65535")
 
-def check_port(name: str, port: int, origin: str) -> None:
-    """See that a port is one.
+    def check_index(self, index: str, size: str) -> None:
+        """See that an index lies below its size, which is neither 0 nor absurd."""
+        if not 1 <= self[size] <= _MOST:
+            raise self.error(f"{size} is {self[size]}, but must be from 1 to {_MOST}")
+        if self[index] >= self[size]:
+            raise self.error(
+                f"{index} is {self[index]}, but {size} is {self[size]}: it goes from 0 to {self[size] - 1}"
+            )
 
-    Raises:
-        ClusterError: it is not.
-    """
-    if not 1 <= port <= 65535:
-        raise ClusterError(f"{origin}: {name} is {port}; ports go from 1 to 65535")
+    def check_at_most(self, part: str, size: str) -> None:
+        """See that there are not more of one than of the other."""
+        if self[part] > self[size]:
+            raise self.error(f"{part} is {self[part]}, but {size} is only {self[size]}")
 
-
-def check_index(index_name: str, index: int, size_name: str, size: int, origin: str) -> None:
-    """See that an index lies below its size.
-
-    Raises:
-        ClusterError: it does not, or the size is 0 or absurd.
-    """
-    if not 1 <= size <= _MOST:
-        raise ClusterError(f"{origin}: {size_name} is {size}, but must be from 1 to {_MOST}")
-    if index >= size:
-        raise ClusterError(
-            f"{origin}: {index_name} is {index}, but {size_name} is {size}: it goes from 0 to {size - 1}"
-        )
-
-
-def check_at_most(part_name: str, part: int, size_name: str, size: int, origin: str) -> None:
-    """See that there are not more of one than of the other.
-
-    Raises:
-        ClusterError: there are.
-    """
-    if part > size:
-        raise ClusterError(f"{origin}: {part_name} is {part}, but {size_name} is only {size}")
+    def error(self, text: str) -> ClusterError:
+        """``text`` as an error that says where the variables come from."""
+        return ClusterError(f"{self._origin}: {text}")

@@ -6,19 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 
-from mirrored.cluster.resolver import (
-    ClusterError,
-    ClusterResolver,
-    check_at_most,
-    check_index,
-    check_port,
-    read_optional,
-    read_whole_numbers,
-)
+from mirrored.cluster.resolver import ClusterError, ClusterResolver, Numbers
 from towers.topology import JOB_TOKEN, Topology
 
 _FIRST_PORT = 12000
 _PORTS = 16000
+_ON_NODE = "tasks on this node"
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -34,38 +27,38 @@ class SlurmClusterResolver(ClusterResolver):
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         self.origin = "SLURM's variables"
-        names = [
+        number = Numbers(environ, self.origin)
+        number.read(
             "SLURM_PROCID",
             "SLURM_STEP_NUM_TASKS",
             "SLURM_LOCALID",
             "SLURM_NODEID",
             "SLURM_STEP_NUM_NODES",
-        ]
-        number = read_whole_numbers(environ, [*names, "SLURM_JOB_ID"], self.origin)
-        index, size = number["SLURM_PROCID"], number["SLURM_STEP_NUM_TASKS"]
+            "SLURM_JOB_ID",
+        )
+        number.check_index("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+        number.check_index("SLURM_NODEID", "SLURM_STEP_NUM_NODES")
+        number.check_at_most("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
+        number[_ON_NODE] = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), number)
+        number.check_at_most(_ON_NODE, "SLURM_STEP_NUM_TASKS")
+        number.check_index("SLURM_LOCALID", _ON_NODE)
+        offset = number["SLURM_JOB_ID"] * 7 + number.optional("SLURM_STEP_ID")
+        port = number.optional("MASTER_PORT", _FIRST_PORT + offset % _PORTS)
+        number.check_port("MASTER_PORT")
+        host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", ""))
         self.worker, self.workers = number["SLURM_NODEID"], number["SLURM_STEP_NUM_NODES"]
         self.task_id = self.worker
-        check_index("SLURM_PROCID", index, "SLURM_STEP_NUM_TASKS", size, self.origin)
-        check_index("SLURM_NODEID", self.worker, "SLURM_STEP_NUM_NODES", self.workers, self.origin)
-        check_at_most("SLURM_STEP_NUM_NODES", self.workers, "SLURM_STEP_NUM_TASKS", size, self.origin)
-        local_size = _tasks_on_node(environ, self.worker, size, self.workers, self.origin)
-        check_at_most("tasks on this node", local_size, "SLURM_STEP_NUM_TASKS", size, self.origin)
-        check_index("SLURM_LOCALID", number["SLURM_LOCALID"], "tasks on this node", local_size, self.origin)
-        offset = number["SLURM_JOB_ID"] * 7 + read_optional(environ, "SLURM_STEP_ID", self.origin)
-        port = read_optional(environ, "MASTER_PORT", self.origin, _FIRST_PORT + offset % _PORTS)
-        check_port("MASTER_PORT", port, self.origin)
-        host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", ""))
         self.topology = Topology(
-            index=index,
-            size=size,
+            index=number["SLURM_PROCID"],
+            size=number["SLURM_STEP_NUM_TASKS"],
             local_index=number["SLURM_LOCALID"],
-            local_size=local_size,
+            local_size=number[_ON_NODE],
             worker=self.worker,
             workers=self.workers,
             started_by="srun",
             address=(host, port),
             serves_store=True,
-            attempt=read_optional(environ, "SLURM_RESTART_COUNT", self.origin),
+            attempt=number.optional("SLURM_RESTART_COUNT"),
             origin=self.origin,
             token=environ.get(JOB_TOKEN, ""),
         )
@@ -88,25 +81,21 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
-def _tasks_on_node(environ: Mapping[str, str], node: int, size: int, nodes: int, origin: str) -> int:
+def _tasks_on_node(text: str, number: Numbers) -> int:
     """From ``"2(x3),1"``: two tasks on the first three nodes, one on the fourth; shared out evenly where it is not set.
 
     Raises:
         ClusterError: it is no such list, or does not reach to this node.
     """
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    node, before = number["SLURM_NODEID"], 0
     if not text.strip():
-        return -(-size // nodes)
-    before = 0
+        return -(-number["SLURM_STEP_NUM_TASKS"] // number["SLURM_STEP_NUM_NODES"])
+    stated = f"SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is"
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
         if match is None:
-            raise ClusterError(
-                f"{origin}: SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is no list of numbers of tasks, such as '2(x3),1'"
-            )
+            raise number.error(f"{stated} no list of numbers of tasks, such as '2(x3),1'")
         before += int(match[2] or 1)
         if node < before:
             return int(match[1])
-    raise ClusterError(
-        f"{origin}: SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is of {before} nodes, but this is node {node}"
-    )
+    raise number.error(f"{stated} of {before} nodes, but this is node {node}")

@@ -5,15 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mirrored.cluster.resolver import (
-    ClusterError,
-    ClusterResolver,
-    check_at_most,
-    check_index,
-    check_port,
-    read_optional,
-    read_whole_numbers,
-)
+from mirrored.cluster.resolver import ClusterError, ClusterResolver, Numbers
 from towers.topology import JOB_TOKEN, RUN_ID, STARTED_BY, Topology
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -42,16 +34,21 @@ class TorchrunClusterResolver(ClusterResolver):
                 f"{self.origin}: {', '.join(missing)} not set; start with torchrun, which sets all of "
                 f"{', '.join(REQUIRED + local)}, or set the missing ones"
             )
-        numeric = [n for n in ("RANK", "WORLD_SIZE", "MASTER_PORT", *local) if environ.get(n)]
-        number = read_whole_numbers(environ, numeric, self.origin)
+        number = Numbers(environ, self.origin)
+        number.read("RANK", "WORLD_SIZE", "MASTER_PORT")
         index, size = number["RANK"], number["WORLD_SIZE"]
-        local_index, local_size = number.get("LOCAL_RANK", 0), number.get("LOCAL_WORLD_SIZE", 1)
-        check_index("RANK", index, "WORLD_SIZE", size, self.origin)
-        check_index("LOCAL_RANK", local_index, "LOCAL_WORLD_SIZE", local_size, self.origin)
-        check_at_most("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", size, self.origin)
-        check_at_most("LOCAL_RANK", local_index, "RANK", index, self.origin)
-        check_port("MASTER_PORT", number["MASTER_PORT"], self.origin)
-        self.worker, self.workers = _worker(environ, index, size, local_size, self.origin)
+        local_index, local_size = number.optional("LOCAL_RANK"), number.optional("LOCAL_WORLD_SIZE", 1)
+        number.check_index("RANK", "WORLD_SIZE")
+        number.check_index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        number.check_at_most("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        number.check_at_most("LOCAL_RANK", "RANK")
+        number.check_port("MASTER_PORT")
+        self.worker, self.workers = index // local_size, -(-size // local_size)
+        if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
+            number.read("GROUP_RANK", "GROUP_WORLD_SIZE")
+            number.check_at_most("GROUP_WORLD_SIZE", "WORLD_SIZE")
+            number.check_index("GROUP_RANK", "GROUP_WORLD_SIZE")
+            self.worker, self.workers = number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
         self.task_id = self.worker
         self.topology = Topology(
             index=index,
@@ -63,7 +60,7 @@ class TorchrunClusterResolver(ClusterResolver):
             started_by=started_by,
             address=(environ["MASTER_ADDR"], number["MASTER_PORT"]),
             serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            attempt=read_optional(environ, "TORCHELASTIC_RESTART_COUNT", self.origin),
+            attempt=number.optional("TORCHELASTIC_RESTART_COUNT"),
             origin=self.origin,
             token=_token(environ),
         )
@@ -78,12 +75,3 @@ def _token(environ: Mapping[str, str]) -> str:
     # The agents of several workers each have a run id of their own; torchrun's have one.
     torchruns = "" if environ.get(STARTED_BY) else environ.get(RUN_ID, "")
     return environ.get(JOB_TOKEN) or torchruns
-
-
-def _worker(environ: Mapping[str, str], index: int, size: int, local_size: int, origin: str) -> tuple[int, int]:
-    if environ.get("GROUP_RANK") and environ.get("GROUP_WORLD_SIZE"):
-        number = read_whole_numbers(environ, ["GROUP_RANK", "GROUP_WORLD_SIZE"], origin)
-        check_at_most("GROUP_WORLD_SIZE", number["GROUP_WORLD_SIZE"], "WORLD_SIZE", size, origin)
-        check_index("GROUP_RANK", number["GROUP_RANK"], "GROUP_WORLD_SIZE", number["GROUP_WORLD_SIZE"], origin)
-        return number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
-    return index // local_size, -(-size // local_size)
