@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mirrored.cluster import slurm, tf_config, torchrun
-from mirrored.cluster.local import LocalClusterResolver
-from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalClusterResolver
 from mirrored.cluster.slurm import SlurmClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.cluster.torchrun import TorchrunClusterResolver

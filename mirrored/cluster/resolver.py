@@ -1,4 +1,4 @@
-"""The common interface of all descriptions of a cluster."""
+"""The common interface of all descriptions of a cluster, and what those of launchers read."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ class ClusterResolver:
     def cluster_spec(self) -> dict[str, list[str]]:
         """Job names and the addresses of their tasks, as in TensorFlow; empty where addresses are unknown."""
         return {"worker": list(self.addresses)} if self.addresses else {}
+
+
+class LocalClusterResolver(ClusterResolver):
+    """A cluster of one worker, with as many towers as it has devices."""
+
+    def __init__(self, origin: str = "this machine") -> None:
+        self.origin = origin
 
 
 class Numbers(dict[str, int]):
