@@ -48,7 +48,10 @@ class TFConfigClusterResolver(ClusterResolver):
         if not text.strip():
             return
         config = _parse(text)
-        self.rpc_layer = _optional_text(config, "rpc_layer")
+        rpc_layer = config.get("rpc_layer")
+        if rpc_layer is not None and not isinstance(rpc_layer, str):
+            raise ClusterError(f"TF_CONFIG: rpc_layer must be a text, not {_kind(rpc_layer)}")
+        self.rpc_layer = rpc_layer or None
         self._jobs = _read_cluster(config)
         if not self._jobs:
             return
@@ -96,18 +99,12 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _optional_text(config: dict[str, Any], key: str) -> str | None:
-    value = config.get(key)
-    if value is not None and not isinstance(value, str):
-        raise ClusterError(f"TF_CONFIG: {key} must be a text, not {_kind(value)}")
-    return value or None
-
-
 def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
     cluster = config.get("cluster", {})
     if not isinstance(cluster, dict):
         raise ClusterError(f"TF_CONFIG: cluster must be an object of jobs, not {_kind(cluster)}")
     jobs: dict[str, list[str]] = {}
+    places: dict[str, str] = {}
     for job, addresses in cluster.items():
         if job == "ps":
             raise ClusterError(
@@ -118,24 +115,22 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
             raise ClusterError(f"TF_CONFIG: cluster has an unknown job {job!r}; jobs are {', '.join(_JOBS)}")
         if not isinstance(addresses, list):
             raise ClusterError(f"TF_CONFIG: cluster.{job} must be a list of addresses, not {_kind(addresses)}")
+        for i, address in enumerate(addresses):
+            place = f"cluster.{job}[{i}]"
+            _check_address(address, place)
+            first = places.setdefault(canonical_address(address), place)
+            if first != place:
+                raise ClusterError(f"TF_CONFIG: {first} and {place} are the same address, {address}")
         if addresses:
-            jobs[job] = [_check_address(address, f"cluster.{job}[{i}]") for i, address in enumerate(addresses)]
+            jobs[job] = addresses
     if len(jobs.get("chief", [])) > 1:
         raise ClusterError(f"TF_CONFIG: cluster.chief names {len(jobs['chief'])} addresses; there is one chief")
     if set(jobs) == {"evaluator"}:
         raise ClusterError("TF_CONFIG: cluster has evaluators only; it needs a 'chief' or a 'worker'")
-    seen: dict[str, str] = {}
-    for job, addresses in jobs.items():
-        for i, address in enumerate(addresses):
-            place = f"cluster.{job}[{i}]"
-            key = canonical_address(address)
-            if key in seen:
-                raise ClusterError(f"TF_CONFIG: {seen[key]} and {place} are the same address, {address}")
-            seen[key] = place
     return jobs
 
 
-def _check_address(address: Any, place: str) -> str:
+def _check_address(address: Any, place: str) -> None:
     if not isinstance(address, str):
         raise ClusterError(f"TF_CONFIG: {place} must be a text 'host:port', not {_kind(address)}")
     match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|(\w(?:[\w.-]*\w)?)):([0-9]{1,9})", address)
@@ -144,7 +139,6 @@ def _check_address(address: Any, place: str) -> str:
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}, but must be 'host:port'{hint}")
     if not 1 <= int(match[3]) <= 65535:
         raise ClusterError(f"TF_CONFIG: {place} is {address!r}: ports go from 1 to 65535")
-    return address
 
 
 def _is_host(ipv6: str | None, name: str) -> bool:
