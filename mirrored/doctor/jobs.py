@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import os
 import statistics
@@ -13,60 +11,34 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 import mirrored
-from mirrored.cluster import torchrun
 from mirrored.doctor.findings import Finding, ok, problem, warning
 from towers.system import devices
 
-_CPU_TOWERS, _CPU_SECONDS = "CPU towers", 25.0
-_GPU_TOWERS, _GPU_SECONDS = "GPU towers", 40.0
+_CPU_SECONDS, _GPU_SECONDS = 25.0, 40.0
 _SMALL, _LARGE = 2**10, 2**23  # float32 numbers: 4 KB and 32 MB
 _ROUNDS = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class _JobResult:
-    """Measurements of one job.
-
-    Attributes:
-        towers: how many there were.
-        backend: of their communicator.
-        seconds: of tower 0 for averaging 4 KB, and 32 MB.
-        correct: whether the averages were, on all towers.
-    """
-
-    towers: int
-    backend: str
-    seconds: tuple[float, float]
-    correct: bool
-
-    def finding(self, subject: str, fix: str) -> Finding:
-        small, large = (f"{seconds * 1e3:.3g} ms" for seconds in self.seconds)
-        count = "two" if self.towers == 2 else str(self.towers)
-        what = f"{count} towers, {self.backend}: averaging 4 KB takes {small}, 32 MB {large}"
-        return ok(subject, what) if self.correct else problem(subject, f"{what}, and the averages are wrong", fix)
-
-
 def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """A job of two towers through shared memory; where that fails, one through Gloo, and the reason."""
-    cpus = ("cpu:0", "cpu:1")
+    subject, cpus, wrong = "CPU towers", ("cpu:0", "cpu:1"), "please report it, with all of this output"
     why_not = ""
     try:
         try:
-            result = _run(cpus, "shared_memory", _CPU_SECONDS)
+            yield _run(subject, cpus, "shared_memory", _CPU_SECONDS, wrong)
         except mirrored.TowerFailedError as error:
             why_not = _reason(error)
-            result = _run(cpus, "gloo", _CPU_SECONDS)
+            yield _run(subject, cpus, "gloo", _CPU_SECONDS, wrong)
     except mirrored.TowerFailedError as error:
         yield problem(
-            _CPU_TOWERS,
+            subject,
             f"two towers cannot work together on this machine: {_reason(error)}",
             "fix the other problems and warnings first, above all those of the network: they often cause this one",
         )
         return
-    yield result.finding(_CPU_TOWERS, "please report it, with all of this output")
     if why_not:
         yield warning(
-            _CPU_TOWERS,
+            subject,
             f"they cannot share memory and use Gloo, which is slower: {why_not}",
             "towers need memfd_create, and to open each other's /proc/<process>/fd: one user, one container, no "
             "sandbox that hides processes from each other",
@@ -75,36 +47,42 @@ def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_gpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """A job of one tower per GPU through NCCL, where there are two or more."""
-    count = devices.count_of("cuda")
+    subject, count = "GPU towers", devices.count_of("cuda")
     if count < 2:
         return
+    wrong = "NCCL_ALGO, NCCL_PROTO and NCCL_P2P_DISABLE=1, one by one, tell what is broken; have the GPUs tested"
     try:
-        result = _run([f"cuda:{number}" for number in range(count)], "nccl", _GPU_SECONDS)
+        yield _run(subject, [f"cuda:{number}" for number in range(count)], "nccl", _GPU_SECONDS, wrong)
     except mirrored.TowerFailedError as error:
         yield problem(
-            _GPU_TOWERS,
+            subject,
             f"{count} towers cannot work together: {_reason(error)}",
             "NCCL_DEBUG=WARN mirrored doctor lets NCCL say why; where GPUs only fail together, NCCL_P2P_DISABLE=1 "
             "tells whether reading each other's memory is the reason; /dev/shm must have free space",
         )
-        return
-    yield result.finding(
-        _GPU_TOWERS,
-        "NCCL_ALGO, NCCL_PROTO and NCCL_P2P_DISABLE=1, one by one, tell what is broken; have the GPUs tested",
-    )
 
 
-def _run(devices: Sequence[str], implementation: str, seconds: float) -> _JobResult:
+def _run(subject: str, devices: Sequence[str], implementation: str, seconds: float, wrong: str) -> Finding:
     """Start one tower per device, and let them average.
+
+    Args:
+        wrong: what to do where the averages are wrong.
 
     Raises:
         TowerFailedError: as of :func:`mirrored.launch`.
     """
-    with _without_launcher():
-        results: list[_JobResult] = mirrored.launch(
-            _average, (implementation, seconds), devices=devices, timeout=seconds
-        )
-    return dataclasses.replace(results[0], correct=all(result.correct for result in results))
+    rank = os.environ.pop("RANK", None)  # it says that this process is a tower, which may not start towers
+    try:
+        results = mirrored.launch(_average, (implementation, seconds), devices=devices, timeout=seconds)
+    finally:
+        if rank is not None:
+            os.environ["RANK"] = rank
+    backend, medians, _ = results[0]
+    small, large = (f"{median * 1e3:.3g} ms" for median in medians)
+    what = f"{len(devices)} towers, {backend}: averaging 4 KB takes {small}, 32 MB {large}"
+    if all(correct for _, _, correct in results):
+        return ok(subject, what)
+    return problem(subject, f"{what}, and the averages are wrong", wrong)
 
 
 def _reason(error: mirrored.TowerFailedError) -> str:
@@ -114,19 +92,12 @@ def _reason(error: mirrored.TowerFailedError) -> str:
     return " ".join(text.split())[:400]
 
 
-@contextlib.contextmanager
-def _without_launcher() -> Iterator[None]:
-    """Inside, no environment variable says that this process is a tower, so it may start towers."""
-    names = (*torchrun.REQUIRED, "TOWERS_DEVICES")
-    saved = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(saved)
+def _average(implementation: str, seconds: float) -> tuple[str, list[float], bool]:
+    """What each tower runs.
 
-
-def _average(implementation: str, seconds: float) -> _JobResult:
-    """What each tower runs."""
+    Returns:
+        The backend, the seconds for averaging 4 KB and 32 MB, and whether the averages were right.
+    """
     logging.getLogger("mirrored").setLevel(logging.WARNING)
     options = mirrored.CommunicationOptions(
         implementation=implementation, timeout_seconds=seconds, startup_timeout_seconds=seconds
@@ -146,7 +117,7 @@ def _average(implementation: str, seconds: float) -> _JobResult:
             times.append(time.perf_counter() - started)
         medians.append(statistics.median(times[1:]))
         correct &= bool((bucket == (communicator.size + 1) / 2).all())
-    return _JobResult(communicator.size, communicator.backend, (medians[0], medians[1]), correct)
+    return communicator.backend, medians, correct
 
 
 def _synchronize(device: torch.device) -> None:
