@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import warnings
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
-from towers.system import accelerator, devices
+from towers.system import accelerator, devices, machine
 
 _SUBJECT = "GPUs"
 _VERSION = pathlib.Path("/proc/driver/nvidia/version")
@@ -32,29 +31,23 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
             "unset CUDA_VISIBLE_DEVICES, unless that is on purpose",
         )
         return
-    if torch.version.cuda is None:
-        if present:
-            yield problem(
-                _SUBJECT,
-                f"the machine has {present}, but torch {torch.version.__version__} was built without CUDA",
-                "install a CUDA build of torch: https://pytorch.org/get-started",
-            )
-        else:
-            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU (torch {torch.version.__version__})")
-        return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    driver = _driver()
-    versions = f"driver {driver or 'unknown'}, torch {torch.version.__version__} for CUDA {torch.version.cuda}"
+    cuda = torch.version.cuda
+    built = f"torch {torch.version.__version__} {f'for CUDA {cuda}' if cuda else 'built without CUDA'}"
+    versions = f"driver {_driver() or 'unknown'}, {built}"
     if count == 0:
-        reason = str(caught[0].message).split("(Triggered")[0] if caught else "torch finds none"
         if present:
+            reason = str(caught[0].message).split("(Triggered")[0] if caught else "torch finds none"
             fix = (
                 "install a driver that fits torch's CUDA, or a torch that fits the driver; start a container with GPUs "
+                "(--gpus all)"
             )
-            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", f"{fix}(--gpus all)")
-        elif hidden is not None:
+            if cuda is None:
+                fix = "install a CUDA build of torch: https://pytorch.org/get-started"
+            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", fix)
+        elif hidden is not None and cuda is not None:
             yield warning(
                 "CUDA_VISIBLE_DEVICES",
                 f"is {hidden!r}, but torch finds no GPU: towers run on the CPU",
@@ -131,6 +124,6 @@ def _check_together(count: int) -> Iterator[Finding]:
         )
     else:
         yield ok("peer access", "all GPUs reach each other's memory")
-    cores = os.cpu_count() or 1
+    cores = machine.cores()
     if cores < 2 * count:
         yield warning(_SUBJECT, f"{count} GPUs, but {cores} cores to feed them", "ask for two cores or more for each")
