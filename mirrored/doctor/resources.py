@@ -92,18 +92,15 @@ def _cgroups(controller: str) -> Iterator[pathlib.Path]:
             root = _CGROUPS / controller
         else:
             continue
-        group = root / path.strip("/")
-        while group != root:
-            yield group  # in a container the path may be the host's, and not exist
-            group = group.parent
-        yield root
+        group = root / path.strip("/")  # in a container the path may be the host's, and not exist
+        yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 def check_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Memory that processes can still take, of the machine and of the container."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = _read_line(pathlib.Path("/proc/meminfo"), "MemAvailable:")
     granted = _free_memory_of_container()
-    known = [size for size in (int(match[1]) * 1024 if match else None, granted) if size is not None]
+    known = [size for size in (available and available * 1024, granted) if size is not None]
     if not known:
         return
     free = min(known)
@@ -125,18 +122,16 @@ def _free_memory_of_container() -> int | None:
             with contextlib.suppress(OSError, ValueError):
                 allowed = int((folder / limit).read_text())
                 if allowed < 2**60:  # version 1 writes "no limit" as a huge number
-                    taken = int((folder / used).read_text()) - _reclaimable(folder)
-                    free.append(max(0, allowed - max(0, taken)))
+                    cached = _read_line(folder / "memory.stat", "inactive_file") or 0  # the kernel gives it up first
+                    taken = max(0, int((folder / used).read_text()) - cached)
+                    free.append(max(0, allowed - taken))
     return min(free, default=None)
 
 
-def _reclaimable(folder: pathlib.Path) -> int:
-    """Bytes of cached files, which the kernel gives up first."""
-    for line in (folder / "memory.stat").read_text().splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file"):
-            return int(value)
-    return 0
+def _read_line(file: pathlib.Path, name: str) -> int | None:
+    """The number behind ``name`` in a file of such lines."""
+    match = re.search(rf"^{name}\s+(\d+)", file.read_text(), re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def check_dev_shm(environ: Mapping[str, str]) -> Iterator[Finding]:
