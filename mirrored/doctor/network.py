@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import os
 import pathlib
-import re
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +37,7 @@ def check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
             f"add '127.0.1.1 {host}' to /etc/hosts, or its real address",
         )
     else:
-        yield _check_host_addresses("host name", host, of_host)
+        yield _check_host_addresses(host, of_host)
     if isinstance(of_localhost, OSError):
         yield problem("localhost", f"does not resolve ({of_localhost})", "add '127.0.0.1 localhost' to /etc/hosts")
     elif "127.0.0.1" not in of_localhost:
@@ -55,8 +54,8 @@ def check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _check_host_addresses(subject: str, host: str, addresses: list[str]) -> Finding:
-    what = f"{host} is {', '.join(addresses)}"
+def _check_host_addresses(host: str, addresses: list[str]) -> Finding:
+    subject, what = "host name", f"{host} is {', '.join(addresses)}"
     foreign = [address for address in addresses if not is_local(address)]
     if foreign:
         return warning(
@@ -151,9 +150,7 @@ def check_loopback(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _connect(address: str) -> str:
     """Why a program that listens on ``address`` cannot be reached there; empty when it can."""
     try:
-        with socket.socket(_family(address), socket.SOCK_STREAM) as listener:
-            listener.bind((address, 0))
-            listener.listen(1)
+        with socket.create_server((address, 0), family=_family(address)) as listener:
             socket.create_connection(listener.getsockname()[:2], timeout=_CONNECT_SECONDS).close()
     except OSError as error:
         return str(error.strerror or error)
@@ -179,7 +176,7 @@ def look_up(hosts: Sequence[str]) -> list[list[str] | OSError]:
 
 def is_loopback(address: str) -> bool:
     """Whether a numeric address never leaves the machine."""
-    return ipaddress.ip_address(address.split("%")[0]).is_loopback
+    return ipaddress.ip_address(address).is_loopback
 
 
 def is_local(address: str) -> bool:
@@ -258,5 +255,5 @@ def _listening_on(port: int) -> Iterator[str]:
             continue
         for line in lines:
             words = line.split()
-            if words[3] == _LISTENING and re.fullmatch(f".*:{port:04X}", words[1]):
+            if words[3] == _LISTENING and words[1].endswith(f":{port:04X}"):
                 yield words[9]
