@@ -10,6 +10,7 @@ from mirrored.cluster import ClusterError, ClusterResolver, TFConfigClusterResol
 from mirrored.doctor import network
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
 from towers.system.machine import loopback_interface
+from towers.system.text import split_address
 
 _LAUNCHER, _TF_CONFIG = "launcher", "TF_CONFIG"
 _LEFT_OVER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
@@ -115,7 +116,7 @@ def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
         f"{resolver.addresses[resolver.worker]}, the chief at {resolver.addresses[0]}; for "
         "MultiWorkerMirroredStrategy only",
     )
-    numeric = network.look_up([_split(address)[0] for address in resolver.addresses])
+    numeric = network.look_up([split_address(address)[0] for address in resolver.addresses])
     unknown = [
         f"{address} ({answer.strerror or answer})"
         for address, answer in zip(resolver.addresses, numeric, strict=True)
@@ -130,7 +131,7 @@ def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
     yield from _check_addresses(resolver, numeric, environ)
     if not isinstance(numeric[0], OSError):
-        host, port = _split(resolver.addresses[0])
+        host, port = split_address(resolver.addresses[0])
         yield network.check_chief(host, port, _TF_CONFIG, is_chief=resolver.worker == 0)
 
 
@@ -162,11 +163,6 @@ def _check_addresses(
             "is the loopback interface, by which the other workers of TF_CONFIG cannot be reached",
             "unset it: towers find the interface that leads to the chief",
         )
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 @dataclasses.dataclass(frozen=True)
