@@ -63,12 +63,10 @@ def _run(subject: str, check: Check, environ: Mapping[str, str], seconds: float)
     findings: list[Finding] = []
     try:
         run_with_timeout(seconds, lambda: findings.extend(check(environ)))
-    except KeyboardInterrupt:
-        raise
     except TimeoutError as error:
         fix = "find out which service or device of this machine does not answer"
         findings.append(problem(subject, f"the check did not end: {error}", fix))
-    except BaseException as error:
+    except Exception as error:
         what = f"the check itself failed: {type(error).__name__}: {error}"
         findings.append(problem(subject, what, "please report it, with this line and the output of `mirrored doctor`"))
     return findings
