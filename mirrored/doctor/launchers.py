@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from mirrored import cluster
-from mirrored.cluster import ClusterError, ClusterResolver, TFConfigClusterResolver, slurm, tf_config, torchrun
+from mirrored.cluster import ClusterError, ClusterResolver, TFConfigClusterResolver, slurm, torchrun
 from mirrored.doctor import network
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
 from towers.system.machine import loopback_interface
@@ -30,8 +30,7 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     if torchrun.present(environ) and slurm.present(environ):
         yield from _check_slurm_agrees(launcher, environ)
     try:
-        if tf_config.present(environ):
-            cluster.resolve(environ)
+        cluster.resolve(environ)
     except ClusterError as error:
         if "contradict" in str(error):  # check_tf_config reports errors of TF_CONFIG alone
             yield problem(_LAUNCHER, str(error), "unset the one that is left over")
