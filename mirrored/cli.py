@@ -157,19 +157,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _verify(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
     from mirrored.verification import verify
 
+    options = {name: value for name, value in vars(parsed).items() if name not in ("command", "script")}
     try:
-        report = verify(
-            parsed.script,
-            arguments,
-            towers=parsed.towers,
-            steps=parsed.steps,
-            exact=parsed.exact,
-            tolerance=parsed.tolerance,
-            devices=parsed.devices,
-            module=parsed.module,
-            timeout=parsed.timeout,
-            show_output=parsed.show_output,
-        )
+        report = verify(parsed.script, arguments, **options)
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     print(report)
