@@ -50,6 +50,8 @@ class TorchrunClusterResolver(ClusterResolver):
             number.check_index("GROUP_RANK", "GROUP_WORLD_SIZE")
             self.worker, self.workers = number["GROUP_RANK"], number["GROUP_WORLD_SIZE"]
         self.task_id = self.worker
+        # The agents of several workers each have a run id of their own; torchrun's have one.
+        run_id = "" if environ.get(STARTED_BY) else environ.get(RUN_ID, "")
         self.topology = Topology(
             index=index,
             size=size,
@@ -62,16 +64,10 @@ class TorchrunClusterResolver(ClusterResolver):
             serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=number.optional("TORCHELASTIC_RESTART_COUNT"),
             origin=self.origin,
-            token=_token(environ),
+            token=environ.get(JOB_TOKEN) or run_id,
         )
 
 
 def present(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of this kind has set anything."""
     return bool(environ.get("RANK") or environ.get("WORLD_SIZE"))
-
-
-def _token(environ: Mapping[str, str]) -> str:
-    # The agents of several workers each have a run id of their own; torchrun's have one.
-    torchruns = "" if environ.get(STARTED_BY) else environ.get(RUN_ID, "")
-    return environ.get(JOB_TOKEN) or torchruns
