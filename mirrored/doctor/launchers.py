@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 
@@ -27,8 +28,12 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _check_left_over(environ)
         return
     yield from _check_topology(launcher)
-    if torchrun.present(environ) and slurm.present(environ):
-        yield from _check_slurm_agrees(launcher, environ)
+    if torchrun.present(environ) and slurm.present(environ):  # one agent per task of srun is common: RANK counts then
+        with contextlib.suppress(ClusterError):
+            workers = cluster.SlurmClusterResolver(environ).workers
+            if workers != launcher.workers:
+                what = f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {workers}; the former count"
+                yield note(_LAUNCHER, what)
     try:
         cluster.resolve(environ)
     except ClusterError as error:
@@ -77,19 +82,6 @@ def _check_topology(launcher: ClusterResolver) -> Iterator[Finding]:
     else:
         is_chief = topology.is_chief and topology.serves_store
         yield network.check_chief(host, port, launcher.origin, is_chief=is_chief)
-
-
-def _check_slurm_agrees(launcher: ClusterResolver, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """torchrun inside of srun is common: one agent per task. Then RANK and its like count."""
-    try:
-        other = cluster.SlurmClusterResolver(environ)
-    except ClusterError:
-        return
-    if launcher.workers != other.workers:
-        yield note(
-            _LAUNCHER,
-            f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {other.workers}; the former count",
-        )
 
 
 def check_tf_config(environ: Mapping[str, str]) -> Iterator[Finding]:
