@@ -138,11 +138,10 @@ def check_dev_shm(environ: Mapping[str, str]) -> Iterator[Finding]:
     """/dev/shm, which towers do not need but the workers of data loaders and NCCL do."""
     fix = "start the container with --shm-size=1g (docker) or a memory-backed emptyDir at /dev/shm (Kubernetes)"
     try:
-        status = os.statvfs(_DEV_SHM)
+        size, _, free = shutil.disk_usage(_DEV_SHM)
     except OSError as error:
         yield warning(_DEV_SHM, f"does not exist ({error.strerror}); num_workers of data loaders and NCCL need it", fix)
         return
-    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     what = f"{_size(free)} of {_size(size)} free"
     if not os.access(_DEV_SHM, os.W_OK):
         yield warning(_DEV_SHM, "is not writable; num_workers of data loaders and NCCL need it", "chmod 1777 /dev/shm")
