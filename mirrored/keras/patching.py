@@ -10,8 +10,8 @@ from typing import Any
 Replacement = Callable[..., Any]
 
 
-def around(owner: Any, name: str) -> Callable[[Replacement], Replacement]:
-    """A decorator: the function stands in place of ``owner.name``, and gets the original as its first argument.
+def around(owner: Any, *names: str) -> Callable[[Replacement], Replacement]:
+    """A decorator: the function stands in place of ``owner``'s ones of these names, and gets the original first.
 
     Args:
         owner: a module or a class.
@@ -19,16 +19,20 @@ def around(owner: Any, name: str) -> Callable[[Replacement], Replacement]:
     Raises:
         AttributeError: there is no such name.
     """
-    original = getattr(owner, name)
 
     def replace(function: Replacement) -> Replacement:
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        # Keras looks at parameters, without following wrappers.
-        replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-        setattr(owner, name, replaced)
+        for name in names:
+            setattr(owner, name, _replaced(getattr(owner, name), function))
         return function
 
     return replace
+
+
+def _replaced(original: Callable[..., Any], function: Replacement) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    # Keras looks at parameters, without following wrappers.
+    replaced.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return replaced

@@ -42,34 +42,23 @@ def strategy_of(model: Any) -> Strategy | None:
     return strategy if variables and all(strategy.engine.recorder.knows(v.value) for v in variables) else None
 
 
-def _written_by_the_chief(owner: Any, name: str) -> None:
-    """Let a method of models that writes a file do so on the chief alone."""
-
-    @around(owner, name)
-    def write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        strategy = strategy_of(model)
-        if strategy is None or strategy.is_chief:
-            return original(model, *args, **kwargs)
-        return None
+@around(keras.Model, "save", "save_weights", "export")
+def _write(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let the chief alone write a file."""
+    strategy = strategy_of(model)
+    if strategy is None or strategy.is_chief:
+        return original(model, *args, **kwargs)
+    return None
 
 
-for _name in ("save", "save_weights", "export"):
-    _written_by_the_chief(keras.Model, _name)
-
-
-def _made_by_all(owner: Any) -> None:
-    """Let a function that reads a model wait, in a scope, until the chief has written what it was told to before."""
-
-    @around(owner, "load_model")
-    def load(original: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = current_frame()
-        if frame is not None and frame.replica is None and frame.strategy.num_replicas_in_sync > 1:
-            announce(frame.strategy.communicator, "keras.models.load_model()")
-        return original(*args, **kwargs)
-
-
-for _owner in (keras.models, keras.saving):
-    _made_by_all(_owner)
+@around(keras.models, "load_model")
+@around(keras.saving, "load_model")
+def _load_model(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wait, in a scope, until the chief has written what it was told to before."""
+    frame = current_frame()
+    if frame is not None and frame.replica is None and frame.strategy.num_replicas_in_sync > 1:
+        announce(frame.strategy.communicator, "keras.models.load_model()")
+    return original(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -119,31 +119,29 @@ def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
     return original(model, logs)
 
 
-def _loop(name: str) -> None:
-    """Let ``fit``, ``evaluate`` or ``predict`` share out its batches."""
-    signature = inspect.signature(getattr(TorchTrainer, name))
-
-    @around(TorchTrainer, name)
-    def loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        training = _checked_training_of(model, name) if name == "fit" else _training_of(model)
-        if training is None:
-            return original(model, *args, **kwargs)
-        strategy = training.strategy
-        extra = {key: kwargs.pop(key) for key in list(kwargs) if key not in signature.parameters}
-        bound = signature.bind(model, *args, **kwargs)
-        bound.apply_defaults()
-        given = {key: value for key, value in bound.arguments.items() if key not in ("self", "kwargs")}
-        reads_every = _reads_every(given)
-        if training.several:
-            given["callbacks"] = tower_callbacks.for_tower(strategy, given["callbacks"], name == "fit")
-            if not strategy.is_chief:
-                given["verbose"] = 0
-        with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
-            if name == "fit":
-                given["callbacks"] = _with_checkpoints(training, given, stack)
-            if not strategy.is_chief:  # the chief warns of the same
-                warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
-            return original(model, **given, **extra)
+@around(TorchTrainer, "fit", "evaluate", "predict")
+def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Share out the batches."""
+    fits = original.__name__ == "fit"
+    training = _checked_training_of(model, "fit") if fits else _training_of(model)
+    if training is None:
+        return original(model, *args, **kwargs)
+    strategy, signature = training.strategy, inspect.signature(original)
+    extra = {key: kwargs.pop(key) for key in list(kwargs) if key not in signature.parameters}
+    bound = signature.bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    given = {key: value for key, value in bound.arguments.items() if key not in ("self", "kwargs")}
+    reads_every = _reads_every(given)
+    if training.several:
+        given["callbacks"] = tower_callbacks.for_tower(strategy, given["callbacks"], fits)
+        if not strategy.is_chief:
+            given["verbose"] = 0
+    with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        if fits:
+            given["callbacks"] = _with_checkpoints(training, given, stack)
+        if not strategy.is_chief:  # the chief warns of the same
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
+        return original(model, **given, **extra)
 
 
 def _with_checkpoints(training: Training, given: dict[str, Any], stack: contextlib.ExitStack) -> Any:
@@ -187,37 +185,26 @@ def _reads_every(given: dict[str, Any]) -> int:
     return max(1, count // _UPDATES_OF_THE_BAR)
 
 
-for _name in ("fit", "evaluate", "predict"):
-    _loop(_name)
+@around(TorchTrainer, "train_on_batch", "test_on_batch")
+def _on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give the logs of the global batch."""
+    name = original.__name__
+    training = _checked_training_of(model, name) if name == "train_on_batch" else _training_of(model)
+    if training is None or not training.several:
+        return original(model, *args, **kwargs)
+    with training.loop(reads_every=1):
+        return original(model, *args, **kwargs)
 
 
-def _on_batch(name: str) -> None:
-    """Let ``train_on_batch`` or ``test_on_batch`` give the logs of the global batch."""
-
-    @around(TorchTrainer, name)
-    def on_batch(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        training = _checked_training_of(model, name) if name == "train_on_batch" else _training_of(model)
-        if training is None or not training.several:
-            return original(model, *args, **kwargs)
-        with training.loop(reads_every=1):
-            return original(model, *args, **kwargs)
-
-
-for _name in ("train_on_batch", "test_on_batch"):
-    _on_batch(_name)
-
-
-def _step(kind: str) -> None:
+@around(TorchTrainer, "make_train_function", "make_test_function", "make_predict_function")
+def _make_function(original: Any, model: Any, force: bool = False) -> None:
     """Let the function that Keras makes for a step run on this tower's share."""
-    attribute = f"{kind}_function"
-
-    @around(TorchTrainer, f"make_{attribute}")
-    def make(original: Any, model: Any, force: bool = False) -> None:
-        original(model, force)
-        training = _training_of(model)
-        function = getattr(model, attribute)
-        if training is not None and not isinstance(function, _StepFunction):
-            setattr(model, attribute, _StepFunction(training, kind, function))
+    original(model, force)
+    training = _training_of(model)
+    attribute = original.__name__.removeprefix("make_")
+    function = getattr(model, attribute)
+    if training is not None and not isinstance(function, _StepFunction):
+        setattr(model, attribute, _StepFunction(training, attribute.removesuffix("_function"), function))
 
 
 class _StepFunction:
@@ -238,7 +225,3 @@ class _StepFunction:
         if not step.share.local:
             outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
         return training.strategy.gather(outputs)
-
-
-for _kind in ("train", "test", "predict"):
-    _step(_kind)
