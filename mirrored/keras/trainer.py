@@ -12,6 +12,7 @@ batches (in every batch), and the progress bar (about a hundred times in an epoc
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 import warnings
@@ -203,25 +204,17 @@ def _make_function(original: Any, model: Any, force: bool = False) -> None:
     training = _training_of(model)
     attribute = original.__name__.removeprefix("make_")
     function = getattr(model, attribute)
-    if training is not None and not isinstance(function, _StepFunction):
-        setattr(model, attribute, _StepFunction(training, attribute.removesuffix("_function"), function))
+    if training is not None and getattr(function, "func", None) is not _run:
+        setattr(model, attribute, functools.partial(_run, training, attribute.removesuffix("_function"), function))
 
 
-class _StepFunction:
-    """A model's function for one batch."""
-
-    def __init__(self, training: Training, kind: str, function: Callable[[Any], Any]) -> None:
-        self._training = training
-        self._kind = kind
-        self._function = function
-
-    def __call__(self, batches: Any) -> Any:
-        training, batch = self._training, batches[0]
-        if not training.several:
-            return training.strategy.run(self._function, args=(batches,))
-        if self._kind != "predict":
-            return training.step(self._function, batch, self._kind == "train")
-        outputs, step = training.run(self._function, batch, trains=False)
-        if not step.share.local:
-            outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
-        return training.strategy.gather(outputs)
+def _run(training: Training, kind: str, function: Callable[[Any], Any], batches: Any) -> Any:
+    """What ``function``, Keras' own for one batch, returns under the model's strategy."""
+    if not training.several:
+        return training.strategy.run(function, args=(batches,))
+    if kind != "predict":
+        return training.step(function, batches[0], kind == "train")
+    outputs, step = training.run(function, batches[0], trains=False)
+    if not step.share.local:
+        outputs = keras.tree.map_structure(lambda output: output[:0], outputs)
+    return training.strategy.gather(outputs)
