@@ -26,15 +26,9 @@ class _Step(torch.optim.Optimizer):
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Any) -> None:
         super().__init__(parameters, {})
         self.state[parameters[0]] = {variable.path: variable.value for variable in optimizer.variables}
-        self._apply: Callable[[], Any] = lambda: None
 
-    def step_by(self, apply: Callable[[], Any]) -> Any:
-        """Step by ``apply``; returns what it does."""
-        self._apply = apply
-        return self.step()
-
-    def step(self, closure: Any = None) -> Any:
-        return self._apply()
+    def step(self, closure: Any = None, *, apply: Callable[[], Any] = lambda: None) -> Any:
+        return apply()
 
 
 _steps: weakref.WeakKeyDictionary[Any, _Step] = weakref.WeakKeyDictionary()
@@ -56,6 +50,6 @@ def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any =
         step = _steps[optimizer] = type(kind, (_Step,), {})(parameters, optimizer)
     _applying = True
     try:
-        return step.step_by(lambda: original(optimizer, grads, trainable_variables))
+        return step.step(apply=lambda: original(optimizer, grads, trainable_variables))
     finally:
         _applying = False
