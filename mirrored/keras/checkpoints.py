@@ -214,12 +214,12 @@ class _Progress:
 
     def load_state_dict(self, state: State) -> None:
         self.epoch, self.batch, self.place = state["epoch"], state["batch"], state["place"]
-        self._data, self._metrics, self._history = state["data"], state["metrics"], _restored(state["history"])
+        self._data, self._metrics, self._history = state["data"], state["metrics"], state["history"]
         here = [type(callback).__name__ for callback in self._callbacks]
         if (saved := [name for name, _ in state["callbacks"]]) != here:
             raise ValueError(f"the callbacks are {', '.join(here)} here, and {', '.join(saved)} in the checkpoint")
         for callback, (_, attributes) in zip(self._callbacks, state["callbacks"], strict=True):
-            vars(callback).update(_restored(attributes))
+            vars(callback).update(attributes)
 
 
 _NOT_STATE = {"params", "_model", "verbose", "validation_data"}
@@ -227,8 +227,7 @@ _NOT_STATE = {"params", "_model", "verbose", "validation_data"}
 
 def _simple(attributes: State) -> State:
     """The attributes of an object that are numbers, texts, arrays, and lists and dicts of these."""
-    kept = {name: value for name, value in attributes.items() if name not in _NOT_STATE}
-    return {name: _tensors(value) for name, value in kept.items() if _is_simple(value)}
+    return {name: value for name, value in attributes.items() if name not in _NOT_STATE and _is_simple(value)}
 
 
 def _is_simple(value: Any) -> bool:
@@ -237,19 +236,3 @@ def _is_simple(value: Any) -> bool:
     if isinstance(value, dict):
         return type(value) is dict and all(isinstance(key, str) and _is_simple(each) for key, each in value.items())
     return value is None or isinstance(value, (bool, int, float, str, np.ndarray, np.generic))
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {"array": torch.from_numpy(np.array(value))}
-    if isinstance(value, dict):
-        return {key: _tensors(each) for key, each in value.items()}
-    return type(value)(map(_tensors, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _restored(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"array"}:
-            return value["array"].numpy()[()]
-        return {key: _restored(each) for key, each in value.items()}
-    return type(value)(map(_restored, value)) if isinstance(value, (list, tuple)) else value
