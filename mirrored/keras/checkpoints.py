@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import torch
 
 from mirrored import generators
 from mirrored.checkpoint import CheckpointManager
@@ -87,12 +86,11 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self._folder = folder
         self._settings: dict[str, Any] = {"every_steps": every_steps, "every_seconds": every_seconds, "keep": keep}
-        self._begun: tuple[Training, Any, list[Any], contextlib.ExitStack] | None = None
+        self._stack: contextlib.ExitStack | None = None
         self.manager: CheckpointManager | None = None
-        self._progress = _Progress()
         self._resumes = False
 
-    def begin(self, training: Training, x: Any, callbacks: list[Any], stack: contextlib.ExitStack) -> None:
+    def begin(self, model: Any, training: Training, x: Any, callbacks: list[Any], stack: contextlib.ExitStack) -> None:
         """``fit`` begins.
 
         Args:
@@ -101,19 +99,18 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
             stack: is left when ``fit`` ends, whatever ends it.
         """
         dataset = data.distributed(training.strategy, x) if isinstance(x, data.LOADERS) else None
-        self._begun = training, dataset, callbacks, stack
+        self._progress = _Progress(model, training, dataset, callbacks)
+        self._stack = stack
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self._begun is None:
+        if self._stack is None:
             raise RuntimeError(
                 "mirrored.keras.Checkpoints was given to the fit of a model that belongs to no strategy: make the "
                 "model inside 'with strategy.scope():'"
             )
-        training, dataset, callbacks, stack = self._begun
-        self._progress = _Progress(self.model, training, dataset, callbacks)
         objects = {"model": self.model, "optimizer": self.model.optimizer, "fit": self._progress}
-        self.manager = CheckpointManager(training.strategy, self._folder, objects, **self._settings)
-        if stack.enter_context(self.manager.resume()) is not None:
+        self.manager = CheckpointManager(self._progress.training.strategy, self._folder, objects, **self._settings)
+        if self._stack.enter_context(self.manager.resume()) is not None:
             self._resumes = True
             set_first_epoch(self.model, self._progress.epoch)
 
@@ -147,16 +144,12 @@ class _Progress:
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        training: Training | None = None,
-        dataset: DistributedDataset | None = None,
-        callbacks: list[Any] | None = None,
+        self, model: Any, training: Training, dataset: DistributedDataset | None, callbacks: list[Any]
     ) -> None:
         self._model = model
-        self._training = training
+        self.training = training
         self._dataset = dataset
-        self._callbacks = callbacks or []
+        self._callbacks = callbacks
         self.epoch = self.batch = 0
         self.place: State | None = None
         self._data: State | None = None
@@ -166,7 +159,7 @@ class _Progress:
     def begin_epoch(self, epoch: int) -> None:
         """An epoch begins."""
         self.epoch, self.batch = epoch, 0
-        self.place = generators.state(self._device)
+        self.place = generators.state(self.training.strategy.device)
         if self._dataset is not None:
             state = self._dataset.state_dict()
             if state["step"]:  # of the epoch before
@@ -182,7 +175,8 @@ class _Progress:
         if self.place is None:
             self.begin_epoch(self.epoch)
             return
-        device, now = self._device, generators.take(self._device)
+        device = self.training.strategy.device
+        now = generators.take(device)
         generators.go_on(generators.read(self.place, device), device)
         if self._dataset is not None and self._data is not None:
             self._dataset.load_state_dict(self._data)
@@ -192,16 +186,10 @@ class _Progress:
         """Let the model's history be that of the whole run; Keras' callback has begun another one."""
         vars(self._model.history).update(self._history)
 
-    @property
-    def _device(self) -> torch.device:
-        assert self._training is not None
-        return self._training.strategy.device
-
     def state_dict(self) -> State:
         """All towers call it."""
-        assert self._training is not None
-        if self._training.several:
-            self._training.reduce()
+        if self.training.several:
+            self.training.reduce()
         return {
             "epoch": self.epoch,
             "batch": self.batch,

@@ -139,13 +139,13 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             given["verbose"] = 0
     with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if fits:
-            given["callbacks"] = _with_checkpoints(training, given, stack)
+            given["callbacks"] = _with_checkpoints(model, training, given, stack)
         if not strategy.is_chief:  # the chief warns of the same
             warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
         return original(model, **given, **extra)
 
 
-def _with_checkpoints(training: Training, given: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+def _with_checkpoints(model: Any, training: Training, given: dict[str, Any], stack: contextlib.ExitStack) -> Any:
     """The callbacks of ``fit``, with what saves checkpoints behind all others of the script, whose state it saves.
 
     Raises:
@@ -164,7 +164,7 @@ def _with_checkpoints(training: Training, given: dict[str, Any], stack: contextl
     agreement = [callback for callback in others if isinstance(callback, tower_callbacks.Agreement)]
     own = [callback for callback in others if callback not in agreement]
     for callback in saving:
-        callback.begin(training, given["x"], own, stack)
+        callback.begin(model, training, given["x"], own, stack)
     return [*own, *saving, *agreement]
 
 
