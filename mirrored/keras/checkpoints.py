@@ -180,7 +180,7 @@ class _Progress:
         generators.go_on(generators.read(self.place, device), device)
         if self._dataset is not None and self._data is not None:
             self._dataset.load_state_dict(self._data)
-        data.skip = data.Skip(self.batch, lambda: generators.put(now, device))
+        data.skip = self.batch, lambda: generators.put(now, device)
 
     def show_history(self) -> None:
         """Let the model's history be that of the whole run; Keras' callback has begun another one."""

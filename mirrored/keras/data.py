@@ -9,7 +9,6 @@ an example that counts nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 import zlib
 from collections import deque
@@ -38,20 +37,8 @@ active: Strategy | None = None
 """The strategy whose model is in ``fit``, ``evaluate`` or ``predict``."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Skip:
-    """Batches that are read and not used, because they were before.
-
-    Attributes:
-        then: is called after the last of them.
-    """
-
-    batches: int
-    then: Callable[[], None]
-
-
-skip: Skip | None = None
-"""What the next loop over batches begins with."""
+skip: tuple[int, Callable[[], None]] | None = None
+"""How many batches the next loop reads and does not use, because they were used before; and what it calls then."""
 
 _distributed: weakref.WeakKeyDictionary[Any, tuple[Strategy, DistributedDataset]] = weakref.WeakKeyDictionary()
 """What each ``DataLoader`` has become, under which strategy."""
@@ -164,10 +151,10 @@ def _get_iterator(original: Any, iterator: Any) -> Any:
 def _next(original: Any, iterator: Any) -> Any:
     global skip
     if skip is not None:
-        skipped, skip = skip, None
-        for _ in range(skipped.batches):
+        (batches, then), skip = skip, None
+        for _ in range(batches):
             original(iterator)
-        skipped.then()
+        then()
     return original(iterator)
 
 
