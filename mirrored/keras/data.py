@@ -143,8 +143,8 @@ def _get_iterator(original: Any, iterator: Any) -> Any:
     if active is None or active.num_replicas_in_sync == 1 or isinstance(loader, DistributedDataset):
         return loader
     if isinstance(iterator.data_adapter, ArrayDataAdapter):
-        return _Arrays(active, loader)
-    return _WholeBatches(active, loader)
+        return _own_examples(active, loader)
+    return _own_rows(active, loader)
 
 
 @around(TorchEpochIterator, "__next__")
@@ -158,56 +158,27 @@ def _next(original: Any, iterator: Any) -> Any:
     return original(iterator)
 
 
-class _OwnIndices:
-    """Of each batch of indices those of this tower's share, or the first one as a stand-in.
+def _own_examples(strategy: Strategy, loader: DataLoader[Any]) -> Iterator[Any]:
+    """This tower's shares of the batches of arrays, which are all that it loads."""
+    shares: deque[Share] = deque()  # of the batches whose indices were drawn and that are not loaded yet
 
-    Attributes:
-        shares: of the batches that were drawn and not yet loaded.
-    """
-
-    def __init__(self, strategy: Strategy, batches: Iterable[list[int]]) -> None:
-        self._strategy = strategy
-        self._batches = batches
-        self.shares: deque[Share] = deque()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.shares.clear()
-        for indices in self._batches:
-            rows, share = _cut(self._strategy, len(indices))
-            self.shares.append(share)
+    def own_indices() -> Iterator[list[int]]:
+        for indices in loader.batch_sampler:  # type: ignore[union-attr]
+            rows, share = _cut(strategy, len(indices))
+            shares.append(share)
             yield indices[rows]
 
-
-class _Arrays:
-    """This tower's shares of the batches of arrays, which are all that it loads."""
-
-    def __init__(self, strategy: Strategy, loader: DataLoader[Any]) -> None:
-        self._strategy = strategy
-        self._indices = _OwnIndices(strategy, loader.batch_sampler)  # type: ignore[arg-type]
-        self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset, batch_sampler=self._indices, collate_fn=loader.collate_fn
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._noted(iter(self._loader))  # which draws its seed now, as on one tower
-
-    def _noted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            yield _note(self._strategy, batch, self._indices.shares.popleft())[0]
+    own = DataLoader(loader.dataset, batch_sampler=own_indices(), collate_fn=loader.collate_fn)
+    batches = iter(own)  # which draws its seed now, as on one tower
+    return (_note(strategy, batch, shares.popleft())[0] for batch in batches)
 
 
-class _WholeBatches:
+def _own_rows(strategy: Strategy, loader: Iterable[Any]) -> Iterator[Any]:
     """This tower's shares of batches that every tower loads whole."""
-
-    def __init__(self, strategy: Strategy, loader: Iterable[Any]) -> None:
-        self._strategy = strategy
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        for step, batch in enumerate(self._loader):
-            if step == 0:
-                _check_same(self._strategy.communicator, batch)
-            yield share_of(self._strategy, batch)[0]
+    for step, batch in enumerate(loader):
+        if step == 0:
+            _check_same(strategy.communicator, batch)
+        yield share_of(strategy, batch)[0]
 
 
 def _check_same(comm: Communicator, batch: Any) -> None:
