@@ -20,6 +20,7 @@ from mirrored.keras.keras_private import reduction_metrics
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current
 from towers.collectives.communicator import Communicator
+from towers.collectives.values import all_reduce_together
 
 Logs = dict[str, Any]
 
@@ -92,14 +93,12 @@ class Metrics:
         is_result = [float(not share.local or _same(logs[key], local.get(key))) for key in keys]
         numbers = [float(logs[key]) * step.part if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
         variables = self._variables()
-        packed = [
+        own = [
             torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),
-            *(self._contribution(variable).double().reshape(-1) for variable in variables),
+            *(self._contribution(variable).double() for variable in variables),
         ]
-        flat = torch.cat(packed)
         with self._comm.health.at("the metrics of a Keras model"):
-            self._comm.all_reduce(flat)
-        head, *sums = flat.split([piece.numel() for piece in packed])
+            head, *sums = all_reduce_together(self._comm, "sum", own)
         examples, *told = head.tolist()
         for variable, total in zip(variables, sums, strict=True):
             self._settle(variable, total, examples)
@@ -128,8 +127,8 @@ class Metrics:
                 return
             total = total / examples
         elif variable.aggregation == "sum" and (base := self._base.get(id(variable))) is not None:
-            total = total + base[1].detach().double().reshape(-1)
-        value.copy_(total.view_as(value))
+            total = total + base[1].detach().double()
+        value.copy_(total)
 
     def _variables(self) -> list[Any]:
         return list({id(v): v for metric in self._model.metrics for v in metric.variables}.values())

@@ -7,7 +7,6 @@ the mean over the examples of the step; ``"sum"`` adds up what the towers have a
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from mirrored.keras.batch_norm import takes_global_statistics
 from mirrored.keras.keras_private import variables_of_trained_layers
 from mirrored.keras.steps import Step
 from towers.collectives.communicator import Communicator
+from towers.collectives.values import all_reduce_together
 
 
 class StepVariables:
@@ -47,7 +47,7 @@ class StepVariables:
     @torch.no_grad()
     def settle(self, step: Step) -> None:
         """A step is over: give all towers the same values. All of them call it."""
-        packs: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        own: list[tuple[Tensor, Tensor]] = []
         added = {id(variable): before for variable, before in self._before}
         for variable in self._changing or []:
             value = variable.value.detach()
@@ -59,14 +59,11 @@ class StepVariables:
                 mine = value * step.part
             else:
                 continue
-            packs[value.dtype].append((value, mine.reshape(-1)))
-        for entries in packs.values():
-            flat = torch.cat([mine for _, mine in entries])
-            with self._comm.health.at("the moving statistics of a Keras model"):
-                self._comm.all_reduce(flat)
-            pieces = flat.split([mine.numel() for _, mine in entries])
-            for (value, _), piece in zip(entries, pieces, strict=True):
-                value.copy_(piece.view_as(value))
+            own.append((value, mine))
+        with self._comm.health.at("the moving statistics of a Keras model"):
+            totals = all_reduce_together(self._comm, "sum", [mine for _, mine in own])
+        for (value, _), total in zip(own, totals, strict=True):
+            value.copy_(total)
         for variable, before in self._before:
             variable.value.add_(before)
 
