@@ -1,4 +1,9 @@
-"""The steps of one model under a strategy, and what they leave to be settled among the towers."""
+"""The steps of one model under a strategy, and what they leave to be settled among the towers.
+
+[Note: the tower's device] Keras has one default device for the process: a GPU where there is one. That is the tower's
+where the kinds are the same, as a strategy makes its device the current one. Elsewhere (CPU towers on a machine with
+GPUs, a device that Keras has not heard of) it is told, in the strategy's scope and in ``fit`` and its kind.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
+
 from mirrored.keras import data
-from mirrored.keras.devices import on_device_of
+from mirrored.keras.keras_private import current_device
 from mirrored.keras.metrics import Metrics
+from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables
 from mirrored.keras.steps import Step, running
 from mirrored.strategy.base import Strategy
@@ -42,7 +50,7 @@ class Training:
         skip, data.skip = data.skip, None
         self._variables.look()
         try:
-            with on_device_of(self.strategy):
+            with _on_device_of(self.strategy):
                 yield
         finally:
             data.active, data.skip = active, skip
@@ -83,3 +91,18 @@ class Training:
         (logs, step), self._newest = self._newest, None
         self._read = self.metrics.reduce(logs, step)
         return self._read
+
+
+def _on_device_of(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+    """Inside, Keras makes its tensors on a strategy's device; see [Note: the tower's device]."""
+    if str(current_device()).partition(":")[0] == strategy.device.type:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = keras.device(str(strategy.device))
+    return context
+
+
+@around(Strategy, "scope")
+@contextlib.contextmanager
+def _scope(original: Any, strategy: Strategy, **settings: Any) -> Iterator[Strategy]:
+    with original(strategy, **settings), _on_device_of(strategy):
+        yield strategy
