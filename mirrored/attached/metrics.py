@@ -12,7 +12,6 @@ a list. That name is private to torchmetrics, but the function that it calls doe
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
@@ -36,13 +35,13 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
         if not _is_a(part, "Metric", "MetricCollection"):
             continue
         metric: Any = part
-        if not isinstance(metric.update, SkipEmpty):
-            metric.update = SkipEmpty(metric, metric.update)
+        if getattr(metric.update, "func", None) is not _update:
+            metric.update = functools.partial(_update, metric.update)
         if _is_a(part, "Metric") and not isinstance(metric.dist_sync_fn, GatherStates):
             metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(part).__name__, path))))
-            metric._sync_dist = SyncLists(metric)
+            metric._sync_dist = functools.partial(_sync_dist, metric)
             if not metric.dist_sync_on_step:  # which is a collective
-                metric.forward = ForwardUnlessEmpty(metric)
+                metric.forward = functools.partial(_forward, metric)
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
@@ -115,38 +114,20 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return strategy is not None and is_stand_in(strategy, (args, kwargs), entries, "what a metric was given")
 
 
-class SkipEmpty:
-    """A metric's or a collection's ``update`` that does nothing when it is given no examples."""
-
-    def __init__(self, owner: Any, update: Callable[..., Any]) -> None:
-        self._owner = owner
-        self._update = update
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return None if _has_no_examples(args, kwargs) else self._update(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> SkipEmpty:
-        owner: Any = copy.deepcopy(self._owner, memo)  # it is being copied: a collection, since metrics leave it out
-        return SkipEmpty(owner, functools.partial(type(owner).update, owner))
+def _update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of a metric's or a collection's ``update``: does nothing when it is given no examples."""
+    return None if _has_no_examples(args, kwargs) else update(*args, **kwargs)
 
 
-class ForwardUnlessEmpty:
-    """A metric's ``forward``, whose value of no examples is NaN; the metric is not changed by them."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _has_no_examples(args, kwargs):
-            return torch.full((), torch.nan, device=self._owner.device)
-        return type(self._owner).forward(self._owner, *args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> ForwardUnlessEmpty:
-        return ForwardUnlessEmpty(copy.deepcopy(self._owner, memo))
+def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a metric's ``forward``: its value of no examples is NaN; the metric is not changed by them."""
+    if _has_no_examples(args, kwargs):
+        return torch.full((), torch.nan, device=metric.device)
+    return type(metric).forward(metric, *args, **kwargs)
 
 
-class SyncLists:
-    """A metric's ``_sync_dist`` for lists of any length, which differ between towers where shares are empty.
+def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = None) -> None:
+    """In place of a metric's ``_sync_dist``: lists of any length, which differ where shares are empty.
 
     See [Note: lists are gathered whole].
 
@@ -157,31 +138,22 @@ class SyncLists:
     Raises:
         DisagreementError: towers are doing different things; on all of them.
     """
+    from torchmetrics.utilities.data import dim_zero_cat
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def __call__(self, dist_sync_fn: Any = None, process_group: object = None) -> None:
-        from torchmetrics.utilities.data import dim_zero_cat
-
-        metric = self._owner
-        uncatenated = {
-            name: value
-            for name, value in metric.metric_state.items()
-            if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
-        }
-        joined = {}
-        if uncatenated and isinstance(dist_sync_fn, GatherStates):
-            joined = dist_sync_fn.join_lists(uncatenated, metric.device)
-        for name in joined:
-            setattr(metric, name, [])
-        type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
-        for name, entries in joined.items():
-            reduce = metric._reductions[name]
-            setattr(metric, name, entries if reduce is None or not entries else reduce(entries))
-
-    def __deepcopy__(self, memo: Any) -> SyncLists:
-        return SyncLists(copy.deepcopy(self._owner, memo))
+    uncatenated = {
+        name: value
+        for name, value in metric.metric_state.items()
+        if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
+    }
+    joined = {}
+    if uncatenated and isinstance(dist_sync_fn, GatherStates):
+        joined = dist_sync_fn.join_lists(uncatenated, metric.device)
+    for name in joined:
+        setattr(metric, name, [])
+    type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
+    for name, entries in joined.items():
+        reduce = metric._reductions[name]
+        setattr(metric, name, entries if reduce is None or not entries else reduce(entries))
 
 
 class GatherStates:
