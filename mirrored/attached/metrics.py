@@ -188,20 +188,18 @@ class GatherStates:
     def join_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:
         """Every tower's lists joined, but those that hold something else than tensors on any tower."""
         described = {
-            name: [[str(entry.dtype), list(entry.shape)] if isinstance(entry, Tensor) else None for entry in entries]
+            name: [[str(entry.dtype), list(entry.shape)] for entry in entries]
             for name, entries in lists.items()
+            if all(isinstance(entry, Tensor) for entry in entries)
         }
-        names = [name for name, entries in described.items() if None not in entries]
-        body = b"".join(_bytes(entry) for name in names for entry in lists[name])
+        body = b"".join(_bytes(entry) for name in described for entry in lists[name])
         announcements = announce(self._comm, self._call, described, body)
-        common = [name for name in lists if all(None not in tower.details[name] for tower in announcements)]
+        common = [name for name in lists if all(name in announcement.details for announcement in announcements)]
         towers: list[dict[str, list[Tensor]]] = []
         for announcement in announcements:
             at = 0
             lists_of_tower: dict[str, list[Tensor]] = {}
             for name, entries in announcement.details.items():
-                if None in entries:
-                    continue
                 lists_of_tower[name] = []
                 for dtype, shape in entries:
                     kind = _dtype(dtype)
