@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch.nn.functional as F
@@ -44,12 +45,12 @@ class OwnCalls:
             if _forwards == 0:
                 _original, F.batch_norm = F.batch_norm, _batch_norm
             _forwards += 1
-        _this_thread.inside.append(self)
+        self._outer = _inside.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _forwards
-        _this_thread.inside.pop()
+        _inside.reset(self._outer)
         with _lock:
             _forwards -= 1
             if _forwards == 0:
@@ -64,12 +65,7 @@ class OwnCalls:
         )
 
 
-class _ThisThread(threading.local):
-    def __init__(self) -> None:
-        self.inside: list[OwnCalls] = []
-
-
-_this_thread = _ThisThread()
+_inside: ContextVar[OwnCalls | None] = ContextVar("the innermost forward that this thread is in", default=None)
 _lock = threading.Lock()
 _forwards = 0  # in which all threads are
 _original: Any = None
@@ -86,9 +82,8 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Has the place of ``F.batch_norm`` while a forward of its own runs."""
-    inside = _this_thread.inside
-    forward = inside[-1] if inside and inside[-1].is_own(running_mean, running_var, weight, bias) else None
-    if forward is not None:
+    forward = _inside.get()
+    if forward is not None and forward.is_own(running_mean, running_var, weight, bias):
         forward.answered = True
         if training:
             running = None if running_mean is None or running_var is None else (running_mean, running_var)
