@@ -102,7 +102,7 @@ class BatchNorms:
                 momentum = 1.0 / layer.num_batches_tracked.double()
         return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
 
-    def train_its_own_way(self, layer: BatchNormBase, forward: Callable[[], Any], counts: bool) -> Any:
+    def train_its_own_way(self, layer: _OverAllTowers, forward: Callable[[], Any], counts: bool) -> Any:
         """The output of ``layer`` for this tower's share by a forward of its own; all towers call it.
 
         Raises:
@@ -112,7 +112,7 @@ class BatchNorms:
             result = forward()
         if not calls.answered:
             raise RuntimeError(
-                f"{self._name(layer)}: the forward of {_plain(layer).__qualname__} takes the statistics of a batch in "
+                f"{self._name(layer)}: the forward of {layer.plain.__qualname__} takes the statistics of a batch in "
                 "a way of its own, not by F.batch_norm or by torch's forward with the layer's own parameters, so "
                 "sync_batch_norm=True cannot make them those of the global batch. Make the layer outside of "
                 "scope(sync_batch_norm=True) if the statistics of each tower's own share are meant"
@@ -194,11 +194,6 @@ def _over_all_towers(plain: Any) -> Any:
 def _new(plain: Any) -> Any:
     kind = _over_all_towers(plain)
     return kind.__new__(kind)
-
-
-def _plain(layer: Any) -> type:
-    kind: type = layer.plain
-    return kind
 
 
 @disable_dynamo
