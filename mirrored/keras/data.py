@@ -124,18 +124,6 @@ class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
         except TypeError:
             return None
 
-    @property
-    def batch_size(self) -> None:
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool:
-        return False
-
-    @property
-    def partial_batch_size(self) -> None:
-        return None
-
 
 @around(TorchEpochIterator, "_get_iterator")
 def _get_iterator(original: Any, iterator: Any) -> Any:
