@@ -78,16 +78,9 @@ def problem_of(module: nn.Module, states: Any) -> str | None:
 
 
 def set_states_of(module: nn.Module, states: Mapping[str, Any]) -> None:
-    """Let the metrics in ``module`` go on where :func:`states_of` was taken.
-
-    Raises:
-        ValueError: there is no such metric or state; nothing has changed.
-    """
-    if problem := problem_of(module, states):
-        raise ValueError(problem)
-    parts = dict(module.named_modules()) if states else {}
+    """Let the metrics in ``module`` go on where :func:`states_of` was taken, which :func:`problem_of` has looked at."""
     for path, saved in states.items():
-        metric: Any = parts[path]
+        metric: Any = module.get_submodule(path)
         for name, value in saved["state"].items():
             setattr(metric, name, trees.map_leaves(functools.partial(_on, metric.device), value))
         metric._update_count, metric._computed = saved["updates"], None
