@@ -224,7 +224,7 @@ class BackgroundWriter:
             if self._memory.numel() < layout.nbytes:
                 self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             layout.copy_to(self._memory)
-            arguments = (name, whole, layout.pieces_of(self._memory))
+            arguments = (name, whole, layout.pieces(self._memory))
             # Not a daemon: a program that ends meanwhile still completes its last checkpoint.
             thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
             thread.start()

@@ -74,12 +74,11 @@ class FileLayout:
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes = end
 
-    def pieces(self) -> Iterator[memoryview]:
-        """The file's contents as the tensors are now."""
+    def pieces(self, memory: Tensor | None = None) -> Iterator[memoryview]:
+        """The file's contents as the tensors are now, or as they were when they were copied to ``memory``."""
         yield memoryview(self.header)
-        for tensor in self._tensors.values():
-            data = as_bytes(tensor).cpu()
-            for piece in data.split(_PIECE) if data.numel() else ():
+        for data in map(as_bytes, self._tensors.values()) if memory is None else [memory[: self.nbytes]]:
+            for piece in data.cpu().split(_PIECE):
                 yield memoryview(piece.numpy())
 
     def copy_to(self, memory: Tensor) -> None:
@@ -88,16 +87,10 @@ class FileLayout:
         for tensor in self._tensors.values():
             target = memory[end : end + tensor.nbytes]
             end += tensor.nbytes
-            if tensor.numel() and tensor.dtype in _FORMAT and target.storage_offset() % tensor.element_size() == 0:
+            if tensor.dtype in _FORMAT:
                 target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            elif tensor.numel():
+            else:
                 target.copy_(as_bytes(tensor))
-
-    def pieces_of(self, memory: Tensor) -> Iterator[memoryview]:
-        """The file's contents as they were when they were copied to ``memory``."""
-        yield memoryview(self.header)
-        for piece in memory[: self.nbytes].split(_PIECE) if self.nbytes else ():
-            yield memoryview(piece.numpy())
 
 
 _MISFITS = (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError)

@@ -254,7 +254,7 @@ def test_the_file_of_tensors_is_an_ordinary_one(tmp_path: pathlib.Path) -> None:
     layout = FileLayout(tensors)
     memory = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.copy_to(memory)
-    for pieces in (layout.pieces(), layout.pieces_of(memory)):
+    for pieces in (layout.pieces(), layout.pieces(memory)):
         (tmp_path / "t").write_bytes(b"".join(pieces))
         found = load_file(tmp_path / "t")
         assert found.keys() == tensors.keys()
