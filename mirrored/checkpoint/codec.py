@@ -7,7 +7,6 @@ type, such as ``{"tuple": [1, 2]}`` or ``{"tensor": "model/conv.weight"}``.
 from __future__ import annotations
 
 import base64
-import binascii
 import collections
 import enum
 import math
@@ -27,6 +26,8 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 }
 _PLAIN = " !$&'()*+,:;<=>?[]^`{|}\""
 _KEYS = (str, int, float, bool, tuple, type(None))
+MISFITS = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError)
+"""Errors of making a value as an untrusted manifest describes it."""
 
 
 class Encoder:
@@ -165,7 +166,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return read(value, value[kind], tensor)
     except Malformed:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError, binascii.Error) as error:
+    except MISFITS as error:
         raise Malformed(f"an encoded {kind} cannot be read: {error}") from None
 
 

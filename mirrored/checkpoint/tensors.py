@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mirrored.checkpoint.codec import DTYPES, Malformed
+from mirrored.checkpoint.codec import DTYPES, MISFITS, Malformed
 from towers.collectives.communicator import as_bytes
 
 _FORMAT = {
@@ -93,10 +93,6 @@ class FileLayout:
                 target.copy_(as_bytes(tensor))
 
 
-_MISFITS = (TypeError, ValueError, KeyError, RuntimeError, AttributeError, OverflowError)
-"""Errors of making a tensor as an untrusted manifest describes it."""
-
-
 class TensorFile:
     """The tensors of a file that is open already, read one by one on demand.
 
@@ -124,16 +120,9 @@ class TensorFile:
         """
         try:
             # A copy: safetensors maps the file, which may be removed or changed.
-            tensor = self._file.get_tensor(name).clone()
-        except SafetensorError as error:
-            raise Malformed(f"there is no tensor {name!r} in it: {error}") from None
-        unusual = self._unusual.get(name)
-        if unusual is None:
-            return cast(Tensor, tensor)
-        try:
-            return restore_layout(tensor, unusual)
-        except _MISFITS as error:
-            raise Malformed(f"tensor {name!r} is not what the manifest says: {error}") from None
+            return restore_layout(self._file.get_tensor(name).clone(), self._unusual.get(name, {}))
+        except (SafetensorError, *MISFITS) as error:
+            raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
 
     def describe(self, name: str) -> Tensor:
         """A tensor without data ("meta") that has the shape and dtype of one in the file.
@@ -145,7 +134,7 @@ class TensorFile:
             entry = self._file.get_slice(name)
             tensor = torch.empty(entry.get_shape(), dtype=_DTYPES[entry.get_dtype()], device="meta")
             return restore_layout(tensor, self._unusual.get(name, {}))
-        except (SafetensorError, *_MISFITS) as error:
+        except (SafetensorError, *MISFITS) as error:
             raise Malformed(f"there is no tensor {name!r} in it that can be read: {error}") from None
 
     def close(self) -> None:
