@@ -32,9 +32,6 @@ class Preempted(SystemExit):
         super().__init__(EXIT_PREEMPTED)
         self.step = step
 
-    def __reduce__(self) -> tuple[type[Preempted], tuple[int]]:
-        return Preempted, (self.step,)
-
 
 def listed(names: Iterable[str]) -> str:
     """Up to 20 names from an untrusted checkpoint, printable, as an enumeration."""
