@@ -52,19 +52,28 @@ class Disk:
 
         Hashing runs beside writing, in a thread.
         """
-        size = 0
-        descriptor = self.create(path)
-        try:
-            with _Hasher() as hasher:
-                for piece in pieces:
-                    hasher.add(piece)
-                    size += len(piece)
-                    while piece:
-                        piece = piece[self.write(descriptor, piece) :]
-                self.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return size, hasher.digest
+        size, checksum = 0, hashlib.sha256()
+        to_hash: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+
+        def hash_pieces() -> None:
+            for piece in iter(to_hash.get, None):
+                checksum.update(piece)
+
+        with contextlib.ExitStack() as stack:
+            descriptor = self.create(path)
+            stack.callback(os.close, descriptor)
+            # An executor takes no work after the main thread's end, when the last checkpoint may still be written.
+            hashing = threading.Thread(target=hash_pieces, name="mirrored-checksum", daemon=True)
+            hashing.start()
+            stack.callback(hashing.join)
+            stack.callback(to_hash.put, None)
+            for piece in pieces:
+                to_hash.put(piece)
+                size += len(piece)
+                while piece:
+                    piece = piece[self.write(descriptor, piece) :]
+            self.fsync(descriptor)
+        return size, checksum.hexdigest()
 
     def sync_folder(self, path: pathlib.Path) -> None:
         """Flush the entries of a folder to the disk: files created in it, or renamed into it."""
@@ -91,32 +100,6 @@ class Disk:
             self.rmdir(path)
         else:
             self.unlink(path)
-
-
-class _Hasher:
-    """SHA-256 of the added pieces, computed in a thread; ``digest`` is set at the end of the ``with`` block."""
-
-    def __init__(self) -> None:
-        self._sum = hashlib.sha256()
-        self._queue: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mirrored-checksum", daemon=True)
-        self.digest = ""
-
-    def __enter__(self) -> _Hasher:
-        self._thread.start()
-        return self
-
-    def add(self, piece: memoryview) -> None:
-        self._queue.put(piece)
-
-    def _run(self) -> None:
-        while (piece := self._queue.get()) is not None:
-            self._sum.update(piece)
-
-    def __exit__(self, *_: object) -> None:
-        self._queue.put(None)
-        self._thread.join()
-        self.digest = self._sum.hexdigest()
 
 
 class FolderLock:
