@@ -36,10 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirrored.checkpoint.codec import Malformed
 from mirrored.checkpoint.disk import Disk, FolderLock
 from mirrored.checkpoint.errors import CheckpointError
-from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, check_size, dump, name_of, step_of
+from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
 from mirrored.checkpoint.tensors import FileLayout
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -113,12 +112,7 @@ class Folder:
             self.disk.mkdir(temporary)
             size, checksum = self.disk.write_file(temporary / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
-            text = dump({**manifest, "files": files}).encode()
-            try:
-                check_size(text)
-            except Malformed as error:
-                raise ValueError(f"its manifest cannot be written: {error}") from None
-            self.disk.write_file(temporary / NAME, [memoryview(text)])
+            self.disk.write_file(temporary / NAME, [memoryview(dump({**manifest, "files": files}))])
             self.disk.sync_folder(temporary)
             self._move_in(temporary, place)
         except (OSError, ValueError):

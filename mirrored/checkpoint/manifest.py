@@ -86,21 +86,27 @@ def own_name(name: str, tower: int) -> str:
     return f"{name}@{tower}"
 
 
-def dump(manifest: Manifest) -> str:
-    """The text of a manifest, with its own SHA-256 as last field."""
-    return json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1, allow_nan=False) + "\n"
+def dump(manifest: Manifest) -> bytes:
+    """The text of a manifest, with its own SHA-256 as last field.
+
+    Raises:
+        ValueError: it is larger than what is read, or holds what JSON cannot.
+    """
+    text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=1, allow_nan=False).encode() + b"\n"
+    _check_size(text)
+    return text
 
 
-def check_size(text: bytes) -> None:
+def _check_size(text: bytes) -> None:
     """Refuse a manifest that takes long, or much memory, to read.
 
     Raises:
         Malformed: it is too long, or holds too many values.
     """
     if len(text) > LARGEST:
-        raise Malformed(f"it is longer than {LARGEST} bytes; keep large lists as arrays or tensors")
+        raise Malformed(f"the manifest is longer than {LARGEST} bytes; keep large lists as arrays or tensors")
     if sum(text.count(mark) for mark in (b",", b"[", b"{")) > MOST:
-        raise Malformed(f"it holds more than {MOST} values; keep large lists as arrays or tensors")
+        raise Malformed(f"the manifest holds more than {MOST} values; keep large lists as arrays or tensors")
 
 
 def load(text: bytes) -> Manifest:
@@ -109,7 +115,7 @@ def load(text: bytes) -> Manifest:
     Raises:
         Malformed: it is not a manifest, or damaged.
     """
-    check_size(text)
+    _check_size(text)
     try:
         manifest = json.loads(text)
         if not isinstance(manifest, dict):

@@ -201,7 +201,7 @@ def test_a_manifest_with_anything_in_it_is_refused_by_one_error(
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(hostile_folder(tmp_path_factory), place)
     try:
-        (place / "manifest.json").write_text(manifests.dump(manifest))
+        (place / "manifest.json").write_bytes(manifests.dump(manifest))
     except ValueError:  # NaN is no JSON
         return
     model = nn.Linear(2, 2)

@@ -90,4 +90,4 @@ def forge_manifest(place: pathlib.Path, change: Callable[[Manifest], Any]) -> No
     path = place / "manifest.json"
     manifest = manifests.load(path.read_bytes())
     change(manifest)
-    path.write_text(manifests.dump(manifest))
+    path.write_bytes(manifests.dump(manifest))
