@@ -18,7 +18,9 @@ import reprlib
 import stat
 from typing import Any
 
-from mirrored.checkpoint.codec import Malformed
+from torch import Tensor
+
+from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError, listed
 from mirrored.checkpoint.tensors import TensorFile
 
@@ -221,11 +223,26 @@ class StoredCheckpoint:
         if check and _file_checksum(descriptor) != stated.get("sha256"):
             raise CheckpointError(f"{path} has another checksum than when it was written: it is damaged")
 
-    def lacks(self, name: str) -> str:
-        """A message that the checkpoint has no object ``name``; empty where it has one."""
-        objects = self.manifest["objects"]
-        public = listed(each for each in objects if not each.startswith("mirrored."))
-        return "" if name in objects else f"it holds no {name!r}, only {public}"
+    def state(self, name: str, tower: int = 0, *, data: bool = True) -> Any:
+        """The state of an object as a tower had it; without ``data``, its tensors are "meta" tensors.
+
+        Raises:
+            CheckpointError: there is no such object, or it is malformed.
+        """
+        objects, names = self.manifest["objects"], set(self.tensors.names)
+        if name not in objects:
+            public = listed(each for each in objects if not each.startswith("mirrored."))
+            raise CheckpointError(f"{self.path}: it holds no {name!r}, only {public}")
+
+        def tensor(path: str) -> Tensor:
+            mine = own_name(path, tower)
+            stored_name = mine if mine in names else path
+            return self.tensors.read(stored_name) if data else self.tensors.describe(stored_name)
+
+        try:
+            return decode(self.manifest["own"][tower].get(name, objects[name]), tensor)
+        except (Malformed, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from None
 
     def of_each_tower(self) -> set[str]:
         """The names of tensors and objects that were not the same on all towers."""

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from torch import Tensor
-
-from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.errors import CheckpointError, first_problem, listed, raise_first
 from mirrored.checkpoint.folder import Folder
-from mirrored.checkpoint.manifest import StoredCheckpoint, name_of, own_name
+from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
 from mirrored.checkpoint.rollback import Rollback
 from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
 from mirrored.strategy.base import Strategy
@@ -155,51 +151,21 @@ def _remark(restored: Restored, towers: int) -> str:
     return f" ({'; '.join(parts)})" if parts else ""
 
 
-class _Reader:
-    """The part of a stored checkpoint that one tower loads."""
-
-    def __init__(self, stored: StoredCheckpoint, tower: int, towers: int) -> None:
-        self._stored = stored
-        manifest = stored.manifest
-        own = manifest["own"]
-        self.same_towers = manifest["towers"] == towers and len(own) == towers
-        self._tower = tower if self.same_towers else 0
-        self._objects = {**manifest["objects"], **(own[tower] if self.same_towers else {})}
-        self._names = set(stored.tensors.names)
-
-    def decode(self, name: str, *, data: bool) -> Any:
-        """The state of an object; without ``data``, its tensors are "meta" tensors.
-
-        Raises:
-            CheckpointError: the checkpoint is malformed.
-        """
-
-        def tensor(path: str) -> Tensor:
-            mine = own_name(path, self._tower)
-            stored_name = mine if mine in self._names else path
-            tensors = self._stored.tensors
-            return tensors.read(stored_name) if data else tensors.describe(stored_name)
-
-        try:
-            return decode(self._objects[name], tensor)
-        except (Malformed, RecursionError) as error:
-            raise CheckpointError(f"{self._stored.path}: {name} cannot be read: {error}") from None
-
-
 def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredCheckpoint) -> Restored:
     """Load the state of all tracked objects; all towers call it.
 
     Raises:
         CheckpointError: on all towers, when something does not fit on one of them; then nothing has changed.
     """
-    reader = _Reader(stored, comm.index, comm.size)
-    _agree(comm, stored, "checks a checkpoint", *_problems(stored, reader, tracked))
     manifest = stored.manifest
+    same_towers = manifest["towers"] == comm.size
+    tower = comm.index if same_towers else 0
+    _agree(comm, stored, "checks a checkpoint", *_problems(stored, tower, tracked))
     loaded = {item.name for item in tracked}
-    different = {name.partition("/")[0] for name in stored.of_each_tower()} if not reader.same_towers else set()
+    different = {name.partition("/")[0] for name in stored.of_each_tower()} if not same_towers else set()
     rollbacks: list[tuple[str, Rollback]] = []
     try:
-        _agree(comm, stored, "loads a checkpoint", *_load(reader, sorted(tracked, key=_order), rollbacks))
+        _agree(comm, stored, "loads a checkpoint", *_load(stored, tower, sorted(tracked, key=_order), rollbacks))
     except BaseException:
         for name, roll_back in rollbacks:
             try:
@@ -221,13 +187,15 @@ def _order(item: Tracked) -> int:
     return 2 if item.name.startswith("mirrored.") else int(isinstance(item, (TrackedModule, TrackedOptimizer)))
 
 
-def _load(reader: _Reader, tracked: Sequence[Tracked], rollbacks: list[tuple[str, Rollback]]) -> Iterator[str]:
+def _load(
+    stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked], rollbacks: list[tuple[str, Rollback]]
+) -> Iterator[str]:
     """Load all objects, up to the first error, whose text it yields. All rollbacks are made before anything changes."""
     for load in (False, True):
         for item in tracked:
             try:
                 if load:
-                    item.load(reader.decode(item.name, data=True))
+                    item.load(stored.state(item.name, tower))
                 else:
                     rollbacks.append((item.name, item.rollback()))
             except Exception as error:  # methods of the user's objects may raise anything
@@ -235,14 +203,11 @@ def _load(reader: _Reader, tracked: Sequence[Tracked], rollbacks: list[tuple[str
                 return
 
 
-def _problems(stored: StoredCheckpoint, reader: _Reader, tracked: Sequence[Tracked]) -> list[str]:
+def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) -> list[str]:
     problems = []
     for item in tracked:
-        if lacking := stored.lacks(item.name):
-            problems.append(lacking)
-            continue
         try:
-            problem = item.problem(reader.decode(item.name, data=False))
+            problem = item.problem(stored.state(item.name, tower, data=False))
         except CheckpointError as error:
             problem = str(error)
         except Exception as error:  # comparing with an untrusted state may raise anything

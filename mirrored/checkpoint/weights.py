@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import os
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirrored.checkpoint.codec import Malformed, decode
+from mirrored.checkpoint.codec import Malformed
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import StoredCheckpoint
 from mirrored.checkpoint.rollback import module_rollback
@@ -120,15 +121,8 @@ def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:
             return {key: file.read(key) for key in file.names}
         except Malformed as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-    stored = StoredCheckpoint(path)
-    try:
-        if lacking := stored.lacks(name):
-            raise CheckpointError(f"{path}: {lacking}")
-        state = decode(stored.manifest["objects"][name], stored.tensors.read)
-    except (Malformed, RecursionError) as error:
-        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from None
-    finally:
-        stored.close()
+    with contextlib.closing(StoredCheckpoint(path)) as stored:
+        state = stored.state(name)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: {name} is no model")
     return {key: value for key, value in state.items() if isinstance(value, Tensor)}
