@@ -8,10 +8,11 @@ the log says of which objects.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from mirrored.checkpoint.errors import CheckpointError, first_problem, listed, raise_first
+from mirrored.checkpoint.errors import CheckpointError, first_problem, listed
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
 from mirrored.checkpoint.rollback import Rollback
@@ -75,9 +76,9 @@ class Restorer:
             self._warn(_why_not_newest(newest, towers))
         problem = ""
         for step in common:
-            problem = self._problem_of(name_of(step))
-            if not problem:
-                return self._restore(name_of(step))
+            stored, problem = self._open(name_of(step))
+            if stored is not None:
+                return self._restore(stored)
             self._warn(f"{problem}; the checkpoint before it is used, if there is one")
         if not common:
             raise CheckpointError(
@@ -94,35 +95,29 @@ class Restorer:
         Raises:
             CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
         """
-        if problem := self._problem_of(name):
+        stored, problem = self._open(name)
+        if stored is None:
             raise CheckpointError(problem)
-        return self._restore(name)
+        return self._restore(stored)
 
-    def _problem_of(self, name: str) -> str:
-        """The error of a checkpoint in some tower's folder, the same on all towers; empty when it is whole in all."""
-        problem = ""
-        if self._verifies:
-            try:
-                StoredCheckpoint(self._folder.path / name).close()
-            except CheckpointError as error:
-                problem = str(error)
-        return first_problem(self._comm, f"checks checkpoint {name}", problem)
+    def _open(self, name: str) -> tuple[StoredCheckpoint | None, str]:
+        """A checkpoint that is whole in the folders of all towers; else None, and the error, the same on all towers."""
+        stored, problem = None, ""
+        try:
+            stored = StoredCheckpoint(self._folder.path / name, check=self._verifies)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = first_problem(self._comm, f"checks checkpoint {name}", problem)
+        if problem and stored is not None:
+            stored.close()
+        return None if problem else stored, problem
 
-    def _restore(self, name: str) -> Restored:
-        """Restore a checkpoint that is known to be whole."""
-        path, stored, problem = self._folder.path / name, None, ""
-        with self._strategy.health.during(f"restoring checkpoint {name}"):
-            try:
-                stored = StoredCheckpoint(path, check=False)
-            except CheckpointError as error:
-                problem = str(error)
-            raise_first(self._comm, f"opens checkpoint {name}", problem)
-            assert stored is not None
-            try:
-                self._strategy.engine.settle()
-                restored = _load_all(self._comm, self._tracked, stored)
-            finally:
-                stored.close()
+    def _restore(self, stored: StoredCheckpoint) -> Restored:
+        """Restore a checkpoint that is known to be whole, and close it."""
+        path = stored.path
+        with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {path.name}"):
+            self._strategy.engine.settle()
+            restored = _load_all(self._comm, self._tracked, stored)
         if self._comm.index == 0:
             log.info("goes on from %s, after step %d%s", path, restored.step, _remark(restored, self._comm.size))
         return restored
