@@ -9,13 +9,12 @@ is saved as "model/bn.running_mean@2".
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from mirrored.checkpoint.tensors import FileLayout, restore_layout
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import as_bytes
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
@@ -98,13 +97,11 @@ class Saver:
         """
         self.wait()
         engine = self._strategy.engine
-        complete = self.writes or not engine.one_tower_reads_state
-        captured = _capture(self._comm, self._tracked, step, self.writes, complete)
+        objects, own, tensors = self._capture(step)
         # Mirrored state is written once, as tower 0 has it, so it has to be the same on all.
         engine.check_before("saves a checkpoint of what all towers hold")
-        if self._writer is not None and captured is not None:
-            manifest = self._manifest(step, captured)
-            self._writer.start(name, manifest, captured.tensors, asynchronous=not wait)
+        if self._writer is not None:
+            self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
         self._in_flight = name
         if wait:
             self.wait()
@@ -124,7 +121,67 @@ class Saver:
             problem = f"checkpoint {path} could not be written ({problem}); earlier ones are as they were"
         raise_first(self._comm, f"waits for checkpoint {name}", problem)
 
-    def _manifest(self, step: int, captured: _Captured) -> Manifest:
+    def _capture(self, step: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Tensor]]:
+        """Gather the state of all towers on those that write; all call it. See [Note: what differs between towers].
+
+        Returns:
+            On towers that write: the encoded state of the objects by name, as tower 0 has it; for every tower, those
+            objects that differ from tower 0's; and the tensors by name, views of the live ones.
+
+        Raises:
+            TypeError: on all towers, when something on one of them cannot be saved.
+            ValueError: on all towers, when asking for a state failed on one of them, or their steps differ.
+            DisagreementError: on all towers, when some call something else.
+        """
+        comm, encoder = self._comm, Encoder()
+        objects: dict[str, Any] = {}
+        checksums: dict[str, Any] = {"step": step, "objects": {}, "tensors": {}}
+        asks_optimizers = self.writes or not self._strategy.engine.one_tower_reads_state
+        failed: Exception | None = None
+        try:
+            for item in self._tracked:
+                if isinstance(item, TrackedOptimizer) and not asks_optimizers:
+                    continue
+                before = set(encoder.tensors)
+                objects[item.name] = encoder.encode(item.state(), item.name, skip_code=item.skip_code)
+                if comm.size > 1:
+                    checksums["objects"][item.name] = _checksum(json.dumps(objects[item.name]).encode())
+                    for name in encoder.tensors.keys() - before:
+                        if not item.is_equal_everywhere(encoder.tensors[name]):
+                            checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
+        except Exception as error:  # a state_dict of the user's may raise anything; all towers have to know
+            failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
+        towers = [announced.details for announced in announce(comm, "saves a checkpoint", checksums, error=failed)]
+        first = towers[0]
+        for tower, theirs in enumerate(towers):
+            if theirs["step"] != first["step"]:
+                raise ValueError(
+                    f"tower {tower} saves step {theirs['step']}, tower 0 step {first['step']}: every tower must call "
+                    "checkpoints.step() after each of its steps"
+                )
+        return objects, self._exchange(objects, encoder.tensors, towers), encoder.tensors
+
+    def _exchange(
+        self, objects: dict[str, Any], tensors: dict[str, Tensor], checksums: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Add what differs between towers to ``objects`` and ``tensors``; returns every tower's own objects."""
+        comm, own = self._comm, [dict[str, Any]() for _ in checksums]
+        other_objects = _differing([theirs["objects"] for theirs in checksums])
+        other_tensors = _differing([theirs["tensors"] for theirs in checksums])
+        if not other_objects[0] and not other_tensors[0]:
+            return own
+        mine = _pack(
+            {name: value for name, value in objects.items() if name in other_objects[comm.index]},
+            {name: value for name, value in tensors.items() if name in other_tensors[comm.index]},
+        )
+        packages = announce(comm, "saves what differs between towers", body=mine)
+        for tower, announced in enumerate(packages if self.writes else ()):
+            their_objects, their_tensors = _unpack(announced.body)
+            (own[tower] if tower else objects).update(their_objects)
+            tensors.update({own_name(name, tower) if tower else name: t for name, t in their_tensors.items()})
+        return own
+
+    def _manifest(self, step: int, objects: dict[str, Any], own: list[dict[str, Any]]) -> Manifest:
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -137,97 +194,15 @@ class Saver:
                 "torch": torch.version.__version__,
                 "numpy": np.__version__,
             },
-            "objects": captured.objects,
-            "own": captured.own,
+            "objects": objects,
+            "own": own,
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Captured:
-    """The state of all towers.
-
-    Attributes:
-        objects: encoded state by name, as tower 0 has it.
-        own: for every tower, those objects that differ from tower 0's.
-        tensors: by name; views of the live tensors.
-    """
-
-    objects: dict[str, Any]
-    own: list[dict[str, Any]]
-    tensors: dict[str, Tensor]
-
-
-def _capture(
-    comm: Communicator, tracked: Sequence[Tracked], step: int, writes: bool, complete: bool
-) -> _Captured | None:
-    """Gather the state of all towers; all call it. See [Note: what differs between towers].
-
-    Args:
-        writes: whether this tower needs the result; the others get None.
-        complete: whether this tower can and must ask its optimizers for their state.
-
-    Raises:
-        TypeError: on all towers, when something on one of them cannot be saved.
-        ValueError: on all towers, when asking for a state failed on one of them, or their steps differ.
-        DisagreementError: on all towers, when some call something else.
-    """
-    encoder = Encoder()
-    objects: dict[str, Any] = {}
-    checksums: dict[str, Any] = {"step": step, "objects": {}, "tensors": {}}
-    failed: Exception | None = None
-    try:
-        for item in tracked if complete else [item for item in tracked if not isinstance(item, TrackedOptimizer)]:
-            before = set(encoder.tensors)
-            objects[item.name] = encoder.encode(item.state(), item.name, skip_code=item.skip_code)
-            if comm.size > 1:
-                checksums["objects"][item.name] = _checksum(json.dumps(objects[item.name]).encode())
-                for name in encoder.tensors.keys() - before:
-                    if not item.is_equal_everywhere(encoder.tensors[name]):
-                        checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
-    except Exception as error:  # a state_dict of the user's may raise anything; all towers have to know
-        failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
-    towers = [announced.details for announced in announce(comm, "saves a checkpoint", checksums, error=failed)]
-    for tower, theirs in enumerate(towers):
-        if theirs["step"] != towers[0]["step"]:
-            raise ValueError(
-                f"tower {tower} saves step {theirs['step']}, tower 0 step {towers[0]['step']}: every tower must call "
-                "checkpoints.step() after each of its steps"
-            )
-    different = {kind: _different([theirs[kind] for theirs in towers]) for kind in ("objects", "tensors")}
-    if not different["objects"] and not different["tensors"]:
-        return _Captured(objects, [{} for _ in towers], encoder.tensors) if writes else None
-    mine = _pack(
-        {name: objects[name] for name in different["objects"] if name in objects},
-        {name: encoder.tensors[name] for name in different["tensors"] if name in encoder.tensors},
-    )
-    packages = [announced.body for announced in announce(comm, "saves what differs between towers", body=mine)]
-    return _join(objects, encoder.tensors, [_unpack(package) for package in packages], towers) if writes else None
-
-
-def _different(towers: Sequence[dict[str, str]]) -> list[str]:
-    """The names whose checksums are not the same on all towers that have one, or that tower 0 does not have."""
-    names = {name: None for tower in towers for name in tower}
-    return [
-        name for name in names if len({tower[name] for tower in towers if name in tower}) > 1 or name not in towers[0]
-    ]
-
-
-def _join(
-    objects: dict[str, Any],
-    tensors: dict[str, Tensor],
-    packages: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
-    checksums: Sequence[dict[str, Any]],
-) -> _Captured:
-    base, own = {**objects, **packages[0][0]}, [dict[str, Any]() for _ in packages]
-    whole = {**tensors, **packages[0][1]}
-    first = checksums[0]
-    for tower, (their_objects, their_tensors) in enumerate(packages[1:], start=1):
-        theirs = checksums[tower]
-        own[tower] = {n: v for n, v in their_objects.items() if first["objects"].get(n) != theirs["objects"][n]}
-        for name, tensor in their_tensors.items():
-            if first["tensors"].get(name) != theirs["tensors"][name]:
-                whole[own_name(name, tower)] = tensor
-    return _Captured(base, own, whole)
+def _differing(towers: Sequence[Mapping[str, str]]) -> list[set[str]]:
+    """For each tower the names whose checksums are not tower 0's; for tower 0 those that differ on any."""
+    differing = [{name for name, checksum in theirs.items() if checksum != towers[0].get(name)} for theirs in towers]
+    return [set[str]().union(*differing), *differing[1:]]
 
 
 def _checksum_of(tensor: Tensor) -> str:
