@@ -7,7 +7,6 @@ tensors one after another. dtypes that it does not know are stored as bytes; the
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -151,16 +150,8 @@ def restore_layout(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
         tensor = tensor.view(DTYPES[unusual["dtype"]]).view(unusual["shape"])
     if "strides" in unusual:
         strides = unusual["strides"]
-        if len(strides) != tensor.dim() or sorted(strides) != sorted(_dense(tensor.shape, strides)):
+        like = torch.empty_strided(tensor.shape, strides, device="meta")  # which has its own idea of -1
+        if list(like.stride()) != strides or not torch.ops.aten.is_non_overlapping_and_dense(like):
             raise ValueError(f"strides {strides} do not fit shape {tuple(tensor.shape)}")
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor
-
-
-def _dense(shape: torch.Size, strides: list[int]) -> list[int]:
-    """The strides of a dense tensor with the order of dimensions that ``strides`` have."""
-    dense, step = [0] * len(strides), 1
-    for dimension in sorted(range(len(strides)), key=lambda i: (strides[i], -i)):
-        dense[dimension] = step if shape[dimension] != 1 else strides[dimension]
-        step *= shape[dimension]
-    return dense if math.prod(shape) else list(strides)
