@@ -9,6 +9,7 @@ also treated as untrusted.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -230,14 +231,14 @@ class StoredCheckpoint:
             CheckpointError: there is no such object, or it is malformed.
         """
         objects, names = self.manifest["objects"], set(self.tensors.names)
+        read = self.tensors.read if data else functools.cache(self.tensors.describe)
         if name not in objects:
             public = listed(each for each in objects if not each.startswith("mirrored."))
             raise CheckpointError(f"{self.path}: it holds no {name!r}, only {public}")
 
         def tensor(path: str) -> Tensor:
             mine = own_name(path, tower)
-            stored_name = mine if mine in names else path
-            return self.tensors.read(stored_name) if data else self.tensors.describe(stored_name)
+            return read(mine if mine in names else path)
 
         try:
             return decode(self.manifest["own"][tower].get(name, objects[name]), tensor)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mirrored.checkpoint.codec import Malformed, decode
 from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.errors import CheckpointError, listed
+from mirrored.checkpoint.errors import listed
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint, name_of
 from towers.system.text import printable
@@ -26,13 +25,8 @@ def inspect(path: str | os.PathLike[str]) -> str:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    stored = StoredCheckpoint(_find(pathlib.Path(path)))
-    try:
+    with contextlib.closing(StoredCheckpoint(_find(pathlib.Path(path)))) as stored:
         return "\n".join(_lines(stored))
-    except (Malformed, RecursionError) as error:
-        raise CheckpointError(f"{stored.path / NAME} cannot be used: {error}") from None
-    finally:
-        stored.close()
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
@@ -55,8 +49,7 @@ def _lines(stored: StoredCheckpoint) -> Iterator[str]:
     yield f"{file['bytes']:,} bytes of tensors, SHA-256 {printable(file['sha256'], 64)}, whole; {versions}"
     yield ""
     yield f"{'name':<44} {'dtype':<10} {'shape':<18} {'bytes':>12}"
-    describe = functools.cache(stored.tensors.describe)
-    rows = _rows((name, decode(tree, describe)) for name, tree in manifest["objects"].items())
+    rows = _rows((name, stored.state(name, data=False)) for name in manifest["objects"])
     for path, kind, shape, count in itertools.islice(rows, _MOST_ROWS):
         yield f"{path:<44} {kind:<10} {shape:<18} {count:>12}".rstrip()
     if more := sum(1 for _ in rows):
