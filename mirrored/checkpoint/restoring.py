@@ -198,8 +198,8 @@ def _load(
                 return
 
 
-def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) -> list[str]:
-    problems = []
+def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) -> Iterator[str]:
+    """What does not fit, as far as known before loading."""
     for item in tracked:
         try:
             problem = item.problem(stored.state(item.name, tower, data=False))
@@ -208,8 +208,7 @@ def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) 
         except Exception as error:  # comparing with an untrusted state may raise anything
             problem = f"it cannot be compared: {type(error).__name__}: {error}"
         if problem:
-            problems.append(f"{item.name}: {problem}")
-    return problems
+            yield f"{item.name}: {problem}"
 
 
 def _agree(comm: Communicator, stored: StoredCheckpoint, call: str, *problems: str) -> None:
