@@ -131,12 +131,10 @@ def _step_of_path(key: object) -> str:
 
 
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> Tensor:
-    if value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.itemsize <= 16:
-        try:
-            return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
-        except TypeError:
-            pass
-    raise TypeError(f"{path} is an array of {value.dtype}, which cannot be saved; use one of numbers")
+    try:
+        return torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+    except (TypeError, ValueError):  # a kind, a width or an order of bytes that torch has not
+        raise TypeError(f"{path} is an array of {value.dtype}, which cannot be saved; use one of numbers") from None
 
 
 class Malformed(ValueError):
