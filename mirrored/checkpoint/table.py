@@ -84,6 +84,5 @@ def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str
 
 def _brief(value: Any) -> str:
     """A value in at most 60 characters, all printable."""
-    sliced = value[:61] if isinstance(value, (str, bytes, list, tuple)) else value
-    text = repr(sliced)
-    return text if len(text) <= 60 and (sliced is value or len(value) <= 61) else f"{text[:57]}..."
+    text = repr(value[:61] if isinstance(value, (str, bytes, list, tuple)) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
