@@ -236,6 +236,19 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A loader's own settings, for a loader that loads other batches in the same way."""
+    return {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+
+
 class MapDataset(DistributedDataset):
     """Examples by index: each tower loads its own share only.
 
@@ -249,25 +262,24 @@ class MapDataset(DistributedDataset):
     def __init__(
         self,
         distribution: Distribution,
-        dataset: Any,
+        loader: DataLoader[Any],
         order: Order,
         settings: dict[str, object],
-        loader_settings: dict[str, Any],
         stand_in: bool,
     ) -> None:
         super().__init__(distribution, order.seed, settings)
-        self.examples = len(dataset)
-        self._dataset = dataset
+        self.examples = len(loader.dataset)  # type: ignore[arg-type]
+        self._dataset = loader.dataset
         self._order = order
         self._stand_in = stand_in
         self._sampler = _ShareSampler(order, self._cut)
         self._generator = torch.Generator()
-        collate = SeededCollate(loader_settings["collate_fn"], self._cut, stand_in)
         self._loader: DataLoader[Any] = DataLoader(
-            SeededExamples(dataset),  # type: ignore[arg-type]
+            SeededExamples(loader.dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
+            collate_fn=SeededCollate(loader.collate_fn, self._cut, stand_in),
             generator=self._generator,
-            **(loader_settings | {"collate_fn": collate}),
+            **settings_of(loader),
         )
 
     def __len__(self) -> int:

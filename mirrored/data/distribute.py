@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import as_slices
 from mirrored.data.order import Order, is_plain
 from mirrored.data.shares import Distribution
-from mirrored.data.streams import StreamDataset, is_ready_made, settings_of
+from mirrored.data.streams import StreamDataset, is_ready_made
 from towers.system.log import get_logger
 
 log = get_logger("mirrored")
@@ -54,37 +54,28 @@ def distribute(
         return _from_loader(distribution, dataset, global_batch_size, seed, stand_in, batch_dims)
     seed = default_seed if seed is None else seed
     _check_batch_size(global_batch_size)
-    assert global_batch_size is not None
-    # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers lies
-    # on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
-    pinned = distribution.comm.device.type != "cpu" and num_workers > 0
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ValueError("an IterableDataset has an order of its own: shuffle inside it")
-        loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=global_batch_size,
-            drop_last=drop_last,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            pin_memory=pinned,
-        )
-        return _from_loader(distribution, loader, None, seed, stand_in, None)
-    dataset = as_slices(dataset)
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise TypeError(
-            f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is no "
-            "IterableDataset; for a generator use distribute_datasets_from_function"
-        )
-    order = Order(len(dataset), global_batch_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
-    settings = _settings(order, len(dataset), global_batch_size, shuffle, drop_last, seed)
-    _say_if_small(distribution, settings, stand_in)
-    loading = {
-        "collate_fn": collate_fn or default_collate,
-        "num_workers": num_workers,
-        "pin_memory": pinned,
-    }
-    return MapDataset(distribution, dataset, order, settings, loading, stand_in)
+    else:
+        dataset = as_slices(dataset)
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise TypeError(
+                f"a {type(dataset).__name__} cannot be distributed: it has no __getitem__ and __len__, and is no "
+                "IterableDataset; for a generator use distribute_datasets_from_function"
+            )
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=global_batch_size,
+        shuffle=True if shuffle and len(dataset) else None,  # torch refuses to shuffle nothing
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        # By a thread of the loader's, where there are workers; else when the batch is copied. What comes from workers
+        # lies on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
+        pin_memory=distribution.comm.device.type != "cpu" and num_workers > 0,
+    )
+    return _from_loader(distribution, loader, None, seed, stand_in, None)
 
 
 def _from_loader(
@@ -128,28 +119,19 @@ def _from_loader(
         sampler=loader.sampler if own_order else None,
         batch_sampler=loader.batch_sampler if own_batches else None,
     )
-    settings = _settings(order, examples, size, shuffle, loader.drop_last, seed)
-    if own_order or own_batches:
-        settings["sampler"] = type(loader.batch_sampler if own_batches else loader.sampler).__name__
-    _say_if_small(distribution, settings, stand_in)
-    loading = settings_of(loader) | {"collate_fn": loader.collate_fn or default_collate}
-    return MapDataset(distribution, loader.dataset, order, settings, loading, stand_in)
-
-
-def _settings(
-    order: Order, examples: int, global_batch_size: int | None, shuffle: bool, drop_last: bool, seed: int
-) -> dict[str, object]:
-    """The description of data by index that towers compare and states keep."""
-    settings: dict[str, object] = {
+    settings = {
         "examples": examples,
-        "global_batch_size": global_batch_size,
+        "global_batch_size": size,
         "shuffle": shuffle,
-        "drop_last": drop_last,
+        "drop_last": loader.drop_last,
         "seed": seed,
     }
     with contextlib.suppress(TypeError):  # a sampler without a length
         settings["steps"] = len(order)
-    return settings
+    if own_order or own_batches:
+        settings["sampler"] = type(loader.batch_sampler if own_batches else loader.sampler).__name__
+    _say_if_small(distribution, settings, stand_in)
+    return MapDataset(distribution, loader, order, settings, stand_in)
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
-from mirrored.data.dataset import DistributedDataset
+from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Drawn, Order, tell_epoch
 from mirrored.data.shares import Batch, Cut, Distribution, Share
@@ -82,7 +82,7 @@ class StreamDataset(_StepwiseDataset):
         self._dataset = loader.dataset
         self._ready_made = ReadyMade(self._cut, batch_dims, stand_in) if is_ready_made(loader) else None
         self._stand_in = stand_in
-        collate: Any = loader.collate_fn if loader.collate_fn is not None else default_collate
+        collate: Any = loader.collate_fn
         if self._ready_made is None:
             collate = CollateShare(collate, self._cut, stand_in)
         self._order: Order | None = None
@@ -255,17 +255,3 @@ class PipelineDataset(_StepwiseDataset):
                     yield self._ready_made.whole(batch, local, total)
                 else:
                     yield self._ready_made.nothing(template, total)
-
-
-def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's own settings, for a loader that loads other batches in the same way."""
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
-    return settings
