@@ -134,7 +134,7 @@ class DistributedDataset(ABC):
         Inside a loop, the batch in hand counts as done. Of several iterators the newest counts. After a loop that was
         left early it still says where the loop was left: a run that is resumed from it finishes that epoch.
         """
-        state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": self._description()}
+        state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": dict(self._settings)}
         if self._step:
             order = self._drawn.digest if self._drawn is not None else self._saved_order
             state |= {"order": order} if order is not None else {}
@@ -163,13 +163,10 @@ class DistributedDataset(ABC):
                     f"state of a distributed dataset: step is {step}, but an epoch of this data has "
                     f"{len(self)} steps; the data or the global batch size is another than when it was saved"
                 )
-        self._reseed(state["seed"])
+        self._seed = state["seed"]
         self._epoch, self._step, self._running = state["epoch"], step, False
         self._newest = self._drawn = None
         self._saved_order = order if step else None
-
-    def _description(self) -> dict[str, object]:
-        return {name: value for name, value in self._settings.items() if name != "seed"}
 
     def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
         """The step, and the order, at which these batches go on after ``step`` of those that were ``saved``.
@@ -177,7 +174,7 @@ class DistributedDataset(ABC):
         Raises:
             ValueError: there is none.
         """
-        current = self._description()
+        current = self._settings
         if step == saved.get("steps") and current.get("steps") is not None:
             return len(self), None  # that epoch is over, whatever its data were
         names = [name for name in {**saved, **current} if name not in ("steps", "drop_last")]
@@ -196,9 +193,6 @@ class DistributedDataset(ABC):
                 f"would repeat examples or leave some out; {hint}"
             )
         return step, order
-
-    def _reseed(self, seed: int) -> None:
-        self._seed = seed
 
     def _check_agreement(self, epoch: int, step: int, drawn: Drawn) -> None:
         """See that all towers share out the same data in the same way, from the same place on."""
@@ -264,10 +258,11 @@ class MapDataset(DistributedDataset):
         distribution: Distribution,
         loader: DataLoader[Any],
         order: Order,
+        seed: int,
         settings: dict[str, object],
         stand_in: bool,
     ) -> None:
-        super().__init__(distribution, order.seed, settings)
+        super().__init__(distribution, seed, settings)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order
@@ -285,16 +280,12 @@ class MapDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._order)
 
-    def _reseed(self, seed: int) -> None:
-        super()._reseed(seed)
-        self._order.seed = seed
-
     def _draw(self, epoch: int) -> Drawn:
-        return Drawn(self._order.draw(epoch), self._dataset)
+        return Drawn(self._order.draw(self._seed, epoch), self._dataset)
 
     def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        sizes = self._sampler.start(epoch, first, drawn.order)
+        sizes = self._sampler.start(self._seed, epoch, first, drawn.order)
         for batch in self._loader:
             total = sizes.popleft()
             start, end = self._cut.bounds(total)
@@ -308,24 +299,19 @@ class _ShareSampler:
     def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.start(0, 0, None)
+        self.start(0, 0, 0, None)
 
-    def start(self, epoch: int, first: int, drawn: list[Any] | None) -> deque[int]:
+    def start(self, seed: int, epoch: int, first: int, drawn: list[Any] | None) -> deque[int]:
         """Set where the next iteration begins; returns where that one notes the sizes of the global batches."""
         self._sizes: deque[int] = deque()
-        self._position = epoch, first, drawn
+        self._position = seed, epoch, first, drawn
         return self._sizes
 
-    def __len__(self) -> int:
-        return max(0, len(self._order) - self._position[1])
-
     def __iter__(self) -> Iterator[list[Key]]:
-        return self._requests(*self._position, self._sizes)
-
-    def _requests(self, epoch: int, first: int, drawn: list[Any] | None, sizes: deque[int]) -> Iterator[list[Key]]:
-        for indices in self._order.batches(epoch, first, drawn):
+        sizes, (seed, epoch, first, drawn) = self._sizes, self._position
+        for indices in self._order.batches(seed, epoch, first, drawn):
             sizes.append(len(indices))
             start, end = self._cut.bounds(len(indices))
             missing = start == end
             chosen = indices[:1] if missing else indices[start:end]
-            yield [Key(self._order.seed, epoch, index, missing) for index in chosen]
+            yield [Key(seed, epoch, index, missing) for index in chosen]

@@ -98,7 +98,7 @@ def _from_loader(
             "distribute_dataset a DataLoader with the global batch size and without that sampler"
         )
     if isinstance(loader.dataset, IterableDataset) or is_ready_made(loader):
-        settings: dict[str, object] = {"global_batch_size": size, "drop_last": loader.drop_last, "seed": seed}
+        settings: dict[str, object] = {"global_batch_size": size, "drop_last": loader.drop_last}
         if isinstance(loader.dataset, IterableDataset):
             settings["num_workers"] = loader.num_workers  # in whose order the examples come
         else:
@@ -106,32 +106,24 @@ def _from_loader(
             with contextlib.suppress(TypeError):  # data without a length
                 settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
         return StreamDataset(distribution, loader, seed, settings, stand_in, batch_dims)
-    own_batches = size is None  # the user's own batch_sampler
-    own_order = not own_batches and not is_plain(loader.sampler, loader.dataset)
+    sampler = loader.sampler if size is not None else loader.batch_sampler  # the user's own batches, if these
+    if is_plain(sampler, loader.dataset):
+        sampler = None
     shuffle = isinstance(loader.sampler, RandomSampler)
     examples = len(loader.dataset)  # type: ignore[arg-type]
-    order = Order(
-        examples,
-        size or 1,
-        shuffle=shuffle,
-        drop_last=loader.drop_last,
-        seed=seed,
-        sampler=loader.sampler if own_order else None,
-        batch_sampler=loader.batch_sampler if own_batches else None,
-    )
+    order = Order(examples, size, shuffle=shuffle, drop_last=loader.drop_last, sampler=sampler)
     settings = {
         "examples": examples,
         "global_batch_size": size,
         "shuffle": shuffle,
         "drop_last": loader.drop_last,
-        "seed": seed,
     }
     with contextlib.suppress(TypeError):  # a sampler without a length
         settings["steps"] = len(order)
-    if own_order or own_batches:
-        settings["sampler"] = type(loader.batch_sampler if own_batches else loader.sampler).__name__
+    if sampler is not None:
+        settings["sampler"] = type(sampler).__name__
     _say_if_small(distribution, settings, stand_in)
-    return MapDataset(distribution, loader, order, settings, stand_in)
+    return MapDataset(distribution, loader, order, seed, settings, stand_in)
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
 
 from mirrored import seeds
 
@@ -79,79 +79,69 @@ class Order:
 
     Args:
         length: number of examples.
-        batch_size: examples per global batch.
+        batch_size: examples per global batch; None where ``sampler`` gives whole batches.
         shuffle: a new permutation every epoch.
         drop_last: leave out an incomplete last batch.
         sampler: another source of indices than 0 … length - 1, or their permutation.
-        batch_sampler: a source of whole batches; then all other arguments but ``seed`` are ignored.
-        seed: of the permutations, and of the generators while a sampler runs.
     """
 
     def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        seed: int,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
+        self, length: int, batch_size: int | None, *, shuffle: bool, drop_last: bool, sampler: Any = None
     ) -> None:
         self._length = length
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._drop_last = drop_last
         self._sampler = sampler
-        self._batch_sampler = batch_sampler
-        self.seed = seed
 
     def __len__(self) -> int:
-        if self._batch_sampler is not None:
-            return _length(self._batch_sampler)
-        examples = _length(self._sampler) if self._sampler is not None else self._length
-        return examples // self._batch_size if self._drop_last else -(-examples // self._batch_size)
+        entries = self._length if self._sampler is None else len(self._sampler)
+        if self._batch_size is None:
+            return entries
+        return entries // self._batch_size if self._drop_last else -(-entries // self._batch_size)
 
-    def draw(self, epoch: int) -> list[Any] | None:
+    def draw(self, seed: int, epoch: int) -> list[Any] | None:
         """The indices that the sampler draws in an epoch, the same on every tower; None without a sampler."""
-        if self._batch_sampler is not None:
-            return [list(batch) for batch in self._drawn(self._batch_sampler, epoch)]
-        return self._drawn(self._sampler, epoch) if self._sampler is not None else None
+        if self._sampler is None:
+            return None
+        drawn = draw(self._sampler, seed, epoch)
+        return drawn if self._batch_size is not None else [list(batch) for batch in drawn]
 
-    def batches(self, epoch: int, first: int, drawn: list[Any] | None) -> Iterator[list[Any]]:
+    def batches(self, seed: int, epoch: int, first: int, drawn: list[Any] | None) -> Iterator[list[Any]]:
         """The epoch's global batches from number ``first`` on. Skipping loads nothing.
 
         Args:
             drawn: what :meth:`draw` has returned for this epoch.
         """
-        if self._batch_sampler is not None:
+        if self._batch_size is None:
             yield from (drawn or [])[first:]
             return
         order: Any = range(self._length) if drawn is None else drawn
         if drawn is None and self._shuffle:
-            generator = torch.Generator().manual_seed(seeds.mix(self.seed, "order", epoch))
+            generator = torch.Generator().manual_seed(seeds.mix(seed, "order", epoch))
             order = torch.randperm(self._length, generator=generator, device="cpu")
         for start in range(first * self._batch_size, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
             if len(batch) == self._batch_size or not self._drop_last:
                 yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
-    def _drawn(self, source: Iterable[Any], epoch: int) -> list[Any]:
-        """All that a sampler draws in an epoch; its own generator keeps its seed and its place."""
-        seed = seeds.mix(self.seed, "sampler", epoch)
-        tell_epoch(source, epoch)
-        owners = (source, getattr(source, "sampler", None))
-        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-        states = [generator.get_state() for generator in generators]
-        try:
-            for generator in generators:
-                generator.manual_seed(seed)
-            with seeds.undisturbed():
-                seeds.seed_cpu(seed)
-                return list(source)
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+
+def draw(source: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """All that a sampler draws in an epoch; its own generator keeps its seed and its place."""
+    seed = seeds.mix(seed, "sampler", epoch)
+    tell_epoch(source, epoch)
+    owners = (source, getattr(source, "sampler", None))
+    generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        with seeds.undisturbed():
+            seeds.seed_cpu(seed)
+            return list(source)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def tell_epoch(source: object, epoch: int) -> None:
@@ -162,16 +152,10 @@ def tell_epoch(source: object, epoch: int) -> None:
             set_epoch(epoch)
 
 
-def _length(source: object) -> int:
-    if not isinstance(source, Sized):
-        raise TypeError(f"{type(source).__name__} has no length")
-    return len(source)
-
-
-def is_plain(sampler: Sampler[Any] | Iterable[Any] | None, dataset: object) -> bool:
+def is_plain(sampler: Any, dataset: Any) -> bool:
     """Whether a loader's sampler does what one of the two does that DataLoader makes itself for ``shuffle``."""
     if type(sampler) not in (RandomSampler, SequentialSampler):
         return False
     if getattr(sampler, "replacement", False):
         return False
-    return _length(sampler) == _length(sampler.data_source) == _length(dataset)  # type: ignore[union-attr]
+    return len(sampler) == len(sampler.data_source) == len(dataset)

@@ -14,7 +14,7 @@ from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
-from mirrored.data.order import Drawn, Order, tell_epoch
+from mirrored.data.order import Drawn, draw, tell_epoch
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
@@ -85,12 +85,8 @@ class StreamDataset(_StepwiseDataset):
         collate: Any = loader.collate_fn
         if self._ready_made is None:
             collate = CollateShare(collate, self._cut, stand_in)
-        self._order: Order | None = None
-        self._sampler: _Replay | None = None
         sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        if isinstance(sampler, Sized):  # another one may never end
-            self._order = Order(0, 1, shuffle=False, drop_last=False, seed=seed, sampler=sampler)
-            self._sampler = _Replay(sampler)
+        self._sampler = _Replay(sampler) if isinstance(sampler, Sized) else None  # another one may never end
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
             loader.dataset,
@@ -106,13 +102,9 @@ class StreamDataset(_StepwiseDataset):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _reseed(self, seed: int) -> None:
-        super()._reseed(seed)
-        if self._order is not None:
-            self._order.seed = seed
-
     def _draw(self, epoch: int) -> Drawn:
-        return Drawn(self._order.draw(epoch) if self._order is not None else None, self._dataset)
+        order = draw(self._sampler.source, self._seed, epoch) if self._sampler is not None else None
+        return Drawn(order, self._dataset)
 
     def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         tell_epoch(self._dataset, epoch)
@@ -155,12 +147,12 @@ class StreamDataset(_StepwiseDataset):
 class _Replay:
     """A sampler that gives what another one has drawn."""
 
-    def __init__(self, sampler: Sized) -> None:
-        self._sampler = sampler
+    def __init__(self, source: Any) -> None:
+        self.source = source
         self.order: list[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.order or [])
