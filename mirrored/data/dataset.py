@@ -272,7 +272,7 @@ class MapDataset(DistributedDataset):
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
-            collate_fn=SeededCollate(loader.collate_fn, self._cut, stand_in),
+            collate_fn=SeededCollate(loader.collate_fn, self._cut, stand_in),  # type: ignore[arg-type]
             generator=self._generator,
             **settings_of(loader),
         )

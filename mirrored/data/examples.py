@@ -86,12 +86,6 @@ class Key(NamedTuple):
     missing: bool = False
 
 
-class Examples(list[Any]):
-    """The examples of one share, with the sampler's requests."""
-
-    keys: list[Key]
-
-
 class SeededExamples:
     """A map-style dataset that seeds the random generators before every example.
 
@@ -109,17 +103,12 @@ class SeededExamples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> Examples:
+    def __getitems__(self, keys: list[Key]) -> tuple[list[Key], list[Any]]:
+        """The keys, and their examples."""
         if self._plain:
-            examples = Examples(self.dataset[key.index] for key in keys)
-        else:
-            with _own_randomness():
-                examples = Examples(self._load(key) for key in keys)
-        examples.keys = keys
-        return examples
-
-    def __getitem__(self, key: Key) -> Any:
-        return self.__getitems__([key])[0]
+            return keys, [self.dataset[key.index] for key in keys]
+        with _own_randomness():
+            return keys, [self._load(key) for key in keys]
 
     def _load(self, key: Key) -> Any:
         seeds.seed_cpu(seeds.mix(key.seed, "example", key.epoch, key.index))
@@ -202,13 +191,13 @@ class ShareCollate:
 
 
 class SeededCollate(ShareCollate):
-    """Collates a share of a map-style dataset's examples."""
+    """Collates a share of what :class:`SeededExamples` gives."""
 
-    def __call__(self, examples: Examples) -> Any:
-        keys = examples.keys
+    def __call__(self, loaded: tuple[list[Key], list[Any]]) -> Any:
+        keys, examples = loaded
         if keys and keys[0].missing:
             return self.without_examples(examples[0], _collate_seed(keys[0]))
-        return self.collate(list(examples), lambda start: _collate_seed(keys[start]))
+        return self.collate(examples, lambda start: _collate_seed(keys[start]))
 
 
 def _collate_seed(key: Key) -> int:
@@ -222,8 +211,8 @@ class CollateShare(ShareCollate):
     which must stay the same on all towers.
     """
 
-    def __call__(self, examples: list[Any]) -> tuple[Any, int, int]:
-        """(the collated share, its size, the global batch's size)."""
+    def __call__(self, examples: list[Any]) -> tuple[Any, int]:
+        """The collated share, and the global batch's size."""
         start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
@@ -231,4 +220,4 @@ class CollateShare(ShareCollate):
                 batch = self.without_examples(examples[0], seeds.mix(seed, start))
             else:
                 batch = self.collate(examples[start:end], lambda first: seeds.mix(seed, start + first))
-            return batch, end - start, len(examples)
+            return batch, len(examples)

@@ -112,7 +112,7 @@ class StreamDataset(_StepwiseDataset):
         stream = seeds.Stream(seeds.mix(self._seed, "stream", epoch))
         if self._sampler is not None:
             self._sampler.order = drawn.order
-        count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(2)
+        count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(1)
         for step, batch, totals in self._counted(self._loader, stream, "a stream", count):
             self._check_totals(step, totals)
             if step < first:
