@@ -41,14 +41,16 @@ class DistributedDataset(ABC):
     Args:
         distribution: how batches are shared out.
         settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
+        stand_in: whether a tower without examples gets one of another tower that counts nothing.
     """
 
-    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
+    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object], stand_in: bool) -> None:
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
         self._seed = seed
         self._settings = settings
+        self._stand_in = stand_in
         self._epoch = 0
         self._step = 0
         self._running = False
@@ -113,6 +115,12 @@ class DistributedDataset(ABC):
     @abstractmethod
     def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
+
+    def _share(self, total: int) -> Share:
+        """This tower's share of a global batch."""
+        start, end = self._cut.bounds(total)
+        stand_in = self._stand_in and start == end and total > 0
+        return Share(end - start, total, int(stand_in), self._stand_in)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs up to ``count`` (from 0) that are not done: ``for epoch in train.epochs(20):``.
@@ -246,9 +254,6 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 class MapDataset(DistributedDataset):
     """Examples by index: each tower loads its own share only.
 
-    Args:
-        stand_in: whether a tower without examples gets one of another tower that counts nothing.
-
     Attributes:
         examples: how many the dataset has.
     """
@@ -262,11 +267,10 @@ class MapDataset(DistributedDataset):
         settings: dict[str, object],
         stand_in: bool,
     ) -> None:
-        super().__init__(distribution, seed, settings)
+        super().__init__(distribution, seed, settings, stand_in)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order
-        self._stand_in = stand_in
         self._sampler = _ShareSampler(order, self._cut)
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] = DataLoader(
@@ -287,10 +291,7 @@ class MapDataset(DistributedDataset):
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
         sizes = self._sampler.start(self._seed, epoch, first, drawn.order)
         for batch in self._loader:
-            total = sizes.popleft()
-            start, end = self._cut.bounds(total)
-            stand_in = self._stand_in and start == end and total > 0
-            yield batch, Share(end - start, total, int(stand_in), self._stand_in)
+            yield batch, self._share(sizes.popleft())
 
 
 class _ShareSampler:

@@ -17,55 +17,54 @@ from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Drawn, draw, tell_epoch
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
 
 
-class _StepwiseDataset(DistributedDataset):
-    """Data of which the towers agree at every step whether there is a next batch, and how many examples it has."""
+def _counted(
+    comm: Communicator, source: Iterable[Any], stream: seeds.Stream, kind: str, count: Callable[[Any], int]
+) -> Iterator[tuple[int, Any, list[int]]]:
+    """Numbers from 0 and batches, each with every tower's number of examples in it, until no tower has one.
 
-    def _counted(
-        self, source: Iterable[Any], stream: seeds.Stream, kind: str, count: Callable[[Any], int]
-    ) -> Iterator[tuple[int, Any, list[int]]]:
-        """Numbers from 0 and batches, each with every tower's number of examples in it, until no tower has one.
+    So the towers agree at every step whether there is a next batch, and how many examples it has.
 
-        Args:
-            stream: the random numbers of ``source``.
-            kind: the data's name in messages.
-            count: the number of examples of a batch; a tower without a batch counts -1, and has None.
+    Args:
+        stream: the random numbers of ``source``.
+        kind: the data's name in messages.
+        count: the number of examples of a batch; a tower without a batch counts -1, and has None.
 
-        Raises:
-            TypeError, ValueError: on all towers, when one of them cannot count.
-        """
+    Raises:
+        TypeError, ValueError: on all towers, when one of them cannot count.
+    """
+    with stream:
+        batches = iter(source)
+    for step in itertools.count():
         with stream:
-            batches = iter(source)
-        for step in itertools.count():
-            with stream:
-                batch = next(batches, None)
-            local, error = -1, None
-            if batch is not None:
-                try:
-                    local = count(batch)
-                except (TypeError, ValueError) as problem:
-                    error = problem
-            counts = [local]
-            if self._comm.size > 1:
-                announcements = announce(self._comm, f"batch {step} of {kind}", local, error=error)
-                counts = [announcement.details for announcement in announcements]
-            elif error is not None:
-                raise error
-            if max(counts) < 0:
-                return
-            yield step, batch, counts
+            batch = next(batches, None)
+        local, error = -1, None
+        if batch is not None:
+            try:
+                local = count(batch)
+            except (TypeError, ValueError) as problem:
+                error = problem
+        counts = [local]
+        if comm.size > 1:
+            announcements = announce(comm, f"batch {step} of {kind}", local, error=error)
+            counts = [announcement.details for announcement in announcements]
+        elif error is not None:
+            raise error
+        if max(counts) < 0:
+            return
+        yield step, batch, counts
 
 
-class StreamDataset(_StepwiseDataset):
+class StreamDataset(DistributedDataset):
     """An iterable dataset: every tower reads the whole stream and keeps its share of each global batch.
 
     The stream must be the same on all towers; it runs on random streams seeded alike everywhere. Whether
     there is a next batch, and how many examples it has, is agreed at every step.
 
     Args:
-        stand_in: whether a tower without examples gets one of another tower that counts nothing.
         batch_dims: what of a batch that comes ready made is per example; None to find it out.
     """
 
@@ -78,10 +77,9 @@ class StreamDataset(_StepwiseDataset):
         stand_in: bool,
         batch_dims: Dims,
     ) -> None:
-        super().__init__(distribution, seed, settings)
+        super().__init__(distribution, seed, settings, stand_in)
         self._dataset = loader.dataset
         self._ready_made = ReadyMade(self._cut, batch_dims, stand_in) if is_ready_made(loader) else None
-        self._stand_in = stand_in
         collate: Any = loader.collate_fn
         if self._ready_made is None:
             collate = CollateShare(collate, self._cut, stand_in)
@@ -113,16 +111,15 @@ class StreamDataset(_StepwiseDataset):
         if self._sampler is not None:
             self._sampler.order = drawn.order
         count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(1)
-        for step, batch, totals in self._counted(self._loader, stream, "a stream", count):
+        for step, batch, totals in _counted(self._comm, self._loader, stream, "a stream", count):
             self._check_totals(step, totals)
             if step < first:
                 continue
             total = totals[0]
-            start, end = self._cut.bounds(total)
             if self._ready_made is not None:
-                yield self._ready_made.share(batch, start, end, total)
+                yield self._ready_made.share(batch, *self._cut.bounds(total), total)
             else:
-                yield batch[0], Share(end - start, total, int(self._stand_in and start == end), self._stand_in)
+                yield batch[0], self._share(total)
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """See that all towers find as many examples in a batch.
@@ -203,14 +200,14 @@ class ReadyMade:
         return batch, Share(local, total, 0, self._stand_in)
 
 
-class PipelineDataset(_StepwiseDataset):
+class PipelineDataset(DistributedDataset):
     """Batches that each tower's own pipeline makes; the pipelines may have different lengths.
 
     Towers whose pipeline has ended go on with empty shares until all have ended. Each runs on a random stream of its
     own, another one in every epoch.
 
     Args:
-        stand_in, batch_dims: as of :class:`StreamDataset`.
+        batch_dims: as of :class:`StreamDataset`.
     """
 
     def __init__(
@@ -221,7 +218,7 @@ class PipelineDataset(_StepwiseDataset):
         stand_in: bool,
         batch_dims: Dims,
     ) -> None:
-        super().__init__(distribution, seed, {"pipelines": distribution.comm.size})
+        super().__init__(distribution, seed, {"pipelines": distribution.comm.size}, stand_in)
         self._pipeline = pipeline
         self._ready_made = ReadyMade(self._cut, batch_dims, stand_in)
 
@@ -234,7 +231,7 @@ class PipelineDataset(_StepwiseDataset):
         stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
         template: Any = None
         count = self._ready_made.examples
-        for step, batch, counts in self._counted(self._pipeline, stream, "a dataset from a function", count):
+        for step, batch, counts in _counted(self._comm, self._pipeline, stream, "a dataset from a function", count):
             if step == 0 and min(counts) < 0:
                 # No batch to take the shapes of an empty share from; all towers see it in the same step.
                 empty = ", ".join(str(tower) for tower, found in enumerate(counts) if found < 0)
