@@ -1,7 +1,7 @@
 """The states of the global random generators: Python's, NumPy's, torch's CPU generator and an accelerator's.
 
-``take`` and ``put`` are for this process and need microseconds; ``state``, ``read`` and ``go_on`` are for files and
-other processes.
+``take`` and ``put`` are for this process and need microseconds; ``state``, and ``read``, whose result ``put`` takes
+too, are for files and other processes.
 
 [Note: NumPy's generator] ``np.random.get_state`` and ``set_state`` need 35 µs each, because they copy 624 words one by
 one through Python objects; a run of a strategy would call both at its beginning and at its end. The words of an
@@ -35,21 +35,22 @@ class _NumPyPlace(NamedTuple):
     """The state of NumPy's generator.
 
     Attributes:
-        bits: its bit generator; a script may set another one.
+        bits: its bit generator; a script may set another one. None: whichever there is.
         words: the memory of the bit generator's state, or None where it cannot be used.
-        rest: what the state holds beside the words; all of it where ``words`` is None.
+        rest: what the state holds beside the words; all of it, as NumPy takes it, where ``words`` is None.
     """
 
     bits: Any
     words: bytes | None
-    rest: dict[str, Any]
+    rest: Any
 
 
 class Place(NamedTuple):
     """The states of all generators.
 
     Attributes:
-        device: the state of the accelerator's generator; None on a CPU, and while a CUDA graph is captured.
+        device: the state of the accelerator's generator; None on a CPU, while a CUDA graph is captured, and where
+            there is none to set.
     """
 
     python: Any
@@ -65,7 +66,7 @@ def take(device: torch.device) -> Place:
 
 
 def put(place: Place, device: torch.device) -> None:
-    """Let the generators go on where :func:`take` has found them."""
+    """Let the generators go on where :func:`take` has found them, or where they stood that :func:`read` has read."""
     random.setstate(place.python)
     _put_numpy(place.numpy)
     torch.default_generator.set_state(place.cpu)
@@ -99,7 +100,7 @@ def _take_numpy() -> _NumPyPlace:
     bits = _NUMPY._bit_generator
     memory = _memory(bits)
     if memory is None:
-        return _NumPyPlace(bits, None, np.random.get_state(legacy=False))  # type: ignore[arg-type]
+        return _NumPyPlace(bits, None, np.random.get_state(legacy=False))
     stand_in = _NoBits()
     stand_in.state = {"bit_generator": "MT19937", "state": None}
     _NUMPY._bit_generator = stand_in
@@ -111,7 +112,7 @@ def _take_numpy() -> _NumPyPlace:
 
 
 def _put_numpy(place: _NumPyPlace) -> None:
-    if _NUMPY._bit_generator is not place.bits:
+    if place.bits is not None and _NUMPY._bit_generator is not place.bits:
         np.random.set_bit_generator(place.bits)  # type: ignore[attr-defined]
     if place.words is None:
         np.random.set_state(place.rest)
@@ -138,23 +139,7 @@ def state(device: torch.device) -> dict[str, Any]:
     }
 
 
-class Saved(NamedTuple):
-    """A result of :func:`state`, checked, in the form that the generators take.
-
-    Attributes:
-        python: as ``random.setstate`` takes it.
-        numpy: as ``numpy.random.set_state`` takes it.
-        cpu: torch's generator of the CPU.
-        device: that of an accelerator; None where there is none, or none to set.
-    """
-
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, Any, int, int, float]
-    cpu: Tensor
-    device: Tensor | None
-
-
-def read(state: Mapping[str, Any], device: torch.device) -> Saved:
+def read(state: Mapping[str, Any], device: torch.device) -> Place:
     """A result of :func:`state`, if every field of it is one that a generator can have; lists do for tensors.
 
     The libraries believe positions that they are given, and read memory of others with them. The state of an
@@ -180,16 +165,8 @@ def read(state: Mapping[str, Any], device: torch.device) -> Saved:
         own = _bytes(theirs[1], accelerator.get_rng_state(device))
         if device.type == "cuda":
             _check(int.from_bytes(bytes(own.numpy()[8:16]), "little") % 4 == 0, "the GPU's offset is no multiple of 4")
-    return Saved((version, (*words, index), gauss), (kind, key, position, has_gauss, numpy_gauss), cpu, own)
-
-
-def go_on(saved: Saved, device: torch.device) -> None:
-    """Let the generators go on where they stood then."""
-    random.setstate(saved.python)
-    np.random.set_state(saved.numpy)
-    torch.set_rng_state(saved.cpu)
-    if saved.device is not None:
-        accelerator.set_rng_state(saved.device, device)
+    numpy = _NumPyPlace(None, None, (kind, key, position, has_gauss, numpy_gauss))
+    return Place((version, (*words, index), gauss), numpy, cpu, own)
 
 
 def _check(fits: bool, otherwise: str) -> None:

@@ -65,7 +65,7 @@ def share(comm: Communicator) -> None:
     mine = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
     chief = comm.all_gather_bytes(mine.encode())[0]
     if comm.index > 0:
-        generators.go_on(generators.read(json.loads(chief), comm.device), comm.device)
+        generators.put(generators.read(json.loads(chief), comm.device), comm.device)
 
 
 class TowerStreams:
@@ -164,11 +164,11 @@ class TowerStreams:
         inside = generators.read(saved["inside"], self._device) if saved["inside"] is not None else None
         before = self.switch(False)
         try:
-            generators.go_on(outside, self._device)
+            generators.put(outside, self._device)
             self._other = None
             if inside is not None and self._two:
                 with undisturbed(self._device):
-                    generators.go_on(inside, self._device)
+                    generators.put(inside, self._device)
                     self._other = generators.take(self._device)
         finally:
             self.switch(before)

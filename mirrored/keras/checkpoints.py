@@ -177,7 +177,7 @@ class _Progress:
             return
         device = self.training.strategy.device
         now = generators.take(device)
-        generators.go_on(generators.read(self.place, device), device)
+        generators.put(generators.read(self.place, device), device)
         if self._dataset is not None and self._data is not None:
             self._dataset.load_state_dict(self._data)
         data.skip = self.batch, lambda: generators.put(now, device)
