@@ -23,11 +23,10 @@ from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.strategy.backward import Backward
-from mirrored.strategy.calls import RUNS_LATER, check_arguments, refuse_what_runs_later
+from mirrored.strategy.calls import RUNS_LATER, check_arguments, kind_of_run, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
-from mirrored.strategy.run_kinds import RunKinds
 from towers.collectives import values
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
@@ -86,7 +85,7 @@ class Strategy(OwnGradients, Backward):
         compared = observer() is not None
         self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=compared)
         self.engine = Engine(self._distribution, options, training)
-        self._kinds = RunKinds(self.engine.recorder.models)
+        self._evaluates: dict[tuple[object, bool], bool] = {}  # whether the last run of a kind did
         if self._several:
             announce(self)
 
@@ -162,7 +161,8 @@ class Strategy(OwnGradients, Backward):
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
         outer = self._begin_run()
-        self.health.begin_run(self._kinds.begin(fn) if self._several else None)
+        kind = kind_of_run(fn, self.engine.recorder.models()) if self._several else None
+        self.health.begin_run(self._evaluates.get(kind, not kind[1]) if kind is not None else None)
         replica = ReplicaContext(self, (args, kwargs))
         in_trace = begin_range("mirrored::run")
         try:
@@ -184,8 +184,8 @@ class Strategy(OwnGradients, Backward):
             end_range(in_trace)
             self._runs_in = outer
         self.health.end_run()
-        if self._several:
-            self._kinds.learn(self.health.evaluates)
+        if kind is not None:
+            self._evaluates[kind] = self.health.evaluates
         return result
 
     @contextlib.contextmanager

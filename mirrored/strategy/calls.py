@@ -1,12 +1,15 @@
-"""Checks of calls of a strategy's methods, above all of ``run``."""
+"""Checks of calls of a strategy's methods, above all of ``run``, and what is known of one when it begins."""
 
 from __future__ import annotations
 
 import os
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
+
+import torch
+from torch import nn
 
 from mirrored.context import current_frame
 from towers.errors import ForkedError
@@ -57,6 +60,20 @@ class CheckedCalls:
                 f"{call} of one strategy inside the {'run' if current.replica else 'scope'} of another: strategies "
                 "cannot be mixed"
             )
+
+
+def kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[object, bool]:
+    """What runs of one kind have in common, some of which train and others evaluate.
+
+    Args:
+        models: the models that are mirrored, or will be.
+
+    Returns:
+        The function's name, and whether it may train, since one may do both: a function that is called for the first
+        time seems to evaluate where gradients are off, or where all models are in eval mode.
+    """
+    may_train = torch.is_grad_enabled() and {model.training for model in models} != {False}
+    return getattr(fn, "__qualname__", type(fn)), may_train
 
 
 def check_arguments(fn: object, args: object, kwargs: object) -> None:
