@@ -170,22 +170,17 @@ class KnownShares:
         Raises:
             TypeError: it cannot be told.
         """
-        known = (share for leaf in trees.leaves(batch) if (share := self.get(leaf)) is not None)
-        if (share := next(known, None)) is not None:
-            return share.local
-        if (array := _first_array(batch)) is not None:
-            return int(array.shape[0])
-        for value in batch:
-            if isinstance(value, list):
-                return len(value)
+        if shares := self.of(batch):
+            return shares[0].local
+        if sizes := _sizes(batch):
+            return sizes[0]
         raise TypeError("the number of examples in the arguments of strategy.backward cannot be told")
 
     def is_empty(self, batch: Sequence[Any]) -> bool:
         """Whether the arguments of a step hold no example for certain: as is known, else as arrays and lists say."""
         if shares := self.of(batch):
             return not any(share.entries for share in shares)
-        arrays = [leaf.shape[0] for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)]
-        sizes = arrays or [len(value) for value in batch if isinstance(value, list)]
+        sizes = _sizes(batch)
         return bool(sizes) and not any(sizes)
 
     def part(self, value: Any, cut: Cut, local: int, index: int, derived: bool = False) -> Any:
@@ -284,6 +279,7 @@ def _is_structure(value: list[Any] | tuple[Any, ...]) -> bool:
     return any(isinstance(item, (Mapping, list, tuple)) or _is_array(item) for item in value)
 
 
-def _first_array(batch: Any) -> Any:
-    """The first tensor or array that has a first dimension, or None."""
-    return next((leaf for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)), None)
+def _sizes(batch: Sequence[Any]) -> list[int]:
+    """How many entries the arrays among the arguments of a step have, or the lists where there are no arrays."""
+    arrays = [int(leaf.shape[0]) for leaf in trees.leaves(batch) if _is_array(leaf) and len(leaf.shape)]
+    return arrays or [len(value) for value in batch if isinstance(value, list)]
