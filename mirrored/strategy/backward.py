@@ -16,24 +16,17 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_frame
-from mirrored.data.shares import KnownShares
 from mirrored.losses import compute_average_loss
 from mirrored.observer import observer
 from mirrored.seeds import TowerStreams
 from mirrored.strategy.calls import CheckedCalls
-from mirrored.strategy.engine import Engine
-from towers.collectives.communicator import Communicator
 from towers.collectives.values import sum_of_some
 
 
 class Backward(CheckedCalls):
     """The part of a strategy for ``backward``, and the state that its random numbers depend on."""
 
-    communicator: Communicator
-    engine: Engine
-    known_shares: KnownShares
     streams: TowerStreams
-    accumulates: bool
 
     def backward(
         self,

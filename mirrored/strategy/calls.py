@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from mirrored.context import current_frame
+from mirrored.data.shares import KnownShares
+from mirrored.strategy.engine import Engine
+from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
 
 RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
@@ -19,7 +22,13 @@ RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 
 
 class CheckedCalls:
-    """Methods that belong to the process and to the strategy's own scope and run."""
+    """Methods that belong to the process and to the strategy's own scope and run, and what they use of it."""
+
+    communicator: Communicator
+    engine: Engine
+    known_shares: KnownShares
+    accumulates: bool
+    _several: bool
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -14,23 +14,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mirrored.data.shares import KnownShares
 from mirrored.strategy.calls import CheckedCalls
-from mirrored.strategy.engine import Engine
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
 from towers.gradients.averages import average
 from towers.system.memory_layout import is_dense
 
 
 class OwnGradients(CheckedCalls):
     """The part of a strategy for gradients that are no business of ``backward()``; and its barrier."""
-
-    communicator: Communicator
-    engine: Engine
-    known_shares: KnownShares
-    _several: bool
-    accumulates: bool
 
     def grad(
         self,
