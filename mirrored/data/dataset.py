@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mirrored import seeds
-from mirrored.data.examples import Joined, Key, SeededCollate, SeededExamples
+from mirrored.data.examples import Joined, Request, SeededCollate, SeededExamples
 from mirrored.data.order import Drawn, Order
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
@@ -289,30 +288,27 @@ class MapDataset(DistributedDataset):
 
     def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        sizes = self._sampler.start(self._seed, epoch, first, drawn.order)
-        for batch in self._loader:
-            yield batch, self._share(sizes.popleft())
+        self._sampler.place = self._seed, epoch, first, drawn.order
+        for batch, total in self._loader:
+            yield batch, self._share(total)
 
 
 class _ShareSampler:
-    """Asks the loader for this tower's share of each global batch, and tells how large the batch was."""
+    """Asks the loader for this tower's share of each global batch.
+
+    Attributes:
+        place: where the next iteration begins, as :meth:`Order.batches` takes it.
+    """
 
     def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.start(0, 0, 0, None)
+        self.place: tuple[int, int, int, list[Any] | None] = 0, 0, 0, None
 
-    def start(self, seed: int, epoch: int, first: int, drawn: list[Any] | None) -> deque[int]:
-        """Set where the next iteration begins; returns where that one notes the sizes of the global batches."""
-        self._sizes: deque[int] = deque()
-        self._position = seed, epoch, first, drawn
-        return self._sizes
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        sizes, (seed, epoch, first, drawn) = self._sizes, self._position
+    def __iter__(self) -> Iterator[Request]:
+        seed, epoch, first, drawn = self.place
         for indices in self._order.batches(seed, epoch, first, drawn):
-            sizes.append(len(indices))
             start, end = self._cut.bounds(len(indices))
-            missing = start == end
+            missing = start == end and len(indices) > 0
             chosen = indices[:1] if missing else indices[start:end]
-            yield [Key(seed, epoch, index, missing) for index in chosen]
+            yield Request(seed, epoch, chosen, missing, len(indices))

@@ -73,17 +73,20 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 _WITHOUT_RANDOMNESS = (TensorDataset, Slices, list, tuple, range)
 
 
-class Key(NamedTuple):
-    """The sampler's request for an example, in an epoch of a run.
+class Request(NamedTuple):
+    """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
-        missing: whether the share has no examples: this one, of another tower, shows what a batch looks like.
+        indices: of the share's examples.
+        missing: whether it has none: the one of ``indices``, of another tower, shows what a batch looks like.
+        total: examples of all towers together.
     """
 
     seed: int
     epoch: int
-    index: Any
-    missing: bool = False
+    indices: list[Any]
+    missing: bool
+    total: int
 
 
 class SeededExamples:
@@ -103,16 +106,16 @@ class SeededExamples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[Key]) -> tuple[list[Key], list[Any]]:
-        """The keys, and their examples."""
+    def __getitems__(self, request: Request) -> tuple[Request, list[Any]]:
+        """The request, and its examples."""
         if self._plain:
-            return keys, [self.dataset[key.index] for key in keys]
+            return request, [self.dataset[index] for index in request.indices]
         with _own_randomness():
-            return keys, [self._load(key) for key in keys]
+            return request, [self._load(request, index) for index in request.indices]
 
-    def _load(self, key: Key) -> Any:
-        seeds.seed_cpu(seeds.mix(key.seed, "example", key.epoch, key.index))
-        return self.dataset[key.index]
+    def _load(self, request: Request, index: Any) -> Any:
+        seeds.seed_cpu(seeds.mix(request.seed, "example", request.epoch, index))
+        return self.dataset[index]
 
 
 def _own_randomness() -> contextlib.AbstractContextManager[None]:
@@ -193,15 +196,16 @@ class ShareCollate:
 class SeededCollate(ShareCollate):
     """Collates a share of what :class:`SeededExamples` gives."""
 
-    def __call__(self, loaded: tuple[list[Key], list[Any]]) -> Any:
-        keys, examples = loaded
-        if keys and keys[0].missing:
-            return self.without_examples(examples[0], _collate_seed(keys[0]))
-        return self.collate(examples, lambda start: _collate_seed(keys[start]))
+    def __call__(self, loaded: tuple[Request, list[Any]]) -> tuple[Any, int]:
+        """The collated share, and the global batch's size."""
+        request, examples = loaded
 
+        def seed_of(start: int) -> int:
+            return seeds.mix(request.seed, "collate", request.epoch, request.indices[start])
 
-def _collate_seed(key: Key) -> int:
-    return seeds.mix(key.seed, "collate", key.epoch, key.index)
+        if request.missing:
+            return self.without_examples(examples[0], seed_of(0)), request.total
+        return self.collate(examples, seed_of), request.total
 
 
 class CollateShare(ShareCollate):
