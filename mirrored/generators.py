@@ -18,6 +18,7 @@ import ctypes
 import functools
 import random
 import struct
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -79,13 +80,6 @@ def _can_use(device: torch.device) -> bool:
     return device.type != "cpu" and not cuda.is_capturing(device)
 
 
-class _NoBits:
-    """Stands in for NumPy's bit generator while the rest of the state is read or set."""
-
-    def __init__(self) -> None:
-        self.state: Any = None
-
-
 @functools.lru_cache(maxsize=2)
 def _memory(bits: Any) -> memoryview | None:
     """The memory of a bit generator's state; None where it is not 624 words and a position."""
@@ -101,9 +95,7 @@ def _take_numpy() -> _NumPyPlace:
     memory = _memory(bits)
     if memory is None:
         return _NumPyPlace(bits, None, np.random.get_state(legacy=False))
-    stand_in = _NoBits()
-    stand_in.state = {"bit_generator": "MT19937", "state": None}
-    _NUMPY._bit_generator = stand_in
+    _NUMPY._bit_generator = types.SimpleNamespace(state={"bit_generator": "MT19937", "state": None})
     try:
         rest = _NUMPY.get_state(legacy=False)
     finally:
@@ -120,7 +112,7 @@ def _put_numpy(place: _NumPyPlace) -> None:
     memory = _memory(place.bits)
     assert memory is not None
     memory[:] = place.words
-    _NUMPY._bit_generator = _NoBits()
+    _NUMPY._bit_generator = types.SimpleNamespace()
     try:
         _NUMPY.set_state(place.rest)
     finally:
