@@ -21,7 +21,7 @@ from mirrored.data.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
-from mirrored.strategy.scope import AfterFirstForward, Recorder, has_uninitialized
+from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
 from mirrored.virtual.towers import VirtualTowers
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
@@ -235,7 +235,7 @@ class Engine:
             for _, root in self.recorder.roots():
                 metrics.prepare(root, self._comm)
         for module in lazy:
-            AfterFirstForward(module, self._mirror_lazy)
+            in_first_forward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         for add in self._add:

@@ -233,19 +233,15 @@ def has_uninitialized(module: nn.Module) -> bool:
     return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
 
 
-class AfterFirstForward:
-    """A forward pre-hook for a lazy module: once its parameters have shapes, calls back, and removes itself.
+def in_first_forward(module: nn.Module, ready: Callable[[nn.Module], None]) -> None:
+    """Let a lazy module call back, once, in its first forward, when its parameters have shapes.
 
-    Copies of the module (``copy.deepcopy``) share it, so that copying a model does not copy the strategy.
+    The hook is a function, which copies of the module (``copy.deepcopy``) share, so that copying a model does not copy
+    the strategy.
     """
 
-    def __init__(self, module: nn.Module, ready: Any) -> None:
-        self._ready = ready
-        self._handle = module.register_forward_pre_hook(self)
+    def hook(module: nn.Module, inputs: object) -> None:
+        handle.remove()
+        ready(module)
 
-    def __call__(self, module: nn.Module, inputs: object) -> None:
-        self._handle.remove()
-        self._ready(module)
-
-    def __deepcopy__(self, memo: object) -> AfterFirstForward:
-        return self
+    handle = module.register_forward_pre_hook(hook)
