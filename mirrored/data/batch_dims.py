@@ -176,10 +176,10 @@ class _Reading:
     def __init__(self, batch: Any) -> None:
         self._batch = batch
         self._first: tuple[str, str, int] | None = None  # path, description and number of examples
-        self._find_arrays(batch, "batch")
+        self._find(batch, "batch", lists=False)
         self._has_arrays = self._first is not None
         if not self._has_arrays:
-            self._find_lists(batch, "batch")
+            self._find(batch, "batch", lists=True)
         if self._first is None:
             raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
 
@@ -194,18 +194,22 @@ class _Reading:
             first, other, _ = self._first
             raise TypeError(f"{first} {other}, but {path} {description}, so a batch cannot be cut: {_HOW}")
 
-    def _find_arrays(self, value: Any, path: str) -> None:
+    def _find(self, value: Any, path: str, lists: bool) -> None:
+        """Note the arrays in a value, or the ``lists`` of what can be examples where a batch has no arrays."""
         if isinstance(value, PackedSequence):
             raise TypeError(f"{path} is a PackedSequence, so a batch cannot be cut: {_HOW}")
         if _has_dimensions(value):
             self._note(path, f"has shape {tuple(value.shape)}", int(value.shape[0]))
         elif isinstance(value, Mapping):
             for key, entry in value.items():
-                self._find_arrays(entry, f"{path}[{key!r}]")
+                self._find(entry, f"{path}[{key!r}]", lists)
         elif isinstance(value, (list, tuple)):
+            if lists and _is_flat(value):
+                self._note(path, f"has {len(value)} entries", len(value))
+                return
             self._refuse_either_way(value, path)
             for i, entry in enumerate(value):
-                self._find_arrays(entry, f"{path}[{i}]")
+                self._find(entry, f"{path}[{i}]", lists)
 
     def _refuse_either_way(self, value: Sequence[Any], path: str) -> None:
         """Refuse what may be a list of examples as well as of fields."""
@@ -221,17 +225,6 @@ class _Reading:
                 f"{path} is a {type(value).__name__} of {len(value)} arrays of shape {tuple(arrays[0].shape)}: one for "
                 f"each example, or fields of a batch of {arrays[0].shape[0]}? {_HOW}"
             )
-
-    def _find_lists(self, value: Any, path: str) -> None:
-        if isinstance(value, Mapping):
-            for key, entry in value.items():
-                self._find_lists(entry, f"{path}[{key!r}]")
-        elif isinstance(value, (list, tuple)):
-            if _is_flat(value):
-                self._note(path, f"has {len(value)} entries", len(value))
-            else:
-                for i, entry in enumerate(value):
-                    self._find_lists(entry, f"{path}[{i}]")
 
     def _dims(self, value: Any, path: str) -> Any:
         assert self._first is not None
