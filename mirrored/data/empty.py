@@ -88,10 +88,8 @@ class _Comparison:
             return self._dataclass(single, double, path)
         if isinstance(single, _WHOLE):
             return single
-        if isinstance(single, (int, float, complex)):
-            return single * 0 if self._counts(np.asarray(single), np.asarray(double)) else single
-        if isinstance(single, np.generic):
-            return single * single.dtype.type(0) if self._counts(np.asarray(single), np.asarray(double)) else single
+        if isinstance(single, (int, float, complex, np.generic)):
+            return type(single)(0) if self._counts(np.asarray(single), np.asarray(double)) else single
         return self._object(single, double, path)
 
     def _entries(self, single: Any, double: Any, path: str) -> list[Any]:
