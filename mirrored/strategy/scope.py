@@ -38,8 +38,8 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self._parameters: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._mirrored: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._awaited: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._scopes: list[Callable[[nn.Module], None] | None] = []
@@ -78,7 +78,7 @@ class Recorder:
     def _on_parameter(self, module: nn.Module, name: str, parameter: torch.Tensor | None) -> None:
         self._remember(module)
         if parameter is not None and not self.is_mirrored(parameter):
-            self._parameters[id(parameter)] = weakref.ref(parameter)
+            self._parameters[id(parameter)] = parameter
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         self._remember(module)
@@ -89,11 +89,7 @@ class Recorder:
             self.add(child)  # it may be a copy: see [Note: recording follows modules]
 
     def _remember(self, module: nn.Module) -> None:
-        known = self._modules.get(id(module))
-        if known is None or known() is not module:
-            # A dead module's id may come back: its successor goes to the end, not to its place.
-            self._modules.pop(id(module), None)
-            self._modules[id(module)] = weakref.ref(module)
+        self._modules[id(module)] = module  # at the end, or where it was; a dead module's place is gone with it
         self.pending = True
         if self._scopes and (adopt := self._scopes[-1]) is not None:
             adopt(module)
@@ -111,8 +107,7 @@ class Recorder:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded and not yet taken."""
-        reference = self._parameters.get(id(parameter))
-        return reference is not None and reference() is parameter
+        return self._parameters.get(id(parameter)) is parameter
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded, taken or not."""
@@ -120,14 +115,12 @@ class Recorder:
 
     def untaken(self) -> list[torch.Tensor]:
         """The parameters that were recorded, have values and were not yet taken."""
-        parameters = (reference() for reference in self._parameters.values())
-        return [parameter for parameter in parameters if parameter is not None and not is_lazy(parameter)]
+        return [parameter for parameter in self._parameters.values() if not is_lazy(parameter)]
 
     def describe(self, parameter: torch.Tensor) -> str:
         """The name that messages give a parameter that was recorded and not yet taken."""
-        for reference in self._modules.values():
-            module = reference()
-            for name, candidate in module.named_parameters(recurse=False) if module is not None else ():
+        for module in self._modules.values():
+            for name, candidate in module.named_parameters(recurse=False):
                 if candidate is parameter:
                     return f"{name} of a {type(module).__name__}"
         return f"a parameter of shape {tuple(parameter.shape)}"
@@ -138,7 +131,7 @@ class Recorder:
         They count as mirrored from now on. Returned too, once, are lazy modules that have not seen a batch yet.
         """
         gc.collect()  # see [Note: recording follows modules]
-        modules = [m for reference in self._modules.values() if (m := reference()) is not None]
+        modules = list(self._modules.values())
         lazy = [module for module in modules if has_uninitialized(module)]
         named: dict[int, Named] = {}
         sparse = {id(m.weight) for m in modules if isinstance(m, _EMBEDDINGS) and m.sparse}
@@ -154,10 +147,9 @@ class Recorder:
                     if not is_lazy(buffer):
                         full = ".".join(filter(None, (name, path, key)))
                         named.setdefault(id(buffer), Named(full, buffer, "buffer"))
-        self._modules = {id(module): weakref.ref(module) for module in lazy}
-        self._parameters = {
-            id(p): weakref.ref(p) for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self
-        }
+        awaited = [p for m in lazy for p in m.parameters(recurse=False) if is_lazy(p) and p in self]
+        self._modules = weakref.WeakValueDictionary({id(module): module for module in lazy})
+        self._parameters = weakref.WeakValueDictionary({id(parameter): parameter for parameter in awaited})
         self.pending = False
         for entry in named.values():
             if entry.kind == "parameter":
@@ -222,9 +214,7 @@ class Recorder:
         """The outermost modules that were taken, and all that were recorded and not yet taken."""
         for _, root in self.roots():
             yield root
-        for reference in self._modules.values():
-            if (module := reference()) is not None:
-                yield module
+        yield from self._modules.values()
 
 
 def has_uninitialized(module: nn.Module) -> bool:
