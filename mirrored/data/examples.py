@@ -151,12 +151,18 @@ class ShareCollate:
         self._stand_in = stand_in
         self._draws = collate_fn is not default_collate  # whose parts can be cut out of the whole, too
 
-    def collate(self, examples: list[Any], seeds_of: Callable[[int], int]) -> Any:
+    def collate(self, examples: list[Any], missing: bool, seeds_of: Callable[[int], int]) -> Any:
         """One batch, or a :class:`Joined`.
 
         Args:
+            missing: whether the share has no examples: the one here is of another tower.
             seeds_of: a seed for the part that begins with a certain one of the examples.
+
+        Raises:
+            TypeError: an empty batch cannot be made.
         """
+        if missing:
+            return self._without_examples(examples[0], seeds_of(0))
         if not self._draws or not examples:
             return self._collate_fn(examples)
         cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
@@ -167,15 +173,8 @@ class ShareCollate:
             whole = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
             return Joined(whole, tuple(parts))
 
-    def without_examples(self, example: Any, seed: int) -> Any:
-        """The batch of a share that has none, or its stand-in.
-
-        Args:
-            example: of another tower.
-
-        Raises:
-            TypeError: an empty batch cannot be made.
-        """
+    def _without_examples(self, example: Any, seed: int) -> Any:
+        """The batch of a share that has none, or its stand-in, made with an example of another tower."""
         with _own_randomness():
             if self._stand_in:
                 return self._seeded([example], seed)
@@ -203,9 +202,7 @@ class SeededCollate(ShareCollate):
         def seed_of(start: int) -> int:
             return seeds.mix(request.seed, "collate", request.epoch, request.indices[start])
 
-        if request.missing:
-            return self.without_examples(examples[0], seed_of(0)), request.total
-        return self.collate(examples, seed_of), request.total
+        return self.collate(examples, request.missing, seed_of), request.total
 
 
 class CollateShare(ShareCollate):
@@ -220,8 +217,6 @@ class CollateShare(ShareCollate):
         start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
-            if start == end:
-                batch = self.without_examples(examples[0], seeds.mix(seed, start))
-            else:
-                batch = self.collate(examples[start:end], lambda first: seeds.mix(seed, start + first))
+            share = examples[start:end] or examples[:1]
+            batch = self.collate(share, start == end, lambda first: seeds.mix(seed, start + first))
             return batch, len(examples)
