@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from mirrored.data.empty import narrow
 from towers.system import tree as trees
 
 Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]
@@ -152,13 +152,7 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
     if callable(dims):
         return dims(value, start, end)
     try:
-        if isinstance(value, np.ndarray):
-            return value[(slice(None),) * (dims % value.ndim) + (slice(start, end),)]
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                return value.narrow(dims, start, end - start)
-            return value.index_select(dims, torch.arange(start, end, device=value.device))
-        return value[start:end]
+        return narrow(value, dims, start, end) if isinstance(value, (Tensor, np.ndarray)) else value[start:end]
     except (TypeError, IndexError, KeyError, RuntimeError) as error:
         raise TypeError(f"{path} is a {type(value).__name__}, which cannot be cut ({error}): {_HOW}") from None
 

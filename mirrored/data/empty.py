@@ -55,6 +55,15 @@ def _copied(example: Any) -> Any:
         return example
 
 
+def narrow(array: Any, dim: int, start: int, end: int) -> Any:
+    """Entries ``start`` to ``end`` of a tensor or array along a dimension."""
+    if isinstance(array, np.ndarray):
+        return array[(slice(None),) * (dim % array.ndim) + (slice(start, end),)]
+    if array.layout is torch.strided:
+        return array.narrow(dim, start, end - start)
+    return array.index_select(dim, torch.arange(start, end, device=array.device))
+
+
 class _Comparison:
     """Compares a batch of one example with one of two.
 
@@ -125,13 +134,7 @@ class _Comparison:
         if not grown:
             return single * 0 if self._counts(single, double) else single
         for d in grown:
-            size = self._size(single.shape[d], double.shape[d])
-            if not isinstance(single, Tensor):
-                single = single[(slice(None),) * d + (slice(size),)]
-            elif single.layout is torch.strided:
-                single = single.narrow(d, 0, size)
-            else:
-                single = single.index_select(d, torch.arange(size, device=single.device))
+            single = narrow(single, d, 0, self._size(single.shape[d], double.shape[d]))
         return single
 
     def _dataclass(self, single: Any, double: Any, path: str) -> Any:
