@@ -52,16 +52,12 @@ class DistributedDataset(ABC):
         self._stand_in = stand_in
         self._epoch = 0
         self._step = 0
-        self._running = False
-        self._newest: object = None
-        self._drawn: Drawn | None = None
+        self._drawn: Drawn | None = None  # of the newest iterator, until it has come to its end
         self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._running:
+        if self._drawn is not None:
             self._epoch, self._step = self._epoch + 1, 0
-        self._running = True
-        self._newest = this = object()
         epoch, step = self._epoch, self._step
         self._drawn = drawn = self._draw(epoch)
         self._check_agreement(epoch, step, drawn)
@@ -77,20 +73,20 @@ class DistributedDataset(ABC):
         try:
             for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
                 step += 1
-                if self._newest is this:
+                if self._drawn is drawn:
                     self._step = step
-                self._known.drop(this)
+                self._known.drop(drawn)
                 if isinstance(batch, Joined):
-                    self._known.hold(this, *batch)
+                    self._known.hold(drawn, *batch)
                     batch = batch.whole
                 self._known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 self._known.in_hand = share
                 yield batch
         finally:
             self._known.in_hand = in_hand_outside
-            self._known.drop(this)
-        if self._newest is this:
-            self._epoch, self._step, self._running, self._drawn = epoch + 1, 0, False, None
+            self._known.drop(drawn)
+        if self._drawn is drawn:
+            self._epoch, self._step, self._drawn = epoch + 1, 0, None
 
     def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
@@ -127,9 +123,9 @@ class DistributedDataset(ABC):
         In a run that is resumed the first is the epoch that was interrupted, whose loop then yields what is left of it,
         perhaps nothing.
         """
-        first = self._epoch + 1 if self._running else self._epoch
+        first = self._epoch + (self._drawn is not None)
         for epoch in range(first, count):
-            if (at := self._epoch + self._running) != epoch:
+            if (at := self._epoch + (self._drawn is not None)) != epoch:
                 raise RuntimeError(
                     f"epochs() is at epoch {epoch}, but the data at {at}: loop over the data once in each"
                 )
@@ -171,8 +167,7 @@ class DistributedDataset(ABC):
                     f"{len(self)} steps; the data or the global batch size is another than when it was saved"
                 )
         self._seed = state["seed"]
-        self._epoch, self._step, self._running = state["epoch"], step, False
-        self._newest = self._drawn = None
+        self._epoch, self._step, self._drawn = state["epoch"], step, None
         self._saved_order = order if step else None
 
     def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
