@@ -42,6 +42,13 @@ def test_nine_examples_in_batches_of_four() -> None:
     assert towers(nine_by_four, True) == [([[0, 1], [4, 5]], 2), ([[2, 3], [6, 7]], 2)]
 
 
+def test_data_without_examples_has_no_steps() -> None:
+    """torch's own shuffling refuses it."""
+    for shuffle in (False, True):
+        data = mirrored.OneDeviceStrategy().distribute_dataset([], 4, shuffle=shuffle)
+        assert (len(data), list(data)) == (0, [])
+
+
 def three_epochs(strategy: mirrored.Strategy) -> list[list[list[int]]]:
     """All towers' shares joined: the global batches of three epochs."""
     data = strategy.distribute_dataset(range(23), 5, shuffle=True, seed=7)
