@@ -147,7 +147,7 @@ class GradientAverager:
         for bucket in self.buckets:
             self.keys.release(bucket.key)
         self.generation += 1
-        self._layout = layout = BucketLayout(parameters, self._bucket_bytes, self._reduction.slot_type)
+        self._layout = layout = BucketLayout(parameters, self._bucket_bytes)
         for bucket in self.buckets:
             bucket.key = self.keys.new()
         for slot in layout.slots:
@@ -261,8 +261,7 @@ class GradientAverager:
         try:
             self._finish(kind(self._channel))
         finally:
-            for dense_slot in self._layout.dense:
-                dense_slot.note_whole()
+            self._reduction.note_whole()
 
     @property
     def in_backward(self) -> bool:

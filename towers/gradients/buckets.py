@@ -57,9 +57,11 @@ class DenseSlot(Slot):
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
         copied: the gradient that was copied so, and its version then.
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
+        on_install: is told of each gradient that lies in the buffer and will be reduced there, if that leaves it
+            incomplete.
     """
 
-    __slots__ = ("bucket", "copied", "large", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "large", "on_install", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -69,6 +71,7 @@ class DenseSlot(Slot):
         self.view: Tensor | None = None
         self.copied: tuple[Tensor, int] | None = None
         self.packed: Tensor | None = None
+        self.on_install: Callable[[DenseSlot, Tensor], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -86,7 +89,8 @@ class DenseSlot(Slot):
         """Make this slot's place in the buffer the parameter's gradient."""
         assert self.view is not None
         parameter.grad = gradient = self.view.detach()
-        self.note_installed(gradient)
+        if self.on_install is not None:
+            self.on_install(self, gradient)
 
     def copy(self, gradient: Tensor, scale: float) -> None:
         """Copy ``gradient`` times ``scale`` into the buffer."""
@@ -101,14 +105,6 @@ class DenseSlot(Slot):
         """Whether ``gradient`` was copied at once, and nobody has changed it since."""
         copied = self.copied
         return copied is not None and copied[0] is gradient and copied[1] == gradient._version
-
-    # What a reduction that leaves gradients incomplete does otherwise:
-
-    def note_installed(self, gradient: Tensor) -> None:
-        """``gradient`` lies in the buffer and will be reduced there."""
-
-    def note_whole(self) -> None:
-        """The gradient that was installed last is the same on all towers."""
 
 
 class Bucket:
@@ -144,10 +140,10 @@ class Bucket:
         self._address = 0
         self._version = 0
 
-    def add(self, named: Named, slot_type: type[DenseSlot] = DenseSlot) -> None:
+    def add(self, named: Named) -> None:
         """Give a parameter the next aligned place."""
         start = -(-self.numel // self.alignment) * self.alignment
-        slot = slot_type(named, self, start)
+        slot = DenseSlot(named, self, start)
         self.slots.append(slot)
         self.numel = start + slot.numel
 
@@ -222,7 +218,8 @@ class Bucket:
             elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
-                slot.note_installed(gradient)
+                if slot.on_install is not None:
+                    slot.on_install(slot, gradient)
             else:
                 if self.streams is not None and not gradient.is_sparse:
                     self.streams.keep(gradient)
@@ -340,7 +337,7 @@ def _write(target: Tensor, flags: Sequence[bool]) -> None:
         target.copy_(torch.tensor(flags, dtype=target.dtype, device="cpu"))
 
 
-def distribute(parameters: Sequence[Named], bucket_bytes: int, slot_type: type[DenseSlot] = DenseSlot) -> list[Bucket]:
+def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     """Distribute parameters over buckets of about ``bucket_bytes``, one dtype and device each.
 
     The last parameter comes first, since backward usually reaches it first; the first bucket is small, so that the
@@ -360,7 +357,7 @@ def distribute(parameters: Sequence[Named], bucket_bytes: int, slot_type: type[D
             if bucket is None or bucket.nbytes >= min(limit, bucket_bytes):
                 bucket = filling[key] = Bucket(len(buckets), *key)
                 buckets.append(bucket)
-            bucket.add(named, slot_type)
+            bucket.add(named)
     if not buckets:
         buckets.append(Bucket(0, torch.float32, torch.device("cpu")))
     return buckets

@@ -21,7 +21,6 @@ class BucketLayout:
 
     Args:
         bucket_bytes: size of a bucket.
-        slot_type: of the dense slots.
 
     Attributes:
         buckets: of the dense gradients.
@@ -29,9 +28,9 @@ class BucketLayout:
         units: how many buckets and sparse gradients there are.
     """
 
-    def __init__(self, parameters: Sequence[Named], bucket_bytes: int, slot_type: type[DenseSlot] = DenseSlot) -> None:
+    def __init__(self, parameters: Sequence[Named], bucket_bytes: int) -> None:
         self._names = [named.name for named in parameters]
-        self.buckets: list[Bucket] = distribute([n for n in parameters if not n.sparse], bucket_bytes, slot_type)
+        self.buckets: list[Bucket] = distribute([n for n in parameters if not n.sparse], bucket_bytes)
         self.dense: list[DenseSlot] = [slot for bucket in self.buckets for slot in bucket.slots]
         self.sparse = [SparseSlot(named) for named in parameters if named.sparse]
         self.slots: list[Slot] = [*self.dense, *self.sparse]

@@ -12,7 +12,7 @@ the optimizer's step; where it is something else, :meth:`ReduceScatter.before_ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -25,39 +25,7 @@ from towers.gradients.layout import BucketLayout
 from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
 from towers.gradients.reductions import AllReduce
 from towers.gradients.slots import handles_gradients
-from towers.mirroring.mirror import Named
 from towers.system.torch_private import disable_dynamo
-
-
-class ChunkedSlot(DenseSlot):
-    """A place in a bucket of which this tower averages its chunk.
-
-    Attributes:
-        gather: gradients are installed as lazily gathered ones that call it; None where buckets are averaged whole.
-    """
-
-    __slots__ = ("_lazy", "gather")
-
-    def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
-        super().__init__(named, bucket, start)
-        self.gather: Callable[[], None] | None = None
-        self._lazy: TensorWeakRef | None = None
-
-    @property
-    def lazy(self) -> Tensor | None:
-        """The gradient that was installed last, if it is lazily gathered and somebody still holds it."""
-        gradient: Tensor | None = self._lazy() if self._lazy is not None else None
-        return gradient
-
-    def note_installed(self, gradient: Tensor) -> None:
-        if self.gather is not None:
-            make_lazy(gradient, self.gather)
-            self._lazy = TensorWeakRef(gradient)
-
-    def note_whole(self) -> None:
-        gradient, self._lazy = self.lazy, None
-        if gradient is not None:
-            make_ordinary(gradient)
 
 
 class ReduceScatter(AllReduce):
@@ -67,20 +35,19 @@ class ReduceScatter(AllReduce):
     all buckets are averaged whole.
     """
 
-    slot_type = ChunkedSlot
-
     def __init__(self, channel: Communicator, regions: Regions) -> None:
         super().__init__(channel)
         self._regions = regions
-        self._slots: list[ChunkedSlot] = []
+        self._lazy: dict[DenseSlot, TensorWeakRef] = {}  # the gradients that were installed last
         self._reduced: list[tuple[Bucket, list[Tensor]]] = []  # with every tower's memory, until gathered or dropped
         self._owes_barrier = False
 
     def lay_out(self, layout: BucketLayout) -> None:
-        self._slots = [] if layout.sparse else [slot for slot in layout.dense if isinstance(slot, ChunkedSlot)]
+        self._lazy = {}
         self.watches_adding = not layout.sparse
-        for slot in self._slots:
-            slot.gather = self.gather
+        if self.watches_adding:
+            for slot in layout.dense:
+                slot.on_install = self._make_lazy
 
     def start(self, bucket: Bucket) -> None:
         if not self.watches_adding:
@@ -131,8 +98,7 @@ class ReduceScatter(AllReduce):
         if self._reduced:
             with WholeCall(self._regions.barrier):
                 self._gather()
-            for slot in self._slots:
-                slot.note_whole()
+            self.note_whole()
 
     def _gather(self) -> None:
         self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
@@ -148,18 +114,29 @@ class ReduceScatter(AllReduce):
 
     def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
-        gradients = ((slot, slot.parameter.grad) for slot in slots if slot.parameter is not None)
-        return any(
-            isinstance(gradient, LazyGradient) and isinstance(slot, ChunkedSlot) and gradient is not slot.lazy
-            for slot, gradient in gradients
-        )
+        held = self._held()
+        pairs = ((slot, slot.parameter.grad) for slot in slots if slot.parameter is not None)
+        return any(isinstance(gradient, LazyGradient) and gradient is not held.get(slot) for slot, gradient in pairs)
+
+    def _make_lazy(self, slot: DenseSlot, gradient: Tensor) -> None:
+        make_lazy(gradient, self.gather)
+        self._lazy[slot] = TensorWeakRef(gradient)
+
+    def _held(self) -> dict[DenseSlot, Tensor]:
+        """The lazily gathered gradients that somebody still holds."""
+        return {slot: gradient for slot, held in self._lazy.items() if (gradient := held()) is not None}
+
+    def note_whole(self) -> None:
+        for gradient in self._held().values():
+            make_ordinary(gradient)
+        self._lazy = {}
 
     # -- barriers ----------------------------------------------------------------------------------------
 
     @handles_gradients
     def before_adding(self) -> None:
         if self._reduced:
-            if any(slot.lazy is not None for slot in self._slots):
+            if self._held():
                 self.gather()
             self._reduced = []
         self.make_deferred_barrier()

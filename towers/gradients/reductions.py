@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending
-from towers.gradients.buckets import Bucket, DenseSlot
+from towers.gradients.buckets import Bucket
 from towers.gradients.layout import BucketLayout
 from towers.gradients.sparse import SparseSlot
 
@@ -27,12 +27,10 @@ class Reduction(ABC):
 
     Attributes:
         scale: what gradients are multiplied by on their way into the buckets (see [Note: where the mean is taken]).
-        slot_type: what describes a parameter's place in a bucket.
         watches_adding: whether autograd has to call :meth:`before_adding`.
     """
 
     scale: float = 1.0
-    slot_type: type[DenseSlot] = DenseSlot
     watches_adding: bool = False
 
     def lay_out(self, layout: BucketLayout) -> None:  # noqa: B027  (nothing to do is a right default)
@@ -56,6 +54,9 @@ class Reduction(ABC):
     @abstractmethod
     def reduce_sparse(self, slot: SparseSlot) -> None:
         """Reduce a sparse gradient."""
+
+    def note_whole(self) -> None:  # noqa: B027
+        """What lies in the buckets is the same on all towers: another reduction has made it."""
 
     def before_adding(self) -> None:  # noqa: B027
         """Outside of an averaged backward: gradients are about to change, or to be made. The last may still be held.
