@@ -44,6 +44,7 @@ from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.torch_private import foreach_copy_, storage_holders
 
+_NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype
 FIRST_BUCKET_BYTES = 2**20
 _LARGE_BYTES = 2**17  # from here on copying a gradient at once saves more than one call for many does
 
@@ -68,7 +69,7 @@ class DenseSlot(Slot):
         self.bucket = bucket
         self.start = start
         self.large = named.tensor.nbytes >= _LARGE_BYTES
-        self.view: Tensor | None = None
+        self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
         self.packed: Tensor | None = None
         self.on_install: Callable[[DenseSlot, Tensor], None] | None = None
@@ -81,30 +82,23 @@ class DenseSlot(Slot):
     def is_installed(self, gradient: Tensor | None) -> bool:
         """Whether ``gradient`` is this slot's place in the buffer."""
         view = self.view
-        if view is None or gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
+        if gradient is None or gradient.is_sparse or gradient.data_ptr() != view.data_ptr():
             return False
         return gradient.stride() == view.stride() and gradient.dtype == view.dtype
 
     def install(self, parameter: Tensor) -> None:
         """Make this slot's place in the buffer the parameter's gradient."""
-        assert self.view is not None
         parameter.grad = gradient = self.view.detach()
         if self.on_install is not None:
             self.on_install(self, gradient)
 
     def copy(self, gradient: Tensor, scale: float) -> None:
         """Copy ``gradient`` times ``scale`` into the buffer."""
-        assert self.view is not None
         dense = to_dense(gradient) if gradient.is_sparse else gradient
         if scale == 1.0:
             self.view.copy_(dense)
         else:
             torch.mul(dense, scale, out=self.view)
-
-    def has_copied(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` was copied at once, and nobody has changed it since."""
-        copied = self.copied
-        return copied is not None and copied[0] is gradient and copied[1] == gradient._version
 
 
 class Bucket:
@@ -118,6 +112,7 @@ class Bucket:
         missing: how many gradients of this backward have not arrived.
         launched: it was packed in this backward.
         used: which slots had a gradient of this tower's own when it was packed.
+        buffer, tail: its memory, allocated once it is needed, and the part behind the gradients.
         streams: orders what comes on an accelerator; None elsewhere.
     """
 
@@ -132,12 +127,11 @@ class Bucket:
         self.missing = 0
         self.launched = False
         self.used: list[bool] = []
-        self.buffer: Tensor | None = None
-        self.tail: Tensor | None = None
+        self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._ready = False
         self._holders = 0
-        self._address = 0
+        self._address = -1
         self._version = 0
 
     def add(self, named: Named) -> None:
@@ -201,8 +195,6 @@ class Bucket:
             tail: whether flags travel in the tail.
         """
         self._make_ready(channel)
-        assert self.buffer is not None
-        assert self.tail is not None
         used = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
@@ -210,11 +202,10 @@ class Bucket:
             parameter, fresh = slot.parameter, slot.fresh
             gradient = None if parameter is None else parameter.grad
             used.append(fresh)
-            assert slot.view is not None
             if parameter is None or gradient is None:
                 slot.view.zero_()
-            elif slot.copied is not None and slot.has_copied(gradient):
-                slot.install(parameter)
+            elif (copied := slot.copied) is not None and copied[0] is gradient and copied[1] == gradient._version:
+                slot.install(parameter)  # it was copied at once, and nobody has changed it since
             elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
@@ -251,7 +242,7 @@ class Bucket:
             TowersError: the script has changed or replaced one meanwhile.
         """
         changed = [s for s in self.slots if (p := s.parameter) is not None and p.grad is not s.packed]
-        if not changed and self.buffer is not None and self.buffer._version != self._version:
+        if not changed and self.buffer._version != self._version:
             changed = self.slots
         if changed:
             names = ", ".join(slot.name for slot in changed[:3])
@@ -274,8 +265,8 @@ class Bucket:
         gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
         ours = sum(slot.is_installed(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
-        moved = self.buffer is not None and self.buffer.data_ptr() != self._address
-        if self.buffer is None or moved or storage_holders(self.buffer) > self._holders + ours:
+        moved = self.buffer.data_ptr() != self._address
+        if moved or storage_holders(self.buffer) > self._holders + ours:
             self._allocate(channel)
 
     def settle(self, tail: Callable[[], Tensor], number: int, tower: int) -> None:
@@ -319,10 +310,7 @@ class Bucket:
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
             parameter = slot.parameter
-            if parameter is not None:
-                slot.view = view_like(parameter, self.buffer[slot.start :])
-            else:
-                slot.view = self.buffer[:0]
+            slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
         self._holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()
 

@@ -64,8 +64,6 @@ class ReduceScatter(AllReduce):
         self._owes_barrier = True
         tails = []
         for bucket in buckets:
-            assert bucket.buffer is not None
-            assert bucket.tail is not None
             tensors = self._regions.map_peers(bucket.key)
             if tensors is None:  # some tower had no room for a region: the whole bucket, another way
                 self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))

@@ -78,14 +78,13 @@ class AllReduce(Reduction):
         self._pending: list[Pending] = []
 
     def start(self, bucket: Bucket) -> None:
-        assert bucket.buffer is not None
         self._pending.append(self._channel.start_average(bucket.buffer))
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         pending, self._pending = self._pending, []
         for average in pending:
             average.wait()
-        return [bucket.tail for bucket in buckets if bucket.tail is not None]
+        return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
         slot.average(self._channel)

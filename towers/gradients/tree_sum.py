@@ -31,8 +31,8 @@ class TreeSum(Reduction):
         pass
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        self._channel.sum_by_tree([bucket.buffer for bucket in buckets if bucket.buffer is not None])
-        return [bucket.tail for bucket in buckets if bucket.tail is not None]
+        self._channel.sum_by_tree([bucket.buffer for bucket in buckets])
+        return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
         gradient, all_sparse = slot.contribution(self._channel)
