@@ -94,10 +94,7 @@ class Cycle:
     def lay_out(self, layout: BucketLayout) -> None:
         """From now on gradients travel in the buckets of ``layout``."""
         self._layout = layout
-        self._started: list[Bucket] = []
         self._prediction = Prediction(layout.trainable())
-        self._expected = self._prediction.next()
-        self._next = 0  # index in what is expected
 
     def check_whole(self) -> None:
         """See that no backward has ended in an exception.
@@ -146,8 +143,8 @@ class Cycle:
         for bucket in self._layout.buckets:
             bucket.count_missing()
         self._expected = self._prediction.next()
-        self._next = 0
-        self._started = []
+        self._next = 0  # index in what is expected
+        self._started: list[Bucket] = []
 
     def arrive(self, slot: Slot, parameter: Tensor, gradient: Tensor | None, is_last: bool) -> bool:
         """Autograd has finished a gradient; returns whether it is a parameter's first dense one in this backward.
