@@ -100,9 +100,9 @@ FAULTS = {
         stream_cases.random_numbers,
     ),
     "usage flags are read from the device": Fault(
-        "towers.gradients.usage",
-        'channel.device.type != "cpu"',
-        "False",
+        "towers.gradients.cycle",
+        'channel.device.type == "cpu"',
+        "True",
         cases.step_without_waiting,
         ("unused",),
     ),

@@ -16,7 +16,6 @@ from towers.collectives.communicator import Alone
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
 from towers.gradients.streams import StreamOrder
-from towers.gradients.usage import FlagsThroughHosts
 from towers.mirroring.mirror import Named
 
 
@@ -92,8 +91,7 @@ def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
 
 
 def with_flags_through_hosts(strategy: mirrored.Strategy, fn: Callable[[mirrored.Strategy], Any]) -> Any:
-    cycle = strategy.engine.averager._cycle
-    cycle._flags = FlagsThroughHosts(cycle._channel)  # as between GPUs
+    strategy.engine.averager._cycle._flags_in_tails = False  # as between GPUs
     return fn(strategy)
 
 

@@ -11,6 +11,7 @@ wastes nothing after the first time; a parameter that a single tower used is exa
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -18,14 +19,13 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.errors import TowersError
-from towers.gradients import pairing
+from towers.gradients import pairing, usage
 from towers.gradients.buckets import Bucket, DenseSlot
 from towers.gradients.layout import BucketLayout
 from towers.gradients.pairing import BackwardCounter
 from towers.gradients.prediction import Prediction
 from towers.gradients.reductions import Reduction
 from towers.gradients.slots import Slot, handles_gradients
-from towers.gradients.usage import TailSum, usage_flags
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
@@ -83,7 +83,8 @@ class Cycle:
         self._channel = channel
         self._reduction = reduction
         self._watch = watch
-        self._flags = usage_flags(channel)
+        self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
+        self._exchanged: Callable[[int], Tensor] | None = None  # flags that nobody may have awaited
         self._backward = BackwardCounter(channel.health)
         self._unread: Callable[[], object] | None = None  # reads the flags of the last backward, where that waits
         self._starts_early = False  # not before a backward has been seen that has no other within it
@@ -207,7 +208,7 @@ class Cycle:
                 bucket.streams.advance()
             if self._watch is not None:
                 self._watch.inspect(bucket.slots)
-            bucket.pack(self._channel, reduction.scale, closing, tail=self._flags.in_tails)
+            bucket.pack(self._channel, reduction.scale, closing, tail=self._flags_in_tails)
             self._started.append(bucket)
             reduction.start(bucket)
 
@@ -243,7 +244,7 @@ class Cycle:
             self._start(buckets[index], reduction)
         self._start(buckets[last], reduction, closing)
         tail = self._await(reduction, closing)
-        if not self._flags.in_tails and all(touched):  # then nobody can have touched more than this tower
+        if not self._flags_in_tails and all(touched):  # then nobody can have touched more than this tower
             self._unread = lambda: self._read(layout, buckets[last], tail)
         else:
             touched = self._read(layout, buckets[last], tail)
@@ -260,17 +261,19 @@ class Cycle:
                 slot.averaged = self.number
         return touched
 
-    def _await(self, reduction: Reduction, closing: Sequence[bool]) -> TailSum:
+    def _await(self, reduction: Reduction, closing: Sequence[bool]) -> Callable[[], Tensor]:
         """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
-            self._flags.start(buckets, closing)
-            tails = self._flags.sums(buckets, reduction.finish(buckets))
-        for bucket, tail in zip(buckets, tails, strict=True):
+            if not self._flags_in_tails:
+                self._exchanged = usage.exchange(self._channel, buckets, closing)
+            tails = reduction.finish(buckets)
+        sums = [functools.partial(self._exchanged or tails.__getitem__, number) for number in range(len(buckets))]
+        for bucket, tail in zip(buckets, sums, strict=True):
             bucket.settle(tail, self.number, self._channel.index)
-        return tails[-1]
+        return sums[-1]
 
-    def _read(self, layout: BucketLayout, last: Bucket, tail: TailSum) -> list[bool]:
+    def _read(self, layout: BucketLayout, last: Bucket, tail: Callable[[], Tensor]) -> list[bool]:
         """Which units any tower has touched, after a look whether all towers were in the same backward.
 
         Args:

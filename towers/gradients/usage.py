@@ -10,72 +10,31 @@ tests for GPUs are written, and have had no GPU.)
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Pending
+from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket
 
-TailSum = Callable[[], Tensor]
-"""Gives the sum of all towers' tails of a bucket; may make the caller wait."""
 
+def exchange(channel: Communicator, buckets: Sequence[Bucket], closing: Sequence[bool]) -> Callable[[int], Tensor]:
+    """Start to exchange the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
 
-class UsageFlags:
-    """The flags are reduced with the gradients, in the buckets' tails.
+    Args:
+        closing: what the bucket that closes a backward carries beside its own flags.
 
-    Attributes:
-        in_tails: whether they are.
+    Returns:
+        What waits for the hosts, and gives the sum over all towers of the flags of one of the buckets, by its place
+        among these. To be kept until then, for it has the tensors of the collective.
     """
+    flags = [torch.tensor([*bucket.used, *closing], dtype=torch.uint8, device="cpu") for bucket in buckets]
+    pending, rows = channel.start_all_gather(torch.cat(flags))
 
-    in_tails = True
+    def sum_of(number: int) -> Tensor:
+        pending.wait()
+        column: Tensor = rows.split([own.numel() for own in flags], dim=1)[number]
+        return column.sum(0)
 
-    def start(self, buckets: Sequence[Bucket], closing: Sequence[bool]) -> None:
-        """Start to exchange the flags of packed buckets.
-
-        Args:
-            closing: what the bucket that closes a backward carries beside its own flags.
-        """
-
-    def sums(self, buckets: Sequence[Bucket], tails: Sequence[Tensor]) -> list[TailSum]:
-        """The sum over all towers of every bucket's tail, after the buckets were reduced.
-
-        Args:
-            tails: as they were reduced.
-        """
-        return [functools.partial(lambda total: total, tail) for tail in tails]
-
-
-class FlagsThroughHosts(UsageFlags):
-    """The hosts gather the flags (see [Note: usage flags between GPUs])."""
-
-    in_tails = False
-
-    def __init__(self, channel: Communicator) -> None:
-        self._channel = channel
-        self._pending: Pending | None = None  # keeps the tensors of a collective that nobody may have awaited
-        self._rows = torch.empty(0, device="cpu")
-
-    def start(self, buckets: Sequence[Bucket], closing: Sequence[bool]) -> None:
-        flags = [torch.tensor([*bucket.used, *closing], dtype=torch.uint8, device="cpu") for bucket in buckets]
-        self._pending, self._rows = self._channel.start_all_gather(torch.cat(flags))
-
-    def sums(self, buckets: Sequence[Bucket], tails: Sequence[Tensor]) -> list[TailSum]:
-        pending, rows = self._pending, self._rows
-        assert pending is not None
-        sizes = [len(bucket.used) + bucket.closing for bucket in buckets]
-
-        def sum_of(number: int) -> Tensor:
-            pending.wait()
-            column: Tensor = rows.split(sizes, dim=1)[number]
-            return column.sum(0)
-
-        return [functools.partial(sum_of, number) for number in range(len(buckets))]
-
-
-def usage_flags(channel: Communicator) -> UsageFlags:
-    """The way for the towers of ``channel``."""
-    # see [Note: usage flags between GPUs]
-    return FlagsThroughHosts(channel) if channel.device.type != "cpu" else UsageFlags()
+    return sum_of
