@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,20 +96,13 @@ def _show(value: object) -> str:
 
 @torch.no_grad()
 def broadcast(comm: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Overwrite every tower's ``tensors`` by tower 0's, in place, in flat pieces of one dtype and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        flat = _once(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
-        groups.setdefault((flat.dtype, flat.device), []).append(flat)
-    for group in groups.values():
-        chunk: list[Tensor] = []
-        for tensor in group:
-            chunk.append(tensor)
-            if sum(t.nbytes for t in chunk) >= _CHUNK_BYTES:
-                _broadcast_chunk(comm, chunk)
-                chunk = []
-        if chunk:
-            _broadcast_chunk(comm, chunk)
+    """Overwrite every tower's ``tensors`` by tower 0's, in place, in flat pieces of one device."""
+    places = [_once(tensor) for tensor in tensors]
+    for device in dict.fromkeys(place.device for place in places):
+        here = [place for place in places if place.device == device]
+        ends = itertools.accumulate(place.nbytes for place in here)
+        for _, pairs in itertools.groupby(zip(here, ends, strict=True), lambda pair: pair[1] // _CHUNK_BYTES):
+            _broadcast_chunk(comm, [place for place, _ in pairs])
 
 
 def _once(tensor: Tensor) -> Tensor:
