@@ -9,6 +9,7 @@ remains is mixed with its position, so that the order counts, and added up. Diff
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,8 @@ from towers.system.host_copy import on_device
 COLUMNS = 1021  # a prime, so that no row of a weight matrix falls onto the columns of the one before
 
 _WORDS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# as the int64 that have these bits
+_GOLDEN, _FIRST, _SECOND = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
@@ -46,16 +48,13 @@ def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
         return torch.zeros(len(tensors), dtype=torch.int64, device=device)
     words = torch.cat([torch.cat([p.words for p in group]).long() for group in by_size.values() if group])
     lengths = [piece.words.numel() for piece in pieces]
-    ends, total = [], 0
-    for length in lengths:
-        total += length
-        ends.append(total)
+    ends = list(itertools.accumulate(lengths))
     offsets = [piece.offset - end + length for piece, end, length in zip(pieces, ends, lengths, strict=True)]
     rows = [[piece.owner for piece in pieces], lengths, ends, offsets]
     plan = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
-    positions = torch.repeat_interleave(plan[3], plan[1], output_size=total)
-    positions += torch.arange(total, device=device)
-    sums = _mix(words.add_(positions.mul_(_signed(_GOLDEN)))).cumsum(0)[plan[2] - 1]
+    positions = torch.repeat_interleave(plan[3], plan[1], output_size=ends[-1])
+    positions += torch.arange(ends[-1], device=device)
+    sums = _mix(words.add_(positions.mul_(_GOLDEN))).cumsum(0)[plan[2] - 1]
     sums[1:] -= sums[:-1].clone()
     return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, plan[0], sums)
 
@@ -90,16 +89,11 @@ def _pieces(owner: int, tensor: Tensor, quick: bool) -> list[_Piece]:
 
 def _mix(words: Tensor) -> Tensor:
     """Mix each int64 in place: SplitMix64's finalizer (Steele, Lea, Flood, 2014), which is one to one."""
-    words.bitwise_xor_(_shifted(words, 30)).mul_(_signed(_FIRST))
-    words.bitwise_xor_(_shifted(words, 27)).mul_(_signed(_SECOND))
+    words.bitwise_xor_(_shifted(words, 30)).mul_(_FIRST)
+    words.bitwise_xor_(_shifted(words, 27)).mul_(_SECOND)
     return words.bitwise_xor_(_shifted(words, 31))
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros; torch's brings in the sign."""
     return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned number."""
-    return value - (1 << 64) if value >> 63 else value
