@@ -212,16 +212,12 @@ def _gathering(channel: Communicator, shards: Sequence[Sequence[Shard]]) -> Call
 
     def spread() -> None:
         mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
-        for piece, shard in zip(mine.split(_with_rest(sizes[index], longest)), shards[index], strict=False):
+        for piece, shard in zip(mine[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
             piece.copy_(as_bytes(shard.of(shard.parameter)))
         for tower, row in enumerate(channel.all_gather(mine)):
-            pieces = row.split(_with_rest(sizes[tower], longest))
+            pieces = row[: sum(sizes[tower])].split(sizes[tower])
             for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
                 here = shard.of(shard.parameter)
                 here.copy_(piece.clone().view(here.dtype).view(here.shape))
 
     return spread if longest else lambda: None
-
-
-def _with_rest(sizes: list[int], total: int) -> list[int]:
-    return [*sizes, total - sum(sizes)]
