@@ -54,15 +54,13 @@ def _zeros(nbytes: int) -> Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def encode(
-    state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor] = _zeros, *, move: bool = False
-) -> Tensor:
+def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[[int], Tensor] | None = None) -> Tensor:
     """The state of shards as one block.
 
     Args:
         parameters: the shards.
-        allocate: gives a flat tensor of bytes on the CPU, at least as long as asked.
-        move: the state's tensors lie in the block from now on.
+        allocate: gives a flat tensor of bytes on the CPU, at least as long as asked; the state's tensors lie there from
+            now on.
 
     Raises:
         TypeError: a value is neither a tensor nor anything that JSON knows.
@@ -81,13 +79,13 @@ def encode(
                 header.append([number, name, value])
     text = json.dumps(header).encode()
     start = -(-(8 + len(text)) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-    block = allocate(start + end)
+    block = _zeros(start + end) if allocate is None else allocate(start + end)
     block[:8].view(torch.int64)[0] = len(text)
     block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     for number, name, value, at in tensors:
         place = block[start + at : start + at + value.nbytes]
         place.copy_(as_bytes(value))
-        if move:
+        if allocate is not None:
             state[parameters[number]][name] = place.view(value.dtype).view(value.shape)
     return block
 
@@ -145,17 +143,15 @@ class ReadableState:
     def __init__(self, regions: Regions, key: int) -> None:
         self._regions = regions
         self._key = key
-        self._block: Tensor | None = None
+        self._block = _zeros(0)
         self._blocks: list[Tensor | None] = []
 
     def keep(self, state: State, parameters: Sequence[nn.Parameter]) -> None:
         """Move the state of this tower's shards into its block, unless all of it is there already."""
-        inside = range(0)
-        if self._block is not None:
-            inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
+        inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
         values = (value for entries in state.values() for value in entries.values())
         if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
-            self._block = encode(state, parameters, self._allocate, move=True)
+            self._block = encode(state, parameters, self._allocate)
 
     def _allocate(self, nbytes: int) -> Tensor:
         block = self._regions.allocate(self._key, nbytes, torch.uint8)
