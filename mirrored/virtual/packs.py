@@ -177,6 +177,7 @@ class IntegerPack(Pack):
         super().__init__(buffers)
         for buffer, piece in zip(buffers, self._pieces, strict=True):
             buffer.before = piece
+        self._on_cpu = self.before.device.type == "cpu"  # nobody waits for a GPU
 
     def begin(self) -> None:
         super().begin()
@@ -186,17 +187,17 @@ class IntegerPack(Pack):
     def written(self) -> list[tuple[Buffer, Tensor]]:
         """Those that a virtual tower has written to, and a copy of what it wrote.
 
-        None when it has left all as the virtual tower before it did.
+        They say so or, on a CPU, have another value. None when it has left all as the virtual tower before it did.
 
         Raises:
             MirrorError: as of :meth:`read`.
         """
         flags, values, last = self._flags(), self.read(), self._last
         self._last = flags, values
-        on_cpu = values.device.type == "cpu"  # nobody waits for a GPU
-        if on_cpu and last is not None and last[0] == flags and torch.equal(last[1], values):
+        if self._on_cpu and last is not None and last[0] == flags and torch.equal(last[1], values):
             return []
-        return self._changed(flags, values)
+        pieces = zip(self.buffers, flags, self.pieces(values), self._pieces, strict=True)
+        return [(b, now) for b, says, now, was in pieces if says or (self._on_cpu and not torch.equal(now, was))]
 
     def restore(self) -> None:
         """Give those that were written to the values from before the step; also what has become no such buffer."""
@@ -204,9 +205,8 @@ class IntegerPack(Pack):
         if all(flags):
             self.write(self.before)
         else:
-            on_cpu = self.before.device.type == "cpu"
             for buffer, says in zip(self.buffers, flags, strict=True):
-                if says or (on_cpu and not torch.equal(buffer.tensor, buffer.before)):
+                if says or (self._on_cpu and not torch.equal(buffer.tensor, buffer.before)):
                     buffer.set(buffer.before)
         self._versions = self._current_versions()
 
@@ -220,12 +220,6 @@ class IntegerPack(Pack):
             for buffer, value in zip(self.buffers, values_here, strict=True):
                 if value is not None:
                     buffer.set(value)
-
-    def _changed(self, flags: Sequence[bool], values: Tensor) -> list[tuple[Buffer, Tensor]]:
-        """Those that were written to, with their values: they say so or, on a CPU, have another one."""
-        on_cpu = values.device.type == "cpu"
-        pieces = zip(self.buffers, flags, self.pieces(values), self._pieces, strict=True)
-        return [(buffer, now) for buffer, says, now, was in pieces if says or (on_cpu and not torch.equal(now, was))]
 
     def _current_versions(self) -> list[int]:
         return [tensor._version for tensor in self._own]
