@@ -19,7 +19,7 @@ from torch import Tensor
 from towers.collectives.communicator import Communicator, Pending
 from towers.gradients.buckets import Bucket
 from towers.gradients.layout import BucketLayout
-from towers.gradients.sparse import SparseSlot
+from towers.gradients.sparse import SparseSlot, average_rows, to_dense
 
 
 class Reduction(ABC):
@@ -53,7 +53,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        """Reduce a sparse gradient."""
+        """Reduce a sparse gradient: to a sparse one, coalesced, unless some tower's is dense; to a dense one then."""
 
     def note_whole(self) -> None:  # noqa: B027
         """What lies in the buckets is the same on all towers: another reduction has made it."""
@@ -87,4 +87,11 @@ class AllReduce(Reduction):
         return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        slot.average(self._channel)
+        gradient, all_sparse = slot.contribution(self._channel)
+        if all_sparse:
+            mean = average_rows(self._channel, gradient)
+        else:
+            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
+            self._channel.all_reduce(mean)
+            mean /= self._channel.size
+        slot.replace(mean)

@@ -15,23 +15,11 @@ class SparseSlot(Slot):
 
     __slots__ = ()
 
-    def average(self, channel: Communicator) -> None:
-        """Replace the gradient by the mean over towers; a tower without one contributes zero.
-
-        The result is sparse and coalesced, unless some tower's gradient is dense (the embedding is also used
-        as an ordinary matrix): then it is dense on all.
-        """
-        gradient, all_sparse = self.contribution(channel)
-        if all_sparse:
-            mean = average_rows(channel, gradient)
-        else:
-            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
-            channel.all_reduce(mean)
-            mean /= channel.size
-        self.replace(mean)
-
     def contribution(self, channel: Communicator) -> tuple[Tensor, bool]:
-        """What this tower contributes, and whether all towers' can be reduced row by row."""
+        """What this tower contributes, zero where it has no gradient, and whether all can be reduced row by row.
+
+        They can unless some tower's gradient is dense: the embedding is also used as an ordinary matrix.
+        """
         parameter = self.parameter
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
@@ -66,8 +54,7 @@ def sum_rows(comm: Communicator, tensor: Tensor) -> Tensor:
 
 def average_rows(channel: Communicator, gradient: Tensor) -> Tensor:
     """The mean over towers of a tensor that is sparse in its first dimension on all of them; coalesced."""
-    indices, rows, _ = _gather_rows(channel, gradient.coalesce())
-    return _from_rows(indices, rows / channel.size, gradient.shape).coalesce()
+    return sum_rows(channel, gradient.coalesce() / channel.size)
 
 
 def rows_of_towers(channel: Communicator, gradient: Tensor) -> list[Tensor]:
