@@ -180,26 +180,22 @@ class SharedParameters(Exchange):
         mine = ranges(shards[index])
 
         def spread() -> None:
+            """Write this tower's shards into the others' parameters; gather those of buckets that have no region."""
+            without = set()
             with WholeCall(self._regions.barrier):
-                without = write()
+                for bucket, key in keys.items():
+                    tensors = self._regions.map_peers(key)
+                    if tensors is None:  # no room for a region on some tower
+                        without.add(bucket)
+                        continue
+                    for start, end in mine.get(bucket, ()):
+                        for other in (*tensors[:index], *tensors[index + 1 :]):
+                            other[start:end].copy_(tensors[index][start:end])
+                self._regions.barrier.wait()
+                self._regions.close_files()
             if without:
                 rest = [[shard for shard in row if shard.slot.bucket.index in without] for row in shards]
                 _gathering(self._channel, rest)()
-
-        def write() -> set[int]:
-            """Write this tower's shards into the others' parameters; returns the buckets that have no region."""
-            without = set()
-            for bucket, key in keys.items():
-                tensors = self._regions.map_peers(key)
-                if tensors is None:  # no room for a region on some tower
-                    without.add(bucket)
-                    continue
-                for start, end in mine.get(bucket, ()):
-                    for other in (*tensors[:index], *tensors[index + 1 :]):
-                        other[start:end].copy_(tensors[index][start:end])
-            self._regions.barrier.wait()
-            self._regions.close_files()
-            return without
 
         return spread
 
