@@ -73,14 +73,13 @@ class ReduceScatter(AllReduce):
             for other in tensors[1:]:
                 tail += other[bucket.numel :]
             tails.append(tail)
-            self._regions.average_range(tensors, *self._chunk(bucket))
+            self._regions.average_range(tensors, *self._chunk(bucket, self._channel.index))
             self._reduced.append((bucket, tensors))
         if self._regions.newly_mapped:
             self.make_deferred_barrier()
         return tails
 
-    def _chunk(self, bucket: Bucket, tower: int | None = None) -> tuple[int, int]:
-        tower = self._channel.index if tower is None else tower
+    def _chunk(self, bucket: Bucket, tower: int) -> tuple[int, int]:
         return chunk_of(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
 
     # -- the other half ----------------------------------------------------------------------------------
@@ -93,22 +92,20 @@ class ReduceScatter(AllReduce):
         Raises:
             DisagreementError: on all towers, when only some use a gradient.
         """
-        if self._reduced:
-            with WholeCall(self._regions.barrier):
-                self._gather()
-            self.note_whole()
-
-    def _gather(self) -> None:
-        self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
-        reduced, self._reduced = self._reduced, []
-        for bucket, tensors in reduced:
-            mine = tensors[self._channel.index]
-            for tower, tensor in enumerate(tensors):
-                if tower != self._channel.index:
-                    start, end = self._chunk(bucket, tower)
-                    mine[start:end].copy_(tensor[start:end])
-        self._owes_barrier = True
-        self.make_deferred_barrier()
+        if not self._reduced:
+            return
+        with WholeCall(self._regions.barrier):
+            self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
+            reduced, self._reduced = self._reduced, []
+            for bucket, tensors in reduced:
+                mine = tensors[self._channel.index]
+                for tower, tensor in enumerate(tensors):
+                    if tower != self._channel.index:
+                        start, end = self._chunk(bucket, tower)
+                        mine[start:end].copy_(tensor[start:end])
+            self._owes_barrier = True
+            self.make_deferred_barrier()
+        self.note_whole()
 
     def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
