@@ -334,18 +334,15 @@ class GradientAverager:
 
     def note_synced(self, parameters: Iterable[Tensor]) -> None:
         """What these parameters hold has been averaged by other means: nothing of it is this tower's own any more."""
-        for parameter in parameters:
-            if (slot := self._layout.slot_of(parameter)) is not None:
-                slot.unsynced = False
+        for slot in self._layout.slots_of(parameters):
+            slot.unsynced = False
 
     def note_averaged(self, parameters: Iterable[Tensor]) -> None:
         """The gradients of these have been averaged by other means."""
         self._cycle.number += 1
-        for parameter in parameters:
-            if (slot := self._layout.slot_of(parameter)) is not None:
-                slot.averaged = self.averaged
+        for slot in self._layout.slots_of(parameters):
+            slot.averaged = self.averaged
 
     def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
         """Whether gradients of any of these were averaged after backward ``number`` (as of :attr:`averaged`)."""
-        slots = (self._layout.slot_of(parameter) for parameter in parameters)
-        return any(slot is not None and slot.averaged > number for slot in slots)
+        return any(slot.averaged > number for slot in self._layout.slots_of(parameters))

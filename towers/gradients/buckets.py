@@ -150,11 +150,6 @@ class Bucket:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
-    def has_fresh(self) -> bool:
-        """Whether this tower has anything of its own to contribute."""
-        return any(slot.fresh for slot in self.slots)
-
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
         self.launched = self._ready = False
@@ -298,11 +293,6 @@ class Bucket:
             slot.averaged = number
             if not slot.is_installed(parameter.grad):
                 slot.install(parameter)
-
-    def closing_counts(self, tail: Tensor) -> list[float]:
-        """After the sum of a bucket that closed a backward: for each of its flags, how many towers have set it."""
-        counts: list[float] = tail[len(self.slots) :].tolist()
-        return counts
 
     def _allocate(self, channel: Communicator) -> None:
         numel = self.numel + len(self.slots) + self.closing

@@ -283,7 +283,7 @@ class Cycle:
         Raises:
             DisagreementError: on all towers, when they were not.
         """
-        counts = last.closing_counts(tail())
+        counts = tail()[len(last.slots) :].tolist()  # for each flag, how many towers have set it
         if not pairing.agree(counts[layout.units :]):
             raise pairing.difference(self._channel, self._backward)
         return [count > 0 for count in counts[: layout.units]]

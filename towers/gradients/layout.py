@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,12 +46,17 @@ class BucketLayout:
 
     def touched(self) -> list[bool]:
         """For which units this tower has something of its own to contribute."""
-        return [bucket.has_fresh for bucket in self.buckets] + [slot.fresh for slot in self.sparse]
+        dense = [any(slot.fresh for slot in bucket.slots) for bucket in self.buckets]
+        return dense + [slot.fresh for slot in self.sparse]
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """A parameter's slot, if it has one."""
         slot = self._by_id.get(id(parameter))
         return slot if slot is not None and slot.parameter is parameter else None
+
+    def slots_of(self, parameters: Iterable[Tensor]) -> Iterator[Slot]:
+        """The slots of those of some parameters that have one."""
+        return (slot for parameter in parameters if (slot := self.slot_of(parameter)) is not None)
 
     def converted(self) -> str | None:
         """A parameter that was converted or moved since, and what it is now; None where none was."""
