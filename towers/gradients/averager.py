@@ -307,12 +307,12 @@ class GradientAverager:
     def hooks_disabled(self) -> Iterator[None]:
         """Inside, gradients are the caller's business: they are computed as if nothing were attached.
 
+        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
+
         Raises:
-            TowersError: the last backward ended in an exception, or this is inside :meth:`accumulating`.
+            TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
         """
         self._cycle.check_whole()
-        if self._hooks is Hooks.ACCUMULATE:
-            raise TowersError(f"tower {self._channel.index} adds up gradients of all towers inside no_sync()")
         if unsynced := self.unsynced():
             raise TowersError(
                 f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
