@@ -3,8 +3,8 @@
 [Note: two ways to shard] Towers that share memory average their own chunks of the gradients only
 (:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
 state alone (:class:`SharedParameters`). All others (GPUs, several hosts) average whole gradients, and gather shards and
-state by collectives (:class:`GatheredParameters`). :func:`exchange_for` is where that is decided, and nothing else in
-the sharded step asks for it.
+state by collectives (:class:`Exchange`). :func:`exchange_for` is where that is decided, and nothing else in the sharded
+step asks for it.
 
 [Note: every tower keeps its parameters] The first design let the towers of a host share one copy of the parameters,
 which must then not be updated by code that every tower runs: ``p.data.mul_(0.9)`` leaves no trace that could be
@@ -14,7 +14,6 @@ writes its shards into the others' during a step only.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -34,30 +33,33 @@ from towers.system.memory_layout import ALONE, view_like
 from towers.system.torch_private import storage_holders
 
 
-class Exchange(ABC):
-    """A way for shards to reach the other towers.
+class Exchange:
+    """A way for shards to reach the other towers: here they are gathered in one collective.
 
     Attributes:
         reduction: what makes the gradients that shards are updated with.
         state_is_readable: whether a tower alone can read all towers' state.
     """
 
-    reduction: Reduction
     state_is_readable: bool = False
 
-    @abstractmethod
+    def __init__(self, channel: Communicator) -> None:
+        self.reduction: Reduction = AllReduce(channel)
+        self._channel = channel
+
     def begin(self, purpose: str) -> None:
         """All towers are about to do something, such as "steps Adam"; returns when all have come.
 
         Raises:
             DisagreementError: on all towers, when some are about to do something else.
         """
+        announce(self._channel, purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         """Whether :meth:`place` may be asked for it."""
         return True
 
-    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:  # noqa: B027  (a right default)
+    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:
         """Prepare for these parameters; all towers, after :meth:`begin`.
 
         Args:
@@ -65,10 +67,10 @@ class Exchange(ABC):
             keys: of memory.
         """
 
-    def restore_places(self, slots: Sequence[DenseSlot]) -> None:  # noqa: B027
+    def restore_places(self, slots: Sequence[DenseSlot]) -> None:
         """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
 
-    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:  # noqa: B027
+    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:
         """See that gradients are there as far as a step needs them; all towers.
 
         Args:
@@ -84,13 +86,27 @@ class Exchange(ABC):
         """
         return None
 
-    @abstractmethod
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         """What brings every tower's shards to all towers, to be called by all when each has updated its own.
 
         Args:
             shards: of every tower; none that is whole.
         """
+        sizes = [[shard.nbytes for shard in row] for row in shards]
+        longest = max(map(sum, sizes))
+        channel, index = self._channel, self._channel.index
+
+        def spread() -> None:
+            mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
+            for piece, shard in zip(mine[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
+                piece.copy_(as_bytes(shard.of(shard.parameter)))
+            for tower, row in enumerate(channel.all_gather(mine)):
+                pieces = row[: sum(sizes[tower])].split(sizes[tower])
+                for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
+                    here = shard.of(shard.parameter)
+                    here.copy_(piece.clone().view(here.dtype).view(here.shape))
+
+        return spread if longest else lambda: None
 
 
 def exchange_for(channel: Communicator) -> Exchange:
@@ -98,21 +114,7 @@ def exchange_for(channel: Communicator) -> Exchange:
     # see [Note: two ways to shard]
     if isinstance(channel, SharedMemoryCommunicator):
         return SharedParameters(channel)
-    return GatheredParameters(channel)
-
-
-class GatheredParameters(Exchange):
-    """Shards are gathered in one collective."""
-
-    def __init__(self, channel: Communicator) -> None:
-        self.reduction = AllReduce(channel)
-        self._channel = channel
-
-    def begin(self, purpose: str) -> None:
-        announce(self._channel, purpose)
-
-    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        return _gathering(self._channel, shards)
+    return Exchange(channel)
 
 
 class SharedParameters(Exchange):
@@ -124,8 +126,8 @@ class SharedParameters(Exchange):
     state_is_readable = True
 
     def __init__(self, channel: SharedMemoryCommunicator) -> None:
+        super().__init__(channel)
         self.reduction: ReduceScatter = ReduceScatter(channel, channel.regions)
-        self._channel = channel
         self._regions = channel.regions
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
@@ -178,6 +180,7 @@ class SharedParameters(Exchange):
         keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for row in shards for shard in row}
         index = self._channel.index
         mine = ranges(shards[index])
+        gathering = super().plan
 
         def spread() -> None:
             """Write this tower's shards into the others' parameters; gather those of buckets that have no region."""
@@ -195,25 +198,6 @@ class SharedParameters(Exchange):
                 self._regions.close_files()
             if without:
                 rest = [[shard for shard in row if shard.slot.bucket.index in without] for row in shards]
-                _gathering(self._channel, rest)()
+                gathering(rest)()
 
         return spread
-
-
-def _gathering(channel: Communicator, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-    """What gathers shards in one collective, as of :meth:`Exchange.plan`."""
-    sizes = [[shard.nbytes for shard in row] for row in shards]
-    longest = max(map(sum, sizes))
-    index = channel.index
-
-    def spread() -> None:
-        mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
-        for piece, shard in zip(mine[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
-            piece.copy_(as_bytes(shard.of(shard.parameter)))
-        for tower, row in enumerate(channel.all_gather(mine)):
-            pieces = row[: sum(sizes[tower])].split(sizes[tower])
-            for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
-                here = shard.of(shard.parameter)
-                here.copy_(piece.clone().view(here.dtype).view(here.shape))
-
-    return spread if longest else lambda: None
