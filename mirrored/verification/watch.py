@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,9 @@ from towers.collectives.labelled import LabelledGather
 from towers.system.torch_private import NormBase, in_functorch_transform, own_buffers, unsaved_buffers
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""The names of the arguments of ``F.scaled_dot_product_attention``."""
 
 _NO_WRITES = frozenset({"requires_grad_", "retain_grad_", "share_memory_"})
 
@@ -217,11 +219,11 @@ class Watcher(TorchFunctionMode):
         if func is Tensor.backward:
             return self._backward(*args, **named)
         if func is F.batch_norm:
-            return self._batch_norm(func, args, named)
+            return self._batch_norm(*args, **named)
         if func in _DROPOUTS:
-            return self._dropout(func, args, named)
+            return self._dropout(func, *args, **named)
         if func is F.scaled_dot_product_attention:
-            return self._attention(func, args, named)
+            return self._attention(**dict(zip(_ATTENTION, args, strict=False)), **named)
         recording = self._recording
         if name in DRAWING and recording.call is not None and not in_functorch_transform():
             return self._random(recording.call, name, func, args, named)
@@ -241,9 +243,10 @@ class Watcher(TorchFunctionMode):
     def _event(self, what: str) -> Event:
         return Event(what, script_line(), len(self._recording.trace.steps))
 
-    def _backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    # Of the next three functions torch names all arguments behind the tensors, those that are left out, too.
+
+    def _backward(self, loss: Tensor, gradient: Tensor | None, **options: Any) -> None:
         recording = self._recording
-        bound = inspect.signature(Tensor.backward).bind(loss, *args, **kwargs).arguments
         if recording.call is not None:
             recording.call.trained = True
         terms = terms_of(loss)
@@ -259,13 +262,8 @@ class Watcher(TorchFunctionMode):
         recording.accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
         try:
             with self:  # what backward computes again (checkpoints) is watched, too
-                torch.autograd.backward(
-                    loss if factors or whole in (1.0, None) else loss * whole,
-                    grad_tensors=bound.get("gradient"),
-                    retain_graph=bound.get("retain_graph"),
-                    create_graph=bound.get("create_graph", False),
-                    inputs=bound.get("inputs"),
-                )
+                scaled_loss = loss if factors or whole in (1.0, None) else loss * whole
+                torch.autograd.backward(scaled_loss, gradient, **options)
         finally:
             for handle in scaled:
                 handle.remove()
@@ -284,53 +282,39 @@ class Watcher(TorchFunctionMode):
         some = recording.interventions.terms if factor != 1.0 else frozenset()
         return (None, dict.fromkeys(some, factor)) if some else (factor, {})
 
-    def _batch_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
+    def _batch_norm(self, x: Tensor, mean: Any, variance: Any, training: bool, **others: Any) -> Tensor:
         replica = current_replica()
-        if not bound.arguments["training"] or replica is None or replica.num_replicas_in_sync == 1:
-            return func(*args, **kwargs)
+        if not training or replica is None or replica.num_replicas_in_sync == 1:
+            return F.batch_norm(x, mean, variance, training=training, **others)
         if self._recording.interventions.global_statistics:
-            x, mean, variance, weight, bias, _, momentum, eps = bound.args
             running = (mean, variance) if mean is not None and variance is not None else None
             if self._gather is None:
                 self._gather = LabelledGather(replica.strategy.communicator.channel())
-            return batch_norm.normalise(self._gather, "a batch norm", x, weight, bias, running, momentum, eps)
+            return batch_norm.normalise(self._gather, "a batch norm", x, running=running, **others)
         layer = self._recording.modules.innermost()
         self._recording.batch_norms[layer] = None
         try:
-            return func(*args, **kwargs)
+            return F.batch_norm(x, mean, variance, training=training, **others)
         except ValueError:  # a share of one example has no variance
             self._recording.trace.refused_by = layer
             raise
 
-    def _dropout(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.arguments["training"] and bound.arguments["p"] > 0 and not self._recording.trace.virtual:
-            self.leave_out(func.__name__, bound.arguments["input"])
-            bound.arguments["training"] = False
-        return func(*bound.args, **bound.kwargs)
+    def _dropout(self, func: Any, value: Tensor, p: float, training: bool, inplace: bool) -> Any:
+        left_out = training and p > 0 and self.leave_out(func.__name__, value)
+        return func(value, p, training and not left_out, inplace)
 
-    def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        at = 4  # of dropout_p among the arguments
-        probability = args[at] if len(args) > at else kwargs.get("dropout_p", 0.0)
-        if probability > 0 and not self._recording.trace.virtual:
-            self.leave_out(func.__name__, args[0] if args else kwargs["query"])
-            if len(args) > at:
-                args = (*args[:at], 0.0, *args[at + 1 :])
-            else:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
+    def _attention(self, **named: Any) -> Tensor:
+        if named.get("dropout_p", 0.0) > 0 and self.leave_out("scaled_dot_product_attention", named["query"]):
+            named["dropout_p"] = 0.0
+        return F.scaled_dot_product_attention(**named)
 
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Leave out the dropout that a module's forward hands to torch inside other calls."""
-        if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or not module.dropout:
+        if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or self._recording.trace.virtual:
             return
-        if not self._recording.trace.virtual:
-            if module.training and inputs and isinstance(inputs[0], Tensor):
-                self.leave_out(type(module).__name__, inputs[0])
-            module.dropout = 0.0
+        if module.dropout and module.training and inputs and isinstance(inputs[0], Tensor):
+            self.leave_out(type(module).__name__, inputs[0])
+        module.dropout = 0.0
 
     def leave_out(self, dropout: str, value: Tensor) -> bool:
         """Note that a dropout is left out; with virtual towers, whose draws are equal on any number, it is not."""
