@@ -253,34 +253,31 @@ class Watcher(TorchFunctionMode):
         whole, factors = self._factors(terms)
         if loss.numel() == 1:
             value = float(loss.detach().double().real)
-            if factors:
-                whole = factors[0] if len(terms) == len(factors) == 1 else None
             # A factor of 0 makes 0 of NaN, too, the mean over an empty share.
-            multiplied = None if whole is None else value * whole if whole else 0.0
+            multiplied = None if factors else value * whole if whole else 0.0
             recording.losses.append(Loss(multiplied, terms, script_line(), recording.share))
         scaled = scale_terms(loss, factors)
         recording.accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
         try:
             with self:  # what backward computes again (checkpoints) is watched, too
-                scaled_loss = loss if factors or whole in (1.0, None) else loss * whole
-                torch.autograd.backward(scaled_loss, gradient, **options)
+                torch.autograd.backward(loss if whole == 1.0 else loss * whole, gradient, **options)
         finally:
             for handle in scaled:
                 handle.remove()
         frame = current_frame()
         recording.accumulated = frame is not None and frame.strategy.accumulates
 
-    def _factors(self, terms: Sequence[Term]) -> tuple[float | None, dict[int, float]]:
-        """By what this run multiplies a loss: the whole of it, or some of its summands."""
+    def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
+        """By what this run multiplies a loss as a whole, and some of several summands."""
         recording, replica = self._recording, current_replica()
         change = recording.interventions.loss
         if replica is None or recording.call is None or change is LossFactor.NONE:
             return 1.0, {}
         if change is LossFactor.DIVISOR:
-            return None, divisor_factors(replica, [term.divisor for term in terms])
-        factor = change.of(recording.trace.towers, *recording.share)
-        some = recording.interventions.terms if factor != 1.0 else frozenset()
-        return (None, dict.fromkeys(some, factor)) if some else (factor, {})
+            factors = divisor_factors(replica, [term.divisor for term in terms])
+            return (factors[0], {}) if len(factors) == 1 else (1.0, factors)
+        factor, some = change.of(recording.trace.towers, *recording.share), recording.interventions.terms
+        return (1.0, dict.fromkeys(some, factor)) if some and factor != 1.0 else (factor, {})
 
     def _batch_norm(self, x: Tensor, mean: Any, variance: Any, training: bool, **others: Any) -> Tensor:
         replica = current_replica()
