@@ -6,8 +6,9 @@ constants. That tells apart mistakes whose gradients are wrong by the same facto
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,44 +46,35 @@ def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[Remova
     return [node.register_prehook(scaled_by(factors[i])) for i, (_, node) in branches if i in factors]
 
 
-def _branches(loss: torch.Tensor) -> list[tuple[Term, Any]]:
+def _branches(loss: torch.Tensor) -> Iterator[tuple[Term, Any]]:
     """The summands, each with the node at which it enters the sum."""
-    branches: list[tuple[Term, Any]] = []
-    _follow(loss.grad_fn, loss.grad_fn, (), False, branches)
-    return branches
+    return itertools.islice(_follow(loss.grad_fn, (), False), MOST_TERMS) if loss.grad_fn is not None else iter(())
 
 
-def _follow(
-    node: Any, branch: Any, chain: tuple[tuple[str, float], ...], share: bool, branches: list[tuple[Term, Any]]
-) -> None:
-    if node is None or len(branches) >= MOST_TERMS:
-        return
-    name = _name(node).rstrip("0123456789").removesuffix("Backward")
-    inner = [following for following, _ in node.next_functions if following is not None]
+def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Iterator[tuple[Term, Any]]:
+    branch = node
+    while True:
+        name = _name(node).rstrip("0123456789").removesuffix("Backward")
+        inner = [following for following, _ in node.next_functions if following is not None]
+        if name == "_ScaleGradient":
+            share = True
+        elif name in ("Div", "Mul") and (factor := _constant(node)) is not None and len(inner) == 1:
+            chain = (*chain, ("divided by" if name == "Div" else "multiplied by", factor))
+        elif not (name.startswith(_UNCHANGED) and len(inner) == 1):
+            break
+        node = inner[0]
     if name in ("Add", "Sub"):
         for following in inner:
-            _follow(following, following, chain, share, branches)
-    elif name == "_ScaleGradient":
-        _follow(inner[0], branch, chain, True, branches)
-    elif name in ("Div", "Mul") and (factor := _constant(node)) is not None and len(inner) == 1:
-        how = "divided by" if name == "Div" else "multiplied by"
-        _follow(inner[0], branch, (*chain, (how, factor)), share, branches)
-    elif name.startswith(_UNCHANGED) and len(inner) == 1:
-        _follow(inner[0], branch, chain, share, branches)
-    elif name in ("Mean", "Sum"):
-        share, count = share or _made_by_mirrored(node), 1
-        for size in getattr(node, SAVED_SIZES):
-            count *= int(size)
-        reduced = ("mean of" if name == "Mean" else "sum of", count)
-        branches.append((Term((*chain, reduced), share, _divisor(chain, count if name == "Mean" else 1)), branch))
-    elif (reduction := _REDUCTIONS.get(getattr(node, SAVED_REDUCTION, 0))) is not None:
-        target = getattr(node, SAVED_TARGET, None)
-        count = target.numel() if target is not None else 0
-        # Cross entropy saves the weight of the targets that are not ignored.
-        divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if reduction == "mean of" else 1
-        branches.append((Term((*chain, (reduction, count)), share, _divisor(chain, divisor)), branch))
-    else:
-        branches.append((Term((*chain, (name, 0)), share or _made_by_mirrored(node), _divisor(chain, 1)), branch))
+            yield from _follow(following, chain, share)
+        return
+    how, count = _REDUCTIONS.get(getattr(node, SAVED_REDUCTION, 0), name), 0
+    if name in ("Mean", "Sum"):
+        how, count = f"{name.lower()} of", math.prod(map(int, getattr(node, SAVED_SIZES)))
+    elif how != name and (target := getattr(node, SAVED_TARGET, None)) is not None:
+        count = target.numel()
+    # Cross entropy saves the weight of the targets that are not ignored.
+    divisor = float(getattr(node, SAVED_TOTAL_WEIGHT, count)) if how == "mean of" else 1.0
+    yield Term((*chain, (how, count)), share or _made_by_mirrored(node), _divisor(chain, divisor)), branch
 
 
 def _name(node: Any) -> str:
