@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
 from mirrored.data.shares import bounds
 from mirrored.verification.loss_graph import MOST_TERMS
-from mirrored.verification.trace import Ends, Form, Trace
+from mirrored.verification.trace import Form, Padding, Trace
 from towers.system import accelerator
 from towers.system import tree as trees
 
@@ -98,22 +99,26 @@ def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[
 
 
 def form_of(tensor: Tensor) -> Form:
-    """The form of a tensor; without ends where it has a single dimension or its layout is not dense."""
+    """The form of a tensor; without paddings where it has a single dimension or its layout is not dense."""
     tensor = tensor.detach()
     dense = tensor.layout == torch.strided and not tensor.is_complex() and tensor.dim() > 1 and tensor.numel()
-    ends = [_ends(tensor, d) if dense and tensor.shape[d] > 1 else None for d in range(tensor.dim())]
-    return Form(tuple(tensor.shape), tuple(ends))
+    paddings = [_padding(tensor, d) if dense and tensor.shape[d] > 1 else None for d in range(tensor.dim())]
+    return Form(tuple(tensor.shape), tuple(paddings))
 
 
-def _ends(tensor: Tensor, dim: int) -> Ends:
-    first, last = tensor.select(dim, 0).flatten(), tensor.select(dim, -1).flatten()
-    return Ends(*_most_frequent(first), *_most_frequent(last), len(first))
+def _padding(tensor: Tensor, dim: int) -> Padding:
+    """Most examples are shorter than the longest, so they are padded with the most frequent number at an end.
 
-
-def _most_frequent(flat: Tensor) -> tuple[float, int]:
-    wide = flat.to("cpu", torch.float64)
-    value = wide.mode().values
-    return float(value), int((wide == value).sum())
+    An end where all entries of a mask are alike has no padding.
+    """
+    ends = []
+    for place in (0, -1):
+        entries = tensor.select(dim, place).flatten().to("cpu", torch.float64)
+        number = float(entries.mode().values)
+        count = int((entries == number).sum())
+        ends.append((count if count < len(entries) else 0, number))
+    (firsts, first), (lasts, last) = ends
+    return Padding(True, first) if firsts > lasts else Padding(False, last)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -146,18 +151,15 @@ def padded_dims(shape: Sequence[int], form: Form, shares: Sequence[tuple[int, in
     examples = next((d for d in shorter if (shape[d], form.shape[d]) in shares), None)
     if examples is None:
         return []
-    return [d for d in shorter if d != examples and form.ends[d] is not None]
+    return [d for d in shorter if d != examples and form.paddings[d] is not None]
 
 
 def _padded(tensor: Tensor, form: Form, shares: Sequence[tuple[int, int]]) -> Tensor:
     for d in padded_dims(tensor.shape, form, shares):
-        ends = form.ends[d]
-        assert ends is not None
-        at_start = ends.padding_is_first
-        shape = list(tensor.shape)
-        shape[d] = form.shape[d] - shape[d]
-        filling = tensor.new_full(shape, ends.first if at_start else ends.last)
-        tensor = torch.cat([filling, tensor] if at_start else [tensor, filling], d)
+        padding, missing = form.paddings[d], form.shape[d] - tensor.shape[d]
+        assert padding is not None
+        widths = [0, 0] * (tensor.dim() - 1 - d) + ([missing, 0] if padding.before else [0, missing])
+        tensor = F.pad(tensor, widths, value=padding.number)
     return tensor
 
 

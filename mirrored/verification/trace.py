@@ -129,20 +129,11 @@ def comparable(*batches: Iterable[str]) -> bool:
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
 
 
-class Ends(NamedTuple):
-    """The most frequent number at each end of a dimension, how many entries have it there, and how many there are."""
+class Padding(NamedTuple):
+    """How a dimension is padded, if it is: before its entries or behind them, and with which number."""
 
-    first: float
-    firsts: int
-    last: float
-    lasts: int
-    entries: int
-
-    @property
-    def padding_is_first(self) -> bool:
-        """Whether padding is at the first end. An end where all entries of a mask are alike has no padding."""
-        firsts, lasts = (count if count < self.entries else 0 for count in (self.firsts, self.lasts))
-        return firsts > lasts
+    before: bool
+    number: float
 
 
 class Form(NamedTuple):
@@ -150,12 +141,11 @@ class Form(NamedTuple):
 
     Attributes:
         shape: its shape.
-        ends: of each dimension with at least two entries. Most examples are shorter than the longest, so they are
-            padded with the most frequent number at an end.
+        paddings: of each dimension with at least two entries.
     """
 
     shape: tuple[int, ...]
-    ends: tuple[Ends | None, ...]
+    paddings: tuple[Padding | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
