@@ -95,11 +95,10 @@ def verify(
     if len(chosen) != towers:
         raise ValueError(f"towers is {towers}, but devices names {len(chosen)}")
     name = os.fspath(script)
-    if module and not _has_module(name):
-        raise FileNotFoundError(f"there is no module {name}")
     if not module and not os.path.isfile(name):
         raise FileNotFoundError(f"there is no file {name}")
-    job = ScriptJob(name, tuple(args), module, steps, chosen, machine.threads_per_tower(towers), timeout, show_output)
+    file, threads = _module_file(name) if module else name, machine.threads_per_tower(towers)
+    job = ScriptJob(file, tuple(args), name if module else None, steps, chosen, threads, timeout, show_output)
 
     def rerun(count: int, interventions: Interventions) -> Sequence[Trace] | None:
         try:
@@ -121,16 +120,21 @@ def verify(
     return make_report(name, *explain(compare(one, many, tolerance, exact), rerun))
 
 
-def _has_module(name: str) -> bool:
-    """Whether there is a module; finds out without importing the packages that it is in."""
+def _module_file(name: str) -> str:
+    """The file of a module; finds it without importing the packages that it is in.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     top, *inner = name.split(".")
     importlib.invalidate_caches()
     spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
     for at in range(len(inner)):
-        if spec is None or spec.submodule_search_locations is None:
-            return False
-        spec = PathFinder.find_spec(".".join([top, *inner[: at + 1]]), spec.submodule_search_locations)
-    return spec is not None
+        folders = spec.submodule_search_locations if spec is not None else None
+        spec = PathFinder.find_spec(".".join([top, *inner[: at + 1]]), folders or ())
+    if spec is None:
+        raise FileNotFoundError(f"there is no module {name}")
+    return spec.origin or ""
 
 
 def _ended(towers: int, error: errors.TowerFailedError) -> Explanation:
@@ -147,9 +151,9 @@ class ScriptJob:
     """A script and how it is run.
 
     Attributes:
-        script: its path, or a module's name.
+        script: its path.
         arguments: its command line arguments.
-        module: whether ``script`` names a module, as after ``python -m``.
+        module: its name where it is run as by ``python -m``.
         steps: how many steps of each optimizer are recorded.
         devices: one for each tower of the larger run.
         threads: of each tower, in both runs: another number adds up in another order.
@@ -159,7 +163,7 @@ class ScriptJob:
 
     script: str
     arguments: tuple[str, ...]
-    module: bool
+    module: str | None
     steps: int
     devices: tuple[str, ...]
     threads: int
@@ -191,11 +195,13 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )
     observe(recorder)
-    recorder.trace.counts_towers = _lines_with(job, "num_replicas_in_sync")
+    with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
+        counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
+        recorder.trace.counts_towers = counting
     try:
         with recorder.watching():
             if job.module:
-                runpy.run_module(job.script, run_name="__main__", alter_sys=True)
+                runpy.run_module(job.module, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(job.script, run_name="__main__")
     except StopRecording:
@@ -206,17 +212,6 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     except Exception as error:
         recorder.trace.raised = _raised(error, job.script)
     return recorder.trace
-
-
-def _lines_with(job: ScriptJob, text: str) -> list[int]:
-    """The numbers of the script's lines that contain a text."""
-    path: str | None = job.script
-    if job.module:
-        spec = importlib.util.find_spec(job.script)
-        path = spec.origin if spec is not None else None
-    with contextlib.suppress(OSError), open(path or "", encoding="utf-8", errors="replace") as file:
-        return [number for number, line in enumerate(file, start=1) if text in line]
-    return []
 
 
 def _silence() -> None:

@@ -31,7 +31,7 @@ def plain(report: VerificationReport) -> str:
 
 def trace_of(script: str, *arguments: str, steps: int = 1) -> Trace:
     """The trace of a script on one tower."""
-    job = ScriptJob(str(SCRIPTS / f"{script}.py"), arguments, False, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
+    job = ScriptJob(str(SCRIPTS / f"{script}.py"), arguments, None, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
     [trace] = job.run(1)
     return trace
 
