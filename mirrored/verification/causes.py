@@ -89,11 +89,7 @@ def nothing_to_compare(comparison: RunComparison) -> Explanation | None:
     """The script does not train, or does not use the towers."""
     one, many = comparison.one, comparison.many
     if not one.steps and not one.results and not any(trace.steps for trace in many):
-        return Explanation(
-            Cause.NOTHING_TRAINED,
-            "the script makes no step of an optimizer, and calls neither strategy.reduce nor strategy.gather",
-            "give verify a script that trains",
-        )
+        return nothing_compared(one)
     if all(trace.towers != len(many) for trace in many):
         return Explanation(
             Cause.NO_TOWERS,
@@ -110,6 +106,8 @@ def nothing_compared(one: Trace) -> Explanation:
         what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
     if one.results:
         what += f". Of {len(one.results)} results of reduce and gather none differs"
+    else:
+        what += ", and calls neither strategy.reduce nor strategy.gather"
     return Explanation(Cause.NOTHING_TRAINED, what, "give verify a script that trains by an optimizer of torch.optim")
 
 
