@@ -111,8 +111,7 @@ def _beside_rounding(comparison: RunComparison, rerun: Rerun, interventions: Int
     """The comparison, beside a run that was moved by rounding where that might explain the difference."""
     if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.perturbed is not None:
         return comparison
-    perturbed = _alone(rerun, dataclasses.replace(interventions, rounding=True))
-    return dataclasses.replace(comparison, perturbed=perturbed) if perturbed is not None else comparison
+    return dataclasses.replace(comparison, perturbed=_alone(rerun, dataclasses.replace(interventions, rounding=True)))
 
 
 def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: Rerun) -> Explanation | None:

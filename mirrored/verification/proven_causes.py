@@ -80,15 +80,14 @@ def _and(numbers: Sequence[float]) -> str:
 
 def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] | None:
     """To what length one tower pads a batch of step ``at``, and each of N its share; None where all are the same."""
-    for i, call in enumerate(comparison.one.calls):
+    for call, calls in comparison.calls():
         if call.steps != at or not call.trained:
             continue
-        calls = [trace.calls[i] for trace in comparison.many if i < len(trace.calls)]
-        for j, form in enumerate(call.forms):
-            shares = [(share.forms[j].shape, share.shares) for share in calls if j < len(share.forms)]
-            dims = {d for shape, sizes in shares for d in padded_dims(shape, form, sizes)}
+        for form, *forms in zip(call.forms, *(share.forms for share in calls), strict=False):
+            pairs = zip(calls, forms, strict=True)
+            dims = {d for share, cut in pairs for d in padded_dims(cut.shape, form, share.shares)}
             if dims:
-                return form.shape[min(dims)], [shape[min(dims)] for shape, _ in shares]
+                return form.shape[min(dims)], [cut.shape[min(dims)] for cut in forms]
     return None
 
 
