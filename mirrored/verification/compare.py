@@ -162,7 +162,7 @@ class RunComparison:
         gradients = self._largest(one.gradients, many[0].gradients)
         stepped = bool(one.after and many[0].after)
         parameters = self._largest(one.after, many[0].after, self._noisy) if stepped else None
-        buffer = max(self._buffers(one, many[0]), default=(0.0, "")) if stepped else (0.0, "")
+        buffer = max(self._buffers(one, many[0]), default=(0.0, ""))
         rates = max((relative(a, b) for a, b in zip(one.rates, many[0].rates, strict=False)), default=0.0)
         differences = {
             # With equal gradients the loss that is read differs, not the training.
@@ -172,12 +172,9 @@ class RunComparison:
             "parameter": parameters or (0.0, ""),
             "buffer": buffer,
         }
-        beyond = [kind for kind, (amount, _) in differences.items() if amount > self._limit(kind, at)]
         amounts = {kind: amount for kind, (amount, _) in differences.items()}
-        difference = None
-        if beyond:
-            amount, where = differences[beyond[0]]
-            difference = RunDifference(at, beyond[0], where, amount)
+        beyond = next((kind for kind, amount in amounts.items() if amount > self._limit(kind, at)), None)
+        difference = RunDifference(at, beyond, differences[beyond][1], amounts[beyond]) if beyond is not None else None
         large = any(amount > self.tolerance for kind, amount in amounts.items() if kind != "learning rate")
         rounding = large and difference is None
         return ComparedStep(at, one.optimizer, losses, gradients, parameters, difference, amounts, rounding)
