@@ -286,24 +286,23 @@ def draw_as_one_tower(
     certain = all(whole == local or whole in totals for whole, local in zip(draw.shape, result.shape, strict=True))
     generator = torch.Generator(result.device).manual_seed(seeds.mix("verify", *draw.key))
     wide = torch.empty(draw.shape, dtype=result.dtype, device=result.device)
-    if name in ("rand", "rand_like"):
+    if name in ("rand", "rand_like", "bernoulli"):
         wide.uniform_(generator=generator)
-    elif name in ("randn", "randn_like"):
+    elif name in ("randn", "randn_like", "normal"):
         wide.normal_(generator=generator)
     elif name in ("randint", "randint_like"):
         wide.random_(*_limits(args, kwargs), generator=generator)
-    elif name == "normal":
-        mean, deviation = (*args[:2], *(kwargs[key] for key in ("mean", "std") if key in kwargs), 1.0)[:2]
-        result.copy_(wide.normal_(generator=generator)[part] * deviation + mean)
-        return certain
-    elif name == "bernoulli" and isinstance(args[0], Tensor):
-        result.copy_(wide.uniform_(generator=generator)[part] < args[0])
-        return certain
     elif name.endswith("_") and not any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         getattr(wide, name)(*args[1:], **{**kwargs, "generator": generator})
     else:
         return False
-    result.copy_(wide[part])
+    numbers = wide[part]
+    if name == "normal":
+        mean, deviation = (*args[:2], *(kwargs[key] for key in ("mean", "std") if key in kwargs), 1.0)[:2]
+        numbers = numbers * deviation + mean
+    elif name == "bernoulli":
+        numbers = numbers < [*args, *(kwargs[key] for key in ("input", "p") if key in kwargs)][-1]
+    result.copy_(numbers)
     return certain
 
 

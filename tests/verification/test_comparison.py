@@ -202,6 +202,7 @@ def test_digests_tell_examples_apart() -> None:
         ("randint", (), (3, 9, (1,))),
         ("uniform_", (3,), (None, 2.0, 5.0)),
         ("normal", (2,), (1.0, 3.0)),
+        ("bernoulli", (2,), (None, 0.5)),
     ],
 )
 def test_random_numbers_of_shares_are_those_of_the_batch(
