@@ -82,6 +82,7 @@ class StepLimit(Observer):
         trace: of the script.
         evaluated: whether a module was called outside of training after the last step.
         beyond: whether a further step was made on the batch at hand.
+        watching: the context in which the script runs.
 
     Args:
         folder: for the script's checkpoints; empty at the beginning, the same for all towers.
@@ -98,12 +99,9 @@ class StepLimit(Observer):
         self._datasets: list[MapDataset] = []
         self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
         self._may_step = False
+        self.watching: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which the script runs."""
-        return contextlib.nullcontext()
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
         """Called when an optimizer is about to make a step, which is ``compared`` or a further one."""
@@ -182,7 +180,7 @@ class TraceRecorder(StepLimit):
         super().__init__(limit, folder, further=not interventions.rates)
         self._recording = Recording(self.trace, interventions)
         self._modules = self._recording.modules
-        self._watcher = Watcher(self._recording)
+        self.watching = self._watcher = Watcher(self._recording)
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._optimizers: list[Optimizer] = []
         self._buffers: dict[str, Sketch] = {}
@@ -190,9 +188,6 @@ class TraceRecorder(StepLimit):
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
         torch.export.export = self._unwatched(torch.export.export)  # torch.onnx goes by it, too
-
-    def watching(self) -> contextlib.AbstractContextManager[object]:
-        return self._watcher
 
     def _hook_modules(self) -> None:
         self._handles = [

@@ -199,7 +199,7 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting
     try:
-        with recorder.watching():
+        with recorder.watching:
             if job.module:
                 runpy.run_module(job.module, run_name="__main__", alter_sys=True)
             else:
