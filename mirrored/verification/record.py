@@ -95,7 +95,7 @@ class StepLimit(Observer):
         self.beyond = False
         self._limit = limit
         self._folder = pathlib.Path(folder)
-        self._steps: dict[int, int] = {}
+        self._steps: dict[Optimizer, int] = {}
         self._datasets: list[MapDataset] = []
         self._epochs_left = _MOST_FURTHER_EPOCHS if further else 0
         self._may_step = False
@@ -146,7 +146,7 @@ class StepLimit(Observer):
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if _does_nothing(optimizer):
             return
-        compared = self._steps.setdefault(id(optimizer), 0) < self._limit
+        compared = self._steps.setdefault(optimizer, 0) < self._limit
         if not compared:
             self.trace.cut = self.beyond = True
             if self.evaluated or not self._may_step:
@@ -155,9 +155,9 @@ class StepLimit(Observer):
         self.before_step(optimizer, compared)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if id(optimizer) in self._steps and not _does_nothing(optimizer):
-            self._steps[id(optimizer)] += 1
-            self.after_step(optimizer, self._steps[id(optimizer)] <= self._limit)
+        if optimizer in self._steps and not _does_nothing(optimizer):
+            self._steps[optimizer] += 1
+            self.after_step(optimizer, self._steps[optimizer] <= self._limit)
 
 
 def _does_nothing(optimizer: Optimizer) -> bool:
@@ -182,7 +182,6 @@ class TraceRecorder(StepLimit):
         self._modules = self._recording.modules
         self.watching = self._watcher = Watcher(self._recording)
         self._rounding = RoundingPerturbation() if interventions.rounding else None
-        self._optimizers: list[Optimizer] = []
         self._buffers: dict[str, Sketch] = {}
         self._evaluates = False  # the run under way has called a module outside of training
         self._handles: list[RemovableHandle] = []
@@ -322,9 +321,7 @@ class TraceRecorder(StepLimit):
         batch_norms, recording.batch_norms = list(recording.batch_norms), {}
         if not compared:
             return
-        number = next((i for i, known in enumerate(self._optimizers) if known is optimizer), len(self._optimizers))
-        if number == len(self._optimizers):
-            self._optimizers.append(optimizer)
+        number = list(self._steps).index(optimizer)
         at, rates = len(self.trace.steps), recording.interventions.rates
         for group, rate in zip(optimizer.param_groups, rates[at] if at < len(rates) else (), strict=False):
             group["lr"] = rate
