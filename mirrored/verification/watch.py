@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,11 +48,9 @@ _STATISTICS = ("running_mean", "running_var")
 
 def script_line() -> int | None:
     """The line of the script that is being executed, if it is on the stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != "<string>":
-            return frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+            return line
     return None
 
 
