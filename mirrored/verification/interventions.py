@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from mirrored import seeds
 from mirrored.context import ReplicaContext
 from mirrored.data.shares import bounds
 from mirrored.verification.loss_graph import MOST_TERMS
-from mirrored.verification.trace import Form, Padding, Trace
+from mirrored.verification.trace import Form, Padding, Trace, digest_of
 from towers.system import accelerator
 from towers.system import tree as trees
 
@@ -209,10 +208,8 @@ DRAWING = {
 
 def generator_state(device: torch.device) -> str:
     """A digest of the state of torch's generators."""
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
-    if device.type != "cpu":
-        digest.update(accelerator.get_rng_state(device).numpy().tobytes())
-    return digest.hexdigest()
+    of_device = [accelerator.get_rng_state(device)] if device.type != "cpu" else []
+    return digest_of(torch.cat([torch.get_rng_state(), *of_device]))
 
 
 def other_generators() -> dict[str, int]:
