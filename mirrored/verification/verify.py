@@ -77,6 +77,7 @@ def verify(
 
     Raises:
         ValueError: an argument is out of its range.
+        TypeError: ``devices`` is a single name.
         FileNotFoundError: there is no such script, or no such module.
         CannotStartError: called inside a tower.
     """
@@ -90,8 +91,7 @@ def verify(
         raise ValueError(f"timeout is {timeout}, but must be more than 0")
     kind = towers_devices.accelerator_kind()
     kind = kind if towers_devices.count_of(kind) >= towers else "cpu"
-    chosen = tuple(f"{kind}:{i}" for i in range(towers)) if devices is None else tuple(devices)
-    towers_devices.check_exist(towers_devices.parse_all(chosen))
+    chosen = towers_devices.for_worker([f"{kind}:{i}" for i in range(towers)] if devices is None else devices)
     if len(chosen) != towers:
         raise ValueError(f"towers is {towers}, but devices names {len(chosen)}")
     name = os.fspath(script)
@@ -165,7 +165,7 @@ class ScriptJob:
     arguments: tuple[str, ...]
     module: str | None
     steps: int
-    devices: tuple[str, ...]
+    devices: Sequence[towers_devices.Device]
     threads: int
     timeout: float
     show: bool
