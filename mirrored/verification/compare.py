@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from mirrored.verification.trace import Loss, Result, RunCall, Sketch, Step, Trace
 
@@ -87,10 +86,9 @@ class RunComparison:
         perturbed: the trace of a single tower whose numbers were moved by rounding: differences that are not well above
             those between its run and the undisturbed one do not count.
         without: names of buffers that do not count.
-        to_the_end: do not end at the first difference.
         usual: the tolerance for the parameters' dtype.
         margin: how many times what rounding makes is still rounding.
-        rows: the steps that were compared, up to the first that differs.
+        rows: the steps that both runs have made.
         first: the first difference, if there is one.
     """
 
@@ -100,7 +98,6 @@ class RunComparison:
     exact: bool = False
     perturbed: Trace | None = None
     without: frozenset[str] = frozenset()
-    to_the_end: bool = False
     usual: float = dataclasses.field(init=False)
     margin: float = dataclasses.field(init=False)
     rows: list[ComparedStep] = dataclasses.field(init=False, default_factory=list)
@@ -114,21 +111,13 @@ class RunComparison:
         self._largest_loss = max((loss for loss in losses if not math.isnan(loss)), default=0.0)
         self._rounding: list[ComparedStep] = []
         if self.perturbed is not None:
-            changes: dict[str, Any] = {"many": [self.perturbed], "exact": False, "perturbed": None}
-            self._rounding = dataclasses.replace(self, **changes, to_the_end=True).rows
+            self._rounding = RunComparison(self.one, [self.perturbed], self.tolerance, without=self.without).rows
         for at, (one, *many) in enumerate(zip(self.one.steps, *(trace.steps for trace in self.many), strict=False)):
             self.rows.append(self._compare(at, one, many))
-            if self.rows[-1].difference is not None and not self.to_the_end:
-                break
         self.first = next((row.difference for row in self.rows if row.difference is not None), None)
         made = {len(trace.steps) for trace in (self.one, *self.many)}
         if self.first is None and len(made) > 1:
             self.first = RunDifference(min(made), "steps", "", math.inf)
-
-    @property
-    def rounding_from(self) -> int | None:
-        """The first step in which rounding alone makes more than the tolerance."""
-        return next((row.step for row in self.rows if row.rounding), None)
 
     def calls(self) -> Iterator[tuple[RunCall, list[RunCall]]]:
         """The calls of ``run`` side by side: (on one tower, on each of N)."""

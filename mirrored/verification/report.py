@@ -205,12 +205,13 @@ class VerificationReport:
 
 def make_report(script: str, comparison: RunComparison, explanations: Sequence[Explanation]) -> VerificationReport:
     """The report of a comparison and what explains its differences."""
-    one, many = comparison.one, comparison.many
+    one, many, first = comparison.one, comparison.many, comparison.first
+    rows = tuple(row for row in comparison.rows if first is None or row.step <= first.step)
     return VerificationReport(
         script=script,
         towers=len(many),
         findings=tuple(explanations),
-        rows=tuple(comparison.rows),
+        rows=rows,
         tolerance=comparison.tolerance,
         exact=comparison.exact,
         dropouts=any(trace.dropouts for trace in (one, *many)),
@@ -222,7 +223,7 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
         unreached=one.stopped,
-        rounding=comparison.rounding_from if not comparison.exact else None,
+        rounding=next((row.step for row in rows if row.rounding), None) if not comparison.exact else None,
         ended=one.raised if comparison.cut_short else None,
     )
 
