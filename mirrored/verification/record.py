@@ -13,7 +13,6 @@ evaluation says so.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import os
@@ -186,7 +185,7 @@ class TraceRecorder(StepLimit):
         self._evaluates = False  # the run under way has called a module outside of training
         self._handles: list[RemovableHandle] = []
         self._hook_modules()
-        torch.export.export = self._unwatched(torch.export.export)  # torch.onnx goes by it, too
+        torch.export.export = self._unwatched()(torch.export.export)  # torch.onnx goes by it, too
 
     def _hook_modules(self) -> None:
         self._handles = [
@@ -194,18 +193,15 @@ class TraceRecorder(StepLimit):
             register_module_forward_hook(self._after_module, always_call=True),
         ]
 
-    def _unwatched(self, export: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(export)
-        def unwatched(*args: Any, **kwargs: Any) -> Any:
-            for handle in self._handles:
-                handle.remove()
-            try:
-                with pop_mode_temporarily():
-                    return export(*args, **kwargs)
-            finally:
-                self._hook_modules()
-
-        return unwatched
+    @contextlib.contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        for handle in self._handles:
+            handle.remove()
+        try:
+            with pop_mode_temporarily():
+                yield
+        finally:
+            self._hook_modules()
 
     # -- strategies --------------------------------------------------------------------------------------
 
