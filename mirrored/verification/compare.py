@@ -164,8 +164,7 @@ class RunComparison:
         amounts = {kind: amount for kind, (amount, _) in differences.items()}
         beyond = next((kind for kind, amount in amounts.items() if amount > self._limit(kind, at)), None)
         difference = RunDifference(at, beyond, differences[beyond][1], amounts[beyond]) if beyond is not None else None
-        large = any(amount > self.tolerance for kind, amount in amounts.items() if kind != "learning rate")
-        rounding = large and difference is None
+        rounding = difference is None and max(amounts.values()) > self.tolerance
         return ComparedStep(at, one.optimizer, losses, gradients, parameters, difference, amounts, rounding)
 
     def _buffers(self, one: Step, many: Step) -> list[tuple[float, str]]:
