@@ -111,8 +111,6 @@ def _constant(node: Any) -> float | None:
     """The number in a product with a number, or in a quotient by one; None for two tensors."""
     for attribute in SAVED_FACTORS:
         value = getattr(node, attribute, None)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return float(value)
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return float(value)
     return None
