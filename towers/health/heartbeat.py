@@ -26,7 +26,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
@@ -38,7 +37,7 @@ from towers.health.status import AVERAGING, Health, StatusRecord
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.store import Message, SignedStore
 from towers.system.log import get_logger
-from towers.system.timeouts import Countdown, run_with_timeout
+from towers.system.timeouts import Countdown, in_time
 from towers.topology import Topology
 
 INTERVAL = 1.0
@@ -56,8 +55,6 @@ _STORE_SECONDS = 0.5  # seconds for the store beyond that
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
 _HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
-
-_T = TypeVar("_T")
 
 log = get_logger("towers")
 
@@ -227,11 +224,12 @@ class Heartbeat:
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         if not asked:
             return peers
-        answers = _in_time(_ANSWER + _STORE_SECONDS, lambda: self._ask(asked)) or {}
+        # A store whose host is gone may not answer at all.
+        answers = in_time(_ANSWER + _STORE_SECONDS, lambda: self._ask(asked)) or {}
         return [dataclasses.replace(peer, stack=answers.get(peer.tower, "")) for peer in self._peers(towers)]
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
-        by_store = _in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
+        by_store = in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
         now, peers = time.monotonic(), []
         for tower in towers:
             peer = by_store.get(tower, PeerStatus(tower))
@@ -334,11 +332,3 @@ def main_stack() -> str:
     lines = traceback.format_stack(frame)
     left_out = ["  …\n"] if len(lines) > _FRAMES else []
     return "".join(left_out + lines[-_FRAMES:]).rstrip()
-
-
-def _in_time(seconds: float, call: Callable[[], _T]) -> _T | None:
-    """What ``call`` returns, if it does so in time: a store whose host is gone may not answer at all."""
-    try:
-        return run_with_timeout(seconds, call)
-    except Exception:  # the store is gone, or silent
-        return None

@@ -8,14 +8,16 @@ its worker fails with the rest.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch.distributed import PrefixStore, Store
 
 from towers.joining.store import SignedStore
 from towers.system.text import printable
+from towers.system.timeouts import in_time
 
 _FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
 _INTERVAL = 0.5  # seconds between two reads
@@ -52,25 +54,20 @@ class FailureBroadcast:
         self._worker, self._workers = worker, workers
 
         def listen() -> None:
-            while (message := signed.read(_FAILURE)) is None:
-                time.sleep(_INTERVAL)
-            self.received = printable(message.get("sentence"))
-            signed.add(_RECEIVED, 1)
+            with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
+                while (message := signed.read(_FAILURE)) is None:
+                    time.sleep(_INTERVAL)
+                self.received = printable(message.get("sentence"))
+                signed.add(_RECEIVED, 1)
 
-        _in_thread(listen)
+        threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
     def publish_failure(self, sentence: str) -> str:
         """Tell the others what has failed here; returns what was published first by any worker."""
         if (store := self._store) is None or self.received is not None:
             return self.received or sentence
-
-        first: list[str] = []
-
-        def publish() -> None:
-            first.append(printable(store.publish(_FAILURE, {"sentence": sentence}).get("sentence")))
-
-        _in_thread(publish).join(_SECONDS)
-        self.received = first[0] if first else sentence
+        first = in_time(_SECONDS, lambda: store.publish(_FAILURE, {"sentence": sentence}))
+        self.received = printable(first.get("sentence")) if first is not None else sentence
         return self.received
 
     def await_failure(self) -> str | None:
@@ -83,7 +80,7 @@ class FailureBroadcast:
     def publish_end(self, sentence: str) -> None:
         """Tell the others that the towers of this worker have ended well, and what the first of them did last."""
         if (store := self._store) is not None:
-            _in_thread(lambda: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence})).join(_SECONDS)
+            in_time(_SECONDS, lambda: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
 
     def ends(self) -> Sequence[str]:
         """What the other workers have published of towers that have ended well."""
@@ -96,7 +93,7 @@ class FailureBroadcast:
                 if worker != self._worker and (message := store.read(f"{_ENDED}{worker}")) is not None:
                     sentences.append(printable(message.get("sentence")))
 
-        _in_thread(read).join(_SECONDS)
+        in_time(_SECONDS, read)
         return list(sentences)
 
     def await_ends(self, seconds: float) -> None:
@@ -107,12 +104,12 @@ class FailureBroadcast:
         while self.received is None and time.monotonic() < end and len(self.ends()) < self._workers - 1:
             time.sleep(_INTERVAL / 2)
         if self.received is None:  # the store stays until all have seen that all have ended, for a moment at most
-            _in_thread(lambda: self._await_count(store, _LEFT, 1)).join(_SECONDS)
+            in_time(_SECONDS, lambda: self._await_count(store, _LEFT, 1))
 
     def wait_until_received(self) -> None:
         """Where this worker serves the store: until all have received the failure, for a moment at most."""
         if (store := self._store) is not None and self.received is not None and self._worker == 0:
-            _in_thread(lambda: self._await_count(store, _RECEIVED, 0)).join(_SECONDS)
+            in_time(_SECONDS, lambda: self._await_count(store, _RECEIVED, 0))
 
     def _await_count(self, store: SignedStore, key: str, mine: int) -> None:
         """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
@@ -120,15 +117,3 @@ class FailureBroadcast:
         while self._worker == 0 and count < self._workers:
             time.sleep(0.05)
             count = store.add(key, 0)
-
-
-def _in_thread(work: Callable[[], object]) -> threading.Thread:
-    def run() -> None:
-        try:
-            work()
-        except Exception:  # the store is gone, and with it the worker that served it
-            return
-
-    thread = threading.Thread(target=run, name="towers-broadcast", daemon=True)
-    thread.start()
-    return thread

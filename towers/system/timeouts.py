@@ -49,6 +49,14 @@ def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
     return result
 
 
+def in_time(seconds: float, call: Callable[[], T]) -> T | None:
+    """What ``call`` returns, if it does so in time; None where it does not, or raises an exception."""
+    try:
+        return run_with_timeout(seconds, call)
+    except Exception:
+        return None
+
+
 def run_all_with_timeout(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
     """What each of ``calls``, all at once, returned or raised; a TimeoutError for those that have not returned."""
     results: dict[int, T | BaseException] = {}
