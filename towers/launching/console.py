@@ -160,12 +160,10 @@ class Relay:
         self._held = os.open(self.directory, os.O_RDONLY)
         fcntl.flock(self._held, fcntl.LOCK_EX)
         self._pipes: list[_Pipe] = []
-        self._lock = threading.Lock()
-        self._wake_reader, self._wake_writer = os.pipe()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._stop_reader, self._stop_writer = os.pipe()
+        self._selector = selectors.DefaultSelector()  # takes pipes, too, while the thread waits for it
+        self._selector.register(self._stop_reader, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="towers-console", daemon=True)
-        self._stopping = False
 
     def __enter__(self) -> Relay:
         self._thread.start()
@@ -174,10 +172,8 @@ class Relay:
     def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
         """Make a pipe and return its path; what is written into it goes to ``sink`` (and to file ``copy``)."""
         pipe = _Pipe(self.directory / name, sink, copy)
-        with self._lock:
-            self._pipes.append(pipe)
-            self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
-        os.write(self._wake_writer, b".")
+        self._pipes.append(pipe)
+        self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
         return str(self.directory / name)
 
     def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
@@ -186,22 +182,20 @@ class Relay:
         return self.pipe(f"{stream} {name}", sink, copy)
 
     def _run(self) -> None:
-        while not self._stopping:
+        while True:
             for key, _ in self._selector.select():
                 if key.data is None:
-                    os.read(self._wake_reader, 4096)
-                else:
-                    key.data.drain()
+                    return
+                key.data.drain()
 
     def __exit__(self, *_: object) -> None:
-        self._stopping = True
-        os.write(self._wake_writer, b".")
+        os.write(self._stop_writer, b".")
         self._thread.join()
         for pipe in self._pipes:
             pipe.close()
         self._selector.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
+        os.close(self._stop_reader)
+        os.close(self._stop_writer)
         shutil.rmtree(self.directory, ignore_errors=True)
         os.close(self._held)
 
