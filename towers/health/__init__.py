@@ -16,7 +16,7 @@ a collective passes its deadline           ``timeout_messages.timeout_error`` qu
                                            the tower raises a ``CollectiveTimeoutError``
 towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadlock`` publishes it; all of them raise a
                                            ``DeadlockError`` in ``Health.check_deadlock``
-a step passes its deadline                 ``heartbeat.StepDeadline`` reports a ``StepTimeoutError``, and ends the tower
+a step passes its deadline                 ``heartbeat._watch_steps`` reports a ``StepTimeoutError``, and ends the tower
 NCCL finds an error or a timeout           ``collectives/nccl_watch.py`` reports it and ends the process
 models differ when the programs end        ``mirrored/attached/last_check.py``, in the tower that ends last
 the job is told to end (SIGTERM …)         ``Supervisor._forward`` sends the signal to the towers. Those that save end

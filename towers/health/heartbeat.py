@@ -68,7 +68,8 @@ def start(health: Health, topology: Topology, step_seconds: float) -> None:
     """
     assert health.record is not None
     health.heartbeat = Heartbeat(health, health.record, topology)
-    StepDeadline(health, health.record, topology.index, step_seconds)
+    arguments = weakref.ref(health), health.record, topology.index, step_seconds
+    threading.Thread(target=_watch_steps, args=arguments, name="towers-step-deadline", daemon=True).start()
 
 
 class Heartbeat:
@@ -279,8 +280,8 @@ class Heartbeat:
         return peers
 
 
-class StepDeadline:
-    """Ends this tower when a step of it takes too long; see [Note: the deadline of a step].
+def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:
+    """End this tower when a step of it takes too long; see [Note: the deadline of a step].
 
     Args:
         health: of this tower; the watch ends with it.
@@ -288,42 +289,32 @@ class StepDeadline:
         tower: its index.
         seconds: how long a step may take; infinite for no limit.
     """
+    pause = min(INTERVAL, seconds / 10)
+    watched, countdown = 0, Countdown(seconds, 2 * pause)
+    while health() is not None:
+        time.sleep(pause)
+        record.beat()
+        status, left = record.read(), countdown.remaining()
+        if not status.running or status.run != watched:
+            watched, left = status.run, countdown.start()
+        # A tower that waits for others leaves it to those to say what they do.
+        waits = status.phase == AVERAGING or bool(status.call)
+        if left <= (-_HEAD_START if waits else 0.0) and (late := health()) is not None:
+            _end_late(late, tower, seconds, waits=waits)
 
-    def __init__(self, health: Health, record: StatusRecord, tower: int, seconds: float) -> None:
-        self._health = weakref.ref(health)
-        self._record = record
-        self._tower = tower
-        self._seconds = seconds
-        threading.Thread(target=self._run, name="towers-step-deadline", daemon=True).start()
 
-    def _run(self) -> None:
-        pause = min(INTERVAL, self._seconds / 10)
-        watched, countdown = 0, Countdown(self._seconds, 2 * pause)
-        while self._health() is not None:
-            time.sleep(pause)
-            self._record.beat()
-            status, left = self._record.read(), countdown.remaining()
-            if not status.running or status.run != watched:
-                watched, left = status.run, countdown.start()
-            # A tower that waits for others leaves it to those to say what they do.
-            waits = status.phase == AVERAGING or bool(status.call)
-            if left <= (-_HEAD_START if waits else 0.0):
-                self._end(waits)
-
-    def _end(self, waits: bool) -> None:
-        health = self._health()
-        assert health is not None
-        trace = f"Stack (most recent call last):\n{main_stack()}\n"
-        others = in_other_calls(health, stacks=waits)
-        listing = f"; {listed(others)}" if others else ""
-        failure.leave_report(
-            StepTimeoutError(
-                f"tower {self._tower} has been in one run for {self._seconds:.0f} s, {health.status}{listing} "
-                "(CommunicationOptions.step_timeout_seconds)"
-            ),
-            trace,
-        )
-        os._exit(1)
+def _end_late(health: Health, tower: int, seconds: float, *, waits: bool) -> None:
+    trace = f"Stack (most recent call last):\n{main_stack()}\n"
+    others = in_other_calls(health, stacks=waits)
+    listing = f"; {listed(others)}" if others else ""
+    failure.leave_report(
+        StepTimeoutError(
+            f"tower {tower} has been in one run for {seconds:.0f} s, {health.status}{listing} "
+            "(CommunicationOptions.step_timeout_seconds)"
+        ),
+        trace,
+    )
+    os._exit(1)
 
 
 def main_stack() -> str:
