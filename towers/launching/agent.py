@@ -14,7 +14,6 @@ standard output only into files, and meets workers with a time-out that names no
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -66,7 +65,6 @@ def run(job: Job, program: Sequence[str]) -> int:
         The exit code: the first failing tower's, 0 when none failed.
     """
     _set_environment(job)
-    _stop_and_continue_together()
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     try:
         report = _run(job, program)
@@ -173,31 +171,3 @@ def _die_by(number: int) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)
-
-
-def _stop_and_continue_together() -> None:
-    """When this agent is suspended (Ctrl-Z), suspend its towers; when it goes on, let them go on.
-
-    torchrun's agent gives every tower a session of its own, which the terminal's stop signal does not reach.
-    Linux only: elsewhere the towers run on while the agent is suspended.
-    """
-
-    def stop(_number: int, _frame: object) -> None:
-        towers = _children()
-        processes.send(signal.SIGSTOP, towers, groups=True)
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        try:
-            os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
-        finally:  # another signal may have come with the one that continues
-            signal.signal(signal.SIGTSTP, stop)
-            processes.send(signal.SIGCONT, towers, groups=True)
-
-    signal.signal(signal.SIGTSTP, stop)
-
-
-def _children() -> list[int]:
-    children: list[int] = []
-    for path in pathlib.Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            children += map(int, path.read_text().split())
-    return children

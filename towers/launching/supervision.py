@@ -91,6 +91,7 @@ class Supervisor(LocalElasticAgent):
         for number in _FATAL:
             if number in self._ignored:
                 signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTSTP, self._suspend)
         self._broadcast.listen(worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1)
         return started
 
@@ -102,6 +103,20 @@ class Supervisor(LocalElasticAgent):
             raise SignalException(f"{received.name} came again", received)
         self.forwarded = received
         processes.send(number, self._living().values())
+
+    def _suspend(self, _number: int, _frame: object) -> None:
+        """When this agent is suspended (Ctrl-Z), suspend its towers; when it goes on, let them go on.
+
+        torchrun's agent gives every tower a session of its own, which the terminal's stop signal does not reach.
+        """
+        towers = self._living().values()
+        processes.send(signal.SIGSTOP, towers, groups=True)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        try:
+            os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
+        finally:  # another signal may have come with the one that continues
+            signal.signal(signal.SIGTSTP, self._suspend)
+            processes.send(signal.SIGCONT, towers, groups=True)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._note_endings()
