@@ -118,9 +118,9 @@ def _run(job: Job, program: Sequence[str]) -> ExitReport:
         )
         logs = TowerLogs(relay, job.log_dir)
         good_end = functools.partial(first_good_end, job, directory=relay.directory)
-        supervisor = Supervisor(spec, logs, _ignored_signals(), broadcast, good_end, relay.directory)
+        supervisor = Supervisor(spec, logs, broadcast, relay.directory, good_end)
         result = supervisor.run()
-        report = make_exit_report(job, supervisor, result, relay.directory, broadcast)
+        report = make_exit_report(job, supervisor, result)
     broadcast.wait_until_received()
     return report
 
@@ -158,12 +158,6 @@ class TowerLogs(LogsSpecs):
             copy = folder / f"tower{tower}.err" if folder else None
             stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
-
-
-def _ignored_signals() -> frozenset[signal.Signals]:
-    """Signals that this process was started to ignore (``nohup``), and goes on to."""
-    ending = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    return frozenset(number for number in ending if signal.getsignal(number) == signal.SIG_IGN)
 
 
 def _die_by(number: int) -> NoReturn:

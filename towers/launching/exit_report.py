@@ -12,7 +12,6 @@ from torch.distributed.elastic.agent.server.api import RunResult
 
 from towers.health.failure import EXIT_PREEMPTED, FailureReport, report_path, signal_name
 from towers.health.status import StatusRecord
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.supervision import Supervisor, died_of
 from towers.system.log import get_logger
@@ -35,15 +34,11 @@ class ExitReport:
     died_of: signal.Signals | None = None
 
 
-def make_exit_report(
-    job: Job, supervisor: Supervisor, result: RunResult, directory: os.PathLike[str], broadcast: FailureBroadcast
-) -> ExitReport:
+def make_exit_report(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
     """How the towers of this worker ended.
 
     Args:
         result: of torchrun's agent.
-        directory: with the towers' reports and status records.
-        broadcast: to and from the other workers.
     """
     endings, forwarded = supervisor.endings, supervisor.forwarded
     if supervisor.failed_elsewhere is None:
@@ -53,23 +48,22 @@ def make_exit_report(
         if codes <= {0}:
             return ExitReport()
         if codes <= {0, EXIT_PREEMPTED} and len(endings) == job.towers:
-            return ExitReport(EXIT_PREEMPTED, _preempted(supervisor, directory))
-    return _failure(job, supervisor, result, directory, broadcast)
+            return ExitReport(EXIT_PREEMPTED, _preempted(supervisor))
+    return _failure(job, supervisor, result)
 
 
-def _preempted(supervisor: Supervisor, directory: os.PathLike[str]) -> str:
+def _preempted(supervisor: Supervisor) -> str:
     tower = min(tower for tower, code in supervisor.endings.items() if code == EXIT_PREEMPTED)
     by = f" by {supervisor.forwarded.name}" if supervisor.forwarded is not None else ""
-    return f"towers: preempted{by}: the towers ended {_status(directory, tower)}, with exit code {EXIT_PREEMPTED}"
+    status = _status(supervisor.directory, tower)
+    return f"towers: preempted{by}: the towers ended {status}, with exit code {EXIT_PREEMPTED}"
 
 
-def _failure(
-    job: Job, supervisor: Supervisor, result: RunResult, directory: os.PathLike[str], broadcast: FailureBroadcast
-) -> ExitReport:
+def _failure(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
     codes = {tower: code for tower, code in supervisor.endings.items() if code}
     if not codes:
         return ExitReport(1, f"towers: {supervisor.failed_elsewhere}")
-    reports = {tower: FailureReport.read(report_path(directory, tower)) for tower in codes}
+    reports = {tower: FailureReport.read(report_path(supervisor.directory, tower)) for tower in codes}
 
     def order(tower: int) -> tuple[bool, float]:
         report = reports[tower]
@@ -79,7 +73,7 @@ def _failure(
         log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
     first = min(codes, key=order)
     report, code = reports[first], codes[first]
-    name, status = f"tower {first}{_host(job)}", _status(directory, first)
+    name, status = f"tower {first}{_host(job)}", _status(supervisor.directory, first)
     lines = []
     if report is not None:
         lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
@@ -92,15 +86,16 @@ def _failure(
         sentence = f"{name} ended with exit code {code} {status}"
     lines.append(f"towers: {sentence}")
     is_consequence = report is not None and report.consequence
-    cause = _cause(job, supervisor, directory, broadcast) if is_consequence else broadcast.publish_failure(sentence)
+    cause = _cause(job, supervisor) if is_consequence else supervisor.broadcast.publish_failure(sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
     return ExitReport(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
 
 
-def _cause(job: Job, supervisor: Supervisor, directory: os.PathLike[str], broadcast: FailureBroadcast) -> str | None:
+def _cause(job: Job, supervisor: Supervisor) -> str | None:
     """Why the towers of this worker have failed, which only say that another tower is gone."""
-    if (sentence := first_good_end(job, supervisor.endings, directory)) is not None:
+    broadcast = supervisor.broadcast
+    if (sentence := first_good_end(job, supervisor.endings, supervisor.directory)) is not None:
         return broadcast.publish_failure(sentence)
     if (failure := broadcast.await_failure()) is not None:
         return failure

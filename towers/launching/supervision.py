@@ -44,7 +44,6 @@ _TOGETHER = 5.0  # seconds in which towers that were preempted end, after the fi
 _OTHER_WORKERS = 300.0  # seconds in which the other workers end, after this one
 _OTHERS_TOGETHER = 15.0  # the same where the towers of this one were preempted
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_FATAL = (signal.SIGQUIT,)
 
 
 class Supervisor(LocalElasticAgent):
@@ -54,45 +53,43 @@ class Supervisor(LocalElasticAgent):
         forwarded: the signal that this process was sent and has forwarded, if there was one.
         endings: exit codes of the towers that ended by themselves, by index; negative: the signal they died of.
         failed_elsewhere: what another worker says has failed first.
+        broadcast: what workers tell each other.
+        directory: with the towers' reports and status records.
 
     Args:
         spec, logs: as of torchrun's agent.
-        ignored: signals that this process was started to ignore.
-        broadcast: what workers tell each other.
         first_good_end: from exit codes, the sentence for the other workers on the first tower that has not failed.
-        directory: of the towers' status records.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         logs: LogsSpecs,
-        ignored: frozenset[signal.Signals],
         broadcast: FailureBroadcast,
-        first_good_end: Callable[[Mapping[int, int]], str | None],
         directory: os.PathLike[str],
+        first_good_end: Callable[[Mapping[int, int]], str | None],
     ) -> None:
         super().__init__(spec, logs)
         self.forwarded: signal.Signals | None = None
         self.endings: dict[int, int] = {}
         self.failed_elsewhere: str | None = None
+        self.broadcast = broadcast
+        self.directory = directory
         self._first_good_end = first_good_end
-        self._directory = directory
-        self._ignored = ignored
-        self._broadcast = broadcast
+        # Signals that this process was started to ignore (nohup), and goes on to.
+        ending = (*_FORWARDED, signal.SIGQUIT)
+        self._ignored = [number for number in ending if signal.getsignal(number) == signal.SIG_IGN]
         self._processes: dict[int, int] = {}  # by index of the tower
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, int] = super()._start_workers(worker_group)
         self._processes = {worker_group.workers[local].global_rank: started[local] for local in started}
         # torch has installed handlers of its own meanwhile, for all of these.
-        for number in _FORWARDED:
-            signal.signal(number, signal.SIG_IGN if number in self._ignored else self._forward)
-        for number in _FATAL:
-            if number in self._ignored:
-                signal.signal(number, signal.SIG_IGN)
+        handlers = dict.fromkeys(_FORWARDED, self._forward) | dict.fromkeys(self._ignored, signal.SIG_IGN)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.signal(signal.SIGTSTP, self._suspend)
-        self._broadcast.listen(worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1)
+        self.broadcast.listen(worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1)
         return started
 
     def _forward(self, number: int, _frame: object) -> None:
@@ -134,8 +131,8 @@ class Supervisor(LocalElasticAgent):
                 self._end_all(signal.SIGTERM)
             elif set(self.endings.values()) <= {0, EXIT_PREEMPTED}:
                 self._leave_with_others(_OTHERS_TOGETHER)
-        elif self._living() and self._broadcast.received is not None:
-            self.failed_elsewhere = self._broadcast.received
+        elif self._living() and self.broadcast.received is not None:
+            self.failed_elsewhere = self.broadcast.received
             self._let_save()
             self._end_all(signal.SIGTERM)
         elif len(self.endings) < len(self._processes):
@@ -149,9 +146,9 @@ class Supervisor(LocalElasticAgent):
     def _leave_with_others(self, seconds: float) -> None:
         """When the towers of this worker have ended well: wait for those of the others, or receive their failure."""
         if (sentence := self._first_good_end(self.endings)) is not None:
-            self._broadcast.publish_end(sentence)
-            self._broadcast.await_ends(seconds)
-            self.failed_elsewhere = self._broadcast.received
+            self.broadcast.publish_end(sentence)
+            self.broadcast.await_ends(seconds)
+            self.failed_elsewhere = self.broadcast.received
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self._living():
@@ -166,7 +163,7 @@ class Supervisor(LocalElasticAgent):
         """
 
         def saving() -> list[int]:
-            return processes.towers_saving(self._directory, self._living())
+            return processes.towers_saving(self.directory, self._living())
 
         if towers := saving():
             print(
