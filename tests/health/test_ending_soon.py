@@ -40,7 +40,7 @@ def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(mon
             if told:
                 signal.raise_signal(signal.SIGUSR1)
             raise (error := mirrored.PeerLostError("gone"))
-        failure._wait_if_consequence(error)
+        failure._report(error, None)
         assert len(waited) == 1
 
 

@@ -170,10 +170,8 @@ def leave_report(error: Exception, trace: str) -> None:
     Args:
         trace: the stack of this process.
     """
-    _wait_if_consequence(error)
-    path = os.environ.get(ERROR_FILE)
-    written = path is not None and FailureReport.of(error, trace).write(path)
-    if not written or STATUS_RECORD not in os.environ:  # no launcher of ours prints it
+    if not _report(error, os.environ.get(ERROR_FILE), trace) or STATUS_RECORD not in os.environ:
+        # No launcher of ours prints it.
         print(f"{trace}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
@@ -183,10 +181,11 @@ def mark_seen_by_launcher(error: BaseException) -> None:
         error.seen_by_launcher = True  # type: ignore[attr-defined]
 
 
-def _wait_if_consequence(error: BaseException) -> None:
-    """See [Note: consequences wait]."""
+def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
+    """Leave a report in ``path``, if there is one; whether it was written. See [Note: consequences wait]."""
     if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
         time.sleep(_LAUNCHER_SECONDS)
+    return path is not None and FailureReport.of(error, trace).write(path)
 
 
 # -- the end of a process ------------------------------------------------------------------------------------
@@ -194,27 +193,18 @@ def _wait_if_consequence(error: BaseException) -> None:
 
 @functools.cache
 def install_hooks() -> None:
-    """From now on an uncaught exception leaves its report and ends this process, and so does the end of its agent."""
-    under_agent = RUN_ID in os.environ
-    _report_uncaught_exceptions(quiet=under_agent and STARTED_BY in os.environ)
-    if under_agent:
-        end_with_parent()
+    """From now on an uncaught exception leaves its report and ends this process, and so does the end of its agent.
 
-
-def _report_uncaught_exceptions(*, quiet: bool) -> None:
-    """From now on, an uncaught exception leaves its report for the agent, if there is one, and ends this process.
-
-    Args:
-        quiet: do not print the traceback as well (our own agent prints it, whole and last), and let only the
-            machine's first tower tell of an interruption (Ctrl-C reaches all of them).
+    Under our own agent the traceback is not printed as well (the agent prints it, whole and last), and only the
+    machine's first tower tells of an interruption (Ctrl-C reaches all of them).
     """
+    quiet = RUN_ID in os.environ and STARTED_BY in os.environ
     path = os.environ.get(ERROR_FILE)
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, Exception):
-            _wait_if_consequence(error)
-            written = path is not None and FailureReport.of(error).write(path)
+            written = _report(error, path)
             end_soon()
             if written and quiet:
                 return
@@ -223,6 +213,8 @@ def _report_uncaught_exceptions(*, quiet: bool) -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
+    if RUN_ID in os.environ:
+        end_with_parent()
 
 
 @functools.cache
