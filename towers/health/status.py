@@ -72,9 +72,7 @@ class StatusRecord:
             finally:
                 os.close(descriptor)
             if create:
-                self.enter(0, 0, False, False, b"")
-                self.call(b"")
-                self.save(False)
+                self._memory[_STATUS_AT:] = bytes(_BYTES - _STATUS_AT)
         if create or path is None:
             self.beat()
 
@@ -267,11 +265,9 @@ class Health:
         """``with health.at("reduce('sum')"):`` names the collective that the block makes."""
         return _At(self, call)
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> contextlib.AbstractContextManager[None]:
         """While a checkpoint is being written, by whatever thread: a job that fails gives it some time to be done."""
-        with failure.saving(self.record.save if self.record is not None else lambda saving: None):
-            yield
+        return failure.saving(self.record.save if self.record is not None else lambda saving: None)
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
         """``items``, as they are; while one is waited for the tower is in ``phase``."""
