@@ -30,13 +30,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill their memory without gaps or overlaps (channels-last, transposed …)."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    dense: bool = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return dense
 
 
 ALONE = storage_holders(torch.zeros(1, device="cpu"))
