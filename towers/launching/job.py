@@ -46,8 +46,7 @@ class Job:
 
     def to_json(self) -> str:
         """One word for a command line, with the attributes that are not the default."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps({name: value for name, value in values.items() if value != getattr(Job, name, None)})
+        return json.dumps({name: value for name, value in vars(self).items() if value != getattr(Job, name, None)})
 
     @classmethod
     def from_json(cls, word: str) -> Job:
@@ -162,10 +161,9 @@ def _check_is_users(file: str | None) -> None:
     if file is None or not file.endswith(".py"):
         raise _cannot("the running program is no .py file")
     path = pathlib.Path(file).resolve()
-    for place in ("stdlib", "platstdlib", "purelib", "platlib"):
-        if path.is_relative_to(pathlib.Path(sysconfig.get_path(place)).resolve()):
-            raise _cannot(f"{path} is an installed program")
-    if {"site-packages", "dist-packages"} & set(path.parts):
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = any(path.is_relative_to(pathlib.Path(place).resolve()) for place in places)
+    if installed or {"site-packages", "dist-packages"} & set(path.parts):
         raise _cannot(f"{path} is an installed program")
 
 
