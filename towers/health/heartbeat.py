@@ -37,7 +37,7 @@ from towers.health.status import AVERAGING, Health, StatusRecord
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.store import Message, SignedStore
 from towers.system.log import get_logger
-from towers.system.timeouts import Countdown, in_time
+from towers.system.timeouts import Countdown, in_time, wait_until
 from towers.topology import Topology
 
 INTERVAL = 1.0
@@ -196,10 +196,8 @@ class Heartbeat:
             towers = range(self._topology.size)
             if left == len(towers):
                 messages.extend(m for m in store.read_all([f"{name}{tower}" for tower in towers]) if m is not None)
-            end = time.monotonic() + _SERVING
-            serves = self._topology.serves_store and self._topology.is_chief
-            while serves and time.monotonic() < end and store.add(f"left {name}", 0) < len(towers):
-                time.sleep(0.05)
+            if self._topology.serves_store and self._topology.is_chief:
+                wait_until(lambda: store.add(f"left {name}", 0) >= len(towers), _SERVING, pause=0.05)
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
         self._called.clear()

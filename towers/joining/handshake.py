@@ -26,6 +26,7 @@ from torch.distributed import Store
 from towers.errors import HandshakeError, StartupError, TowersError
 from towers.joining.store import Message, SignedStore
 from towers.system.text import printable
+from towers.system.timeouts import wait_until
 
 Compare = Callable[[int, Message, int, Message], str | None]
 """(an index, its message, another index, its message) → what is wrong between the two, or None."""
@@ -204,9 +205,8 @@ class _Board:
 
     def wait_until_read(self, others: Sequence[int]) -> None:
         """Give the others a moment to read the result."""
-        end, keys = time.monotonic() + 2.0, [self._key(f"read{other}") for other in others]
-        while others and time.monotonic() < end and not self._store.store.check(keys):
-            time.sleep(0.02)
+        keys = [self._key(f"read{other}") for other in others]
+        wait_until(lambda: not keys or self._store.store.check(keys), 2.0)
 
     def _fail(self, result: Message) -> None:
         self._store.store.set(self._key(f"read{self._index}"), "")

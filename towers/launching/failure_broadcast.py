@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store
 
 from towers.joining.store import SignedStore
 from towers.system.text import printable
-from towers.system.timeouts import in_time
+from towers.system.timeouts import in_time, wait_until
 
 _FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
 _INTERVAL = 0.5  # seconds between two reads
@@ -72,9 +72,7 @@ class FailureBroadcast:
 
     def await_failure(self) -> str | None:
         """What another worker publishes as the first failure; None when none does for a moment."""
-        end = time.monotonic() + _SECONDS
-        while self._store is not None and self.received is None and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received
 
     def publish_end(self, sentence: str) -> None:
@@ -100,9 +98,8 @@ class FailureBroadcast:
         """Wait until all workers have published that their towers have ended well, or one that something has failed."""
         if (store := self._store) is None:
             return
-        end = time.monotonic() + seconds
-        while self.received is None and time.monotonic() < end and len(self.ends()) < self._workers - 1:
-            time.sleep(_INTERVAL / 2)
+        others = self._workers - 1
+        wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
         if self.received is None:  # the store stays until all have seen that all have ended, for a moment at most
             in_time(_SECONDS, lambda: self._await_count(store, _LEFT, 1))
 

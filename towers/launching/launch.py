@@ -32,6 +32,7 @@ from towers.health.status import StatusRecord
 from towers.joining.store import serve_store
 from towers.launching import console, processes
 from towers.system import devices, machine
+from towers.system.timeouts import wait_until
 from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
@@ -357,7 +358,7 @@ def _end(started: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
         return {tower: process.pid for tower, process in enumerate(started) if process.is_alive() and process.pid}
 
     _join(started, 0.5)
-    processes.wait_until(lambda: not processes.towers_saving(directory, living()), failure.SAVING_SECONDS)
+    wait_until(lambda: not processes.towers_saving(directory, living()), failure.SAVING_SECONDS)
     if living():
         processes.end(lambda number: processes.send(number, living().values()), lambda: not living(), _END)
     for process in started:

@@ -8,13 +8,13 @@ import pathlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 from towers.health.failure import EXIT_PREEMPTED, report_path
 from towers.health.status import StatusRecord, record_path
+from towers.system.timeouts import wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
 
 
@@ -31,13 +31,6 @@ def towers_saving(directory: str | os.PathLike[str], towers: Iterable[int]) -> l
     """Those of ``towers`` that are writing a checkpoint."""
     records = {tower: StatusRecord.find(directory, tower) for tower in towers}
     return [tower for tower, record in records.items() if record is not None and record.saving]
-
-
-def wait_until(done: Callable[[], bool], seconds: float) -> None:
-    """Wait until ``done()``, for so many seconds at most."""
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 def send(number: int, processes: Iterable[int], *, groups: bool = False) -> None:

@@ -36,6 +36,7 @@ from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS
 from towers.launching import console, processes
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.system.text import name_towers
+from towers.system.timeouts import wait_until
 
 LAST_WORDS = 1.5
 """Seconds between asking a tower to end and killing it."""
@@ -195,7 +196,7 @@ class Supervisor(LocalElasticAgent):
                 self._note_endings()
             return not self._living() or enough(set(self.endings.values()))
 
-        processes.wait_until(done, seconds)
+        wait_until(done, seconds)
 
     def _note_endings(self) -> None:
         """Towers that have ended by now have ended by themselves."""

@@ -1,4 +1,4 @@
-"""Deadlines: time that leaves out suspensions, and calls that may never return."""
+"""Deadlines: time that leaves out suspensions, waits, and calls that may never return."""
 
 from __future__ import annotations
 
@@ -35,6 +35,17 @@ class Countdown:
         self._spent += min(now - self._before, self._longest)
         self._before = now
         return self._seconds - self._spent
+
+
+def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) -> None:
+    """Wait until ``done()``, for so many seconds at most.
+
+    Args:
+        pause: seconds between two looks.
+    """
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        time.sleep(pause)
 
 
 def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
