@@ -16,8 +16,10 @@ towers' collectives.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
+import queue
 import socket
 import sys
 import threading
@@ -85,10 +87,7 @@ class Heartbeat:
         self._health = weakref.ref(health)
         self._record = record
         self._topology = topology
-        self._stopping = False
-        self._wake = threading.Event()
-        self._call: Callable[[SignedStore], object] | None = None  # what the thread is asked to do
-        self._called = threading.Event()
+        self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         self._store: SignedStore | None = None
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
@@ -102,8 +101,7 @@ class Heartbeat:
 
     def _stop(self) -> None:
         """A thread inside the store would be in the way of an interpreter that is taken down."""
-        self._stopping = True
-        self._wake.set()
+        self._calls.put(None)
         self._thread.join(_STORE_SECONDS)
 
     # -- sending -----------------------------------------------------------------------------------------
@@ -122,14 +120,10 @@ class Heartbeat:
                     answered = asked
                 hurries = self._look_for_deadlock(store, health)
                 del health
-                self._wake.wait(_FAST if hurries else INTERVAL)
-                self._wake.clear()
-                if (call := self._call) is not None:
-                    self._call = None
+                with contextlib.suppress(queue.Empty):
+                    if (call := self._calls.get(timeout=_FAST if hurries else INTERVAL)) is None:
+                        return
                     call(store)
-                    self._called.set()
-                if self._stopping:
-                    return
         except (RuntimeError, OSError):  # the store has ended, with its host or at the job's end: nobody asks any more
             pass
         finally:
@@ -189,6 +183,7 @@ class Heartbeat:
             tower whose own process serves the store stays for a moment until all others have left theirs.)
         """
         messages: list[Message] = []
+        done = threading.Event()
 
         def leave(store: SignedStore) -> None:
             store.write(f"{name}{self._topology.index}", message)
@@ -198,13 +193,12 @@ class Heartbeat:
                 messages.extend(m for m in store.read_all([f"{name}{tower}" for tower in towers]) if m is not None)
             if self._topology.serves_store and self._topology.is_chief:
                 wait_until(lambda: store.add(f"left {name}", 0) >= len(towers), _SERVING, pause=0.05)
+            done.set()
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
-        self._called.clear()
-        self._call = leave
-        self._wake.set()
+        self._calls.put(leave)
         if self._thread.is_alive():
-            self._called.wait(_STORE_SECONDS + (_SERVING if self._topology.serves_store else 0.0))
+            done.wait(_STORE_SECONDS + (_SERVING if self._topology.serves_store else 0.0))
         return messages if len(messages) == self._topology.size else None
 
     # -- querying ----------------------------------------------------------------------------------------
