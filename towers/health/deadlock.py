@@ -12,6 +12,7 @@ published.
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,26 +59,17 @@ def find_cycle(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> list[int]
         before, now: the towers' newest heartbeats at two times, the earlier one first.
     """
     stuck = {tower: wait for tower, beat in now.items() if (wait := _kept_waiting(before.get(tower), beat))}
-    waits_for = {
-        tower: [
-            other
-            for other in wait.towers
-            if other != tower and other in stuck and now[other].begun.get(wait.communicator, wait.number) < wait.number
-        ]
-        for tower, wait in stuck.items()
-    }
-    while free := [tower for tower, others in waits_for.items() if not others]:
-        waits_for = {
-            tower: [other for other in others if other not in free]
-            for tower, others in waits_for.items()
-            if tower not in free
-        }
-    if not waits_for:
-        return None
-    path = [min(waits_for)]
-    while (following := waits_for[path[-1]][0]) not in path:
-        path.append(following)
-    return path[path.index(following) :]
+    waits = graphlib.TopologicalSorter(dict.fromkeys(sorted(stuck), ()))
+    for tower, wait in stuck.items():
+        for other in wait.towers:
+            if other != tower and other in stuck and now[other].begun.get(wait.communicator, wait.number) < wait.number:
+                waits.add(other, tower)
+    try:
+        waits.prepare()
+    except graphlib.CycleError as error:
+        cycle: list[int] = error.args[1]  # the first tower comes last again
+        return cycle[:-1]
+    return None
 
 
 def _kept_waiting(before: Beat | None, now: Beat) -> Wait | None:
