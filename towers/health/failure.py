@@ -239,20 +239,8 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="towers-parent-watchdog", daemon=True).start()
 
 
-class _Saves:
-    """Checkpoints that this process is writing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def add(self, number: int, tell: Callable[[bool], None]) -> None:
-        with self._lock:
-            self.count += number
-            tell(self.count > 0)
-
-
-_saves = _Saves()
+_saves: list[Callable[[bool], None]] = []  # whom to tell, of each checkpoint that this process is writing
+_saves_lock = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -262,11 +250,15 @@ def saving(tell: Callable[[bool], None]) -> Iterator[None]:
     Args:
         tell: tells others whether this process is writing any.
     """
-    _saves.add(1, tell)
+    with _saves_lock:
+        _saves.append(tell)
+        tell(True)
     try:
         yield
     finally:
-        _saves.add(-1, tell)
+        with _saves_lock:
+            _saves.remove(tell)
+            tell(bool(_saves))
 
 
 def end_soon() -> None:
@@ -281,17 +273,17 @@ def end_soon() -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
     def when_threads_have_ended() -> None:
-        if not _saves.count:
+        if not _saves:
             end_in(max(_EXIT_SECONDS - (time.monotonic() - started), _EXIT_SECONDS - _LAST_SECONDS))
 
     atexit.register(when_threads_have_ended)
-    if not _saves.count:
+    if not _saves:
         end_in(_LAST_SECONDS)
         return
     end_in(SAVING_SECONDS + _LAST_SECONDS)
 
     def watch() -> None:
-        while _saves.count:
+        while _saves:
             time.sleep(0.05)
         end_in(_LAST_SECONDS)
 
