@@ -24,7 +24,7 @@ the job is told to end (SIGTERM …)         ``Supervisor._forward`` sends the s
                                            signal
 another worker fails                       ``launching/failure_broadcast.py``; this worker's towers are ended
 the agent is gone                          ``failure.end_with_parent``, the parent watchdog, kills the tower
-a tower ends early with exit code 0        ``exit_report.first_good_end``, once another tower has failed for it
+a tower ends early with exit code 0        ``Supervisor.first_good_end``, once another tower has failed for it
 all ends well                              ``process_group.leave_at_exit``; workers wait for each other in
                                            ``Supervisor._leave_with_others``; nothing is printed
 =========================================  ===========================================================================

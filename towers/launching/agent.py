@@ -14,7 +14,6 @@ standard output only into files, and meets workers with a time-out that names no
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import pathlib
@@ -32,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from towers.errors import TowersError
 from towers.health.failure import leave
 from towers.launching import console, processes, rendezvous
-from towers.launching.exit_report import ExitReport, first_good_end, make_exit_report
+from towers.launching.exit_report import ExitReport, make_exit_report
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.supervision import Supervisor
@@ -117,10 +116,9 @@ def _run(job: Job, program: Sequence[str]) -> ExitReport:
             monitor_interval=0.1,
         )
         logs = TowerLogs(relay, job.log_dir)
-        good_end = functools.partial(first_good_end, job, directory=relay.directory)
-        supervisor = Supervisor(spec, logs, broadcast, relay.directory, good_end)
+        supervisor = Supervisor(job, spec, logs, broadcast, relay.directory)
         result = supervisor.run()
-        report = make_exit_report(job, supervisor, result)
+        report = make_exit_report(supervisor, result)
     broadcast.wait_until_received()
     return report
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
-import socket
-from collections.abc import Mapping
 
 from torch.distributed.elastic.agent.server.api import RunResult
 
 from towers.health.failure import EXIT_PREEMPTED, FailureReport, report_path, signal_name
-from towers.health.status import StatusRecord
-from towers.launching.job import Job
 from towers.launching.supervision import Supervisor, died_of
 from towers.system.log import get_logger
 
@@ -34,7 +29,7 @@ class ExitReport:
     died_of: signal.Signals | None = None
 
 
-def make_exit_report(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
+def make_exit_report(supervisor: Supervisor, result: RunResult) -> ExitReport:
     """How the towers of this worker ended.
 
     Args:
@@ -47,19 +42,19 @@ def make_exit_report(job: Job, supervisor: Supervisor, result: RunResult) -> Exi
             return ExitReport(128 + forwarded, died_of=forwarded)
         if codes <= {0}:
             return ExitReport()
-        if codes <= {0, EXIT_PREEMPTED} and len(endings) == job.towers:
+        if codes <= {0, EXIT_PREEMPTED} and len(endings) == supervisor.job.towers:
             return ExitReport(EXIT_PREEMPTED, _preempted(supervisor))
-    return _failure(job, supervisor, result)
+    return _failure(supervisor, result)
 
 
 def _preempted(supervisor: Supervisor) -> str:
     tower = min(tower for tower, code in supervisor.endings.items() if code == EXIT_PREEMPTED)
     by = f" by {supervisor.forwarded.name}" if supervisor.forwarded is not None else ""
-    status = _status(supervisor.directory, tower)
+    status = supervisor.status_of(tower)
     return f"towers: preempted{by}: the towers ended {status}, with exit code {EXIT_PREEMPTED}"
 
 
-def _failure(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
+def _failure(supervisor: Supervisor, result: RunResult) -> ExitReport:
     codes = {tower: code for tower, code in supervisor.endings.items() if code}
     if not codes:
         return ExitReport(1, f"towers: {supervisor.failed_elsewhere}")
@@ -73,7 +68,7 @@ def _failure(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
         log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
     first = min(codes, key=order)
     report, code = reports[first], codes[first]
-    name, status = f"tower {first}{_host(job)}", _status(supervisor.directory, first)
+    name, status = supervisor.name_of(first), supervisor.status_of(first)
     lines = []
     if report is not None:
         lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
@@ -86,38 +81,17 @@ def _failure(job: Job, supervisor: Supervisor, result: RunResult) -> ExitReport:
         sentence = f"{name} ended with exit code {code} {status}"
     lines.append(f"towers: {sentence}")
     is_consequence = report is not None and report.consequence
-    cause = _cause(job, supervisor) if is_consequence else supervisor.broadcast.publish_failure(sentence)
+    cause = _cause(supervisor) if is_consequence else supervisor.broadcast.publish_failure(sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
     return ExitReport(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
 
 
-def _cause(job: Job, supervisor: Supervisor) -> str | None:
+def _cause(supervisor: Supervisor) -> str | None:
     """Why the towers of this worker have failed, which only say that another tower is gone."""
     broadcast = supervisor.broadcast
-    if (sentence := first_good_end(job, supervisor.endings, supervisor.directory)) is not None:
+    if (sentence := supervisor.first_good_end()) is not None:
         return broadcast.publish_failure(sentence)
     if (failure := broadcast.await_failure()) is not None:
         return failure
     return broadcast.publish_failure(ends[0]) if (ends := broadcast.ends()) else None
-
-
-def first_good_end(job: Job, endings: Mapping[int, int], directory: os.PathLike[str]) -> str | None:
-    """Which tower of this worker was the first to end without failing, and what it did last; for those that went on."""
-    for tower, code in endings.items():
-        if code in (0, EXIT_PREEMPTED):
-            record = StatusRecord.find(directory, tower)
-            whole = code == 0 and record is not None and record.read().is_between_runs
-            call = " and made a call that it did not make: look for one under `if strategy.is_chief:`" if whole else ""
-            status = _status(directory, tower)
-            return f"tower {tower}{_host(job)} ended with exit code {code} {status}, while others went on{call}"
-    return None
-
-
-def _host(job: Job) -> str:
-    return f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
-
-
-def _status(directory: os.PathLike[str], tower: int) -> str:
-    record = StatusRecord.find(directory, tower)
-    return str(record.read()) if record is not None else "before its strategy was made"

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,8 +34,10 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 
 from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS
+from towers.health.status import StatusRecord
 from towers.launching import console, processes
 from towers.launching.failure_broadcast import FailureBroadcast
+from towers.launching.job import Job
 from towers.system.text import name_towers
 from towers.system.timeouts import wait_until
 
@@ -56,19 +59,14 @@ class Supervisor(LocalElasticAgent):
         failed_elsewhere: what another worker says has failed first.
         broadcast: what workers tell each other.
         directory: with the towers' reports and status records.
+        job: the towers of this worker.
 
     Args:
         spec, logs: as of torchrun's agent.
-        first_good_end: from exit codes, the sentence for the other workers on the first tower that has not failed.
     """
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        logs: LogsSpecs,
-        broadcast: FailureBroadcast,
-        directory: os.PathLike[str],
-        first_good_end: Callable[[Mapping[int, int]], str | None],
+        self, job: Job, spec: WorkerSpec, logs: LogsSpecs, broadcast: FailureBroadcast, directory: os.PathLike[str]
     ) -> None:
         super().__init__(spec, logs)
         self.forwarded: signal.Signals | None = None
@@ -76,7 +74,7 @@ class Supervisor(LocalElasticAgent):
         self.failed_elsewhere: str | None = None
         self.broadcast = broadcast
         self.directory = directory
-        self._first_good_end = first_good_end
+        self.job = job
         # Signals that this process was started to ignore (nohup), and goes on to.
         ending = (*_FORWARDED, signal.SIGQUIT)
         self._ignored = [number for number in ending if signal.getsignal(number) == signal.SIG_IGN]
@@ -146,10 +144,33 @@ class Supervisor(LocalElasticAgent):
 
     def _leave_with_others(self, seconds: float) -> None:
         """When the towers of this worker have ended well: wait for those of the others, or receive their failure."""
-        if (sentence := self._first_good_end(self.endings)) is not None:
+        if (sentence := self.first_good_end()) is not None:
             self.broadcast.publish_end(sentence)
             self.broadcast.await_ends(seconds)
             self.failed_elsewhere = self.broadcast.received
+
+    def first_good_end(self) -> str | None:
+        """Which tower was the first to end without failing, and what it did last; for those that went on."""
+        for tower, code in self.endings.items():
+            if code in (0, EXIT_PREEMPTED):
+                record = StatusRecord.find(self.directory, tower)
+                whole = code == 0 and record is not None and record.read().is_between_runs
+                call = ""
+                if whole:
+                    call = " and made a call that it did not make: look for one under `if strategy.is_chief:`"
+                status = self.status_of(tower)
+                return f"{self.name_of(tower)} ended with exit code {code} {status}, while others went on{call}"
+        return None
+
+    def name_of(self, tower: int) -> str:
+        """The tower, and of several workers which one it is on."""
+        host = f" on {socket.gethostname()} (worker {self.job.worker})" if self.job.workers > 1 else ""
+        return f"tower {tower}{host}"
+
+    def status_of(self, tower: int) -> str:
+        """What a tower did last, as part of a sentence."""
+        record = StatusRecord.find(self.directory, tower)
+        return str(record.read()) if record is not None else "before its strategy was made"
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self._living():
