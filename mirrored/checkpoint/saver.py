@@ -14,7 +14,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,7 @@ class Saver:
         """
         comm, encoder = self._comm, Encoder()
         objects: dict[str, Any] = {}
-        checksums: dict[str, Any] = {"step": step, "objects": {}, "tensors": {}}
+        checksums: dict[str, Any] = {"step": step, "writes": self.writes, "objects": {}, "tensors": {}}
         asks_optimizers = self.writes or not self._strategy.engine.one_tower_reads_state
         failed: Exception | None = None
         try:
@@ -166,8 +166,9 @@ class Saver:
     ) -> list[dict[str, Any]]:
         """Add what differs between towers to ``objects`` and ``tensors``; returns every tower's own objects."""
         comm, own = self._comm, [dict[str, Any]() for _ in checksums]
-        other_objects = _differing([theirs["objects"] for theirs in checksums])
-        other_tensors = _differing([theirs["tensors"] for theirs in checksums])
+        writers = [tower for tower, theirs in enumerate(checksums) if theirs["writes"]]
+        other_objects = _differing([theirs["objects"] for theirs in checksums], writers)
+        other_tensors = _differing([theirs["tensors"] for theirs in checksums], writers)
         if not other_objects[0] and not other_tensors[0]:
             return own
         mine = _pack(
@@ -199,10 +200,14 @@ class Saver:
         }
 
 
-def _differing(towers: Sequence[Mapping[str, str]]) -> list[set[str]]:
-    """For each tower the names whose checksums are not tower 0's; for tower 0 those that differ on any."""
+def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> list[set[str]]:
+    """For each tower the names whose checksums are not tower 0's; for tower 0 those that differ on any.
+
+    For tower 0 also those that one of the ``writers`` does not have.
+    """
     differing = [{name for name, checksum in theirs.items() if checksum != towers[0].get(name)} for theirs in towers]
-    return [set[str]().union(*differing), *differing[1:]]
+    lacking = [towers[0].keys() - towers[writer].keys() for writer in writers]
+    return [set[str]().union(*differing, *lacking), *differing[1:]]
 
 
 def _checksum_of(tensor: Tensor) -> str:

@@ -130,6 +130,36 @@ def test_hosts_with_disks_of_their_own_each_have_all(folder: pathlib.Path) -> No
     assert saved_names(folder / "host0") == saved_names(folder / "host1") == [name_of(2), name_of(3)]
 
 
+def _what_one_tower_has(strategy: mirrored.Strategy, folder: str, save: bool) -> dict[str, Any]:
+    index = strategy.topology.index
+    progress: dict[str, Any] = {"own": torch.full((2,), float(index))} if save else {}
+    if save and index == 0:
+        progress["first"] = torch.arange(3.0)
+    manager = mirrored.CheckpointManager(strategy, pathlib.Path(folder) / f"host{index}", {"progress": progress})
+    if save:
+        manager.save(wait=True)
+    else:
+        manager.restore_newest()
+    return progress
+
+
+def test_every_disk_has_what_tower_0_alone_has(folder: pathlib.Path) -> None:
+    """Towers of a larger job than the one that goes on take what tower 0 had, from their own disks."""
+    towers(_what_one_tower_has, str(folder), True, count=2)
+    for count in (1, 2):
+        for index, progress in enumerate(towers(_what_one_tower_has, str(folder), False, count=count)):
+            assert progress["own"].tolist() == [index] * 2
+            assert ("first" in progress) == (index == 0)
+    [_, _, third] = towers(_what_one_tower_has, str(folder), False, count=3) if _copied(folder) else []
+    assert third["first"].tolist() == [0.0, 1.0, 2.0]
+
+
+def _copied(folder: pathlib.Path) -> bool:
+    """The third host has the disk of the second one."""
+    shutil.copytree(folder / "host1", folder / "host2", ignore=shutil.ignore_patterns(".lock"))
+    return True
+
+
 def saved_names(folder: pathlib.Path) -> list[str]:
     return sorted(p.name for p in folder.glob("step-*"))
 
