@@ -164,6 +164,25 @@ def test_training_by_own_gradients(options: dict[str, Any]) -> None:
             assert_close(parameters, expected, 1e-12)
 
 
+def averaged_in_large_numbers(strategy: mirrored.Strategy, count: int) -> list[float]:
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(count)])
+
+    def step() -> None:
+        for p in model:
+            p.grad = torch.full((1,), float(strategy.topology.index))
+        strategy.average_gradients(model)
+
+    strategy.run(step)
+    return [float(p.grad) for p in model]
+
+
+def test_any_number_of_gradients_is_averaged() -> None:
+    """Python writes no integer of more than 4,300 digits."""
+    for means in towers(averaged_in_large_numbers, 15_000):
+        assert means == [0.5] * 15_000
+
+
 def refused(strategy: mirrored.Strategy, kind: str) -> None:
     tower = strategy.topology.index
     with strategy.scope():

@@ -1,7 +1,7 @@
 """Averaging gradients that a script has computed itself, all at once.
 
 [Note: a script's own gradients] ``torch.autograd.grad`` runs no hook of a parameter's, so what it gives is each tower's
-own. It is averaged on request, in one announced call: shapes and dtypes are compared by a digest, and a bit for each
+own. It is averaged on request, in one announced call: shapes and dtypes are compared by a digest, and a digit for each
 gradient says whether this tower has one and whether it is dense. An average with a graph would have to be a collective
 in the backward through it, which towers reach at different times.
 """
@@ -58,9 +58,9 @@ def average(
     dense: dict[int, Tensor] = {}
     with WholeCall(comm):
         for i, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            if not any(present >> i & 1 for _, present, _ in towers):
+            if all(present[i] == "0" for _, present, _ in towers):
                 continue
-            if any(is_dense >> i & 1 for _, _, is_dense in towers):
+            if any(is_dense[i] == "1" for _, _, is_dense in towers):
                 dense[i] = _densely(tensor, gradient)
             else:
                 nothing = without_rows(tensor.shape, gradient_dtype(tensor), tensor.device)
@@ -70,8 +70,8 @@ def average(
     return means
 
 
-def _mask(flags: Sequence[bool]) -> int:
-    return sum(1 << i for i, flag in enumerate(flags) if flag)
+def _mask(flags: Sequence[bool]) -> str:
+    return "".join("1" if flag else "0" for flag in flags)
 
 
 def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:
