@@ -214,8 +214,9 @@ def generator_state(device: torch.device) -> str:
 
 def other_generators() -> dict[str, int]:
     """A hash of the state of Python's and NumPy's generators."""
-    numpy: Any = np.random.get_state(legacy=True)
-    return {"Python's random": hash(random.getstate()), "numpy.random": hash((numpy[1].tobytes(), *numpy[2:]))}
+    numpy = trees.leaves(np.random.get_state(legacy=False))
+    words = tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in numpy)
+    return {"Python's random": hash(random.getstate()), "numpy.random": hash(words)}
 
 
 def shapes_of(one: Trace) -> dict[tuple[int, int], tuple[int, ...]]:

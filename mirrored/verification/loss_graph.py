@@ -42,8 +42,9 @@ def scale_terms(loss: torch.Tensor, factors: Mapping[int, float]) -> list[Remova
     def scaled_by(factor: float) -> Any:
         return lambda gradients: tuple(None if gradient is None else gradient * factor for gradient in gradients)
 
-    branches = enumerate(_branches(loss))
-    return [node.register_prehook(scaled_by(factors[i])) for i, (_, node) in branches if i in factors]
+    # Summands that enter the sum at one node (``a + a``) share what backward brings there, and so one factor.
+    nodes = {node: factors[i] for i, (_, node) in enumerate(_branches(loss)) if i in factors}
+    return [node.register_prehook(scaled_by(factor)) for node, factor in nodes.items()]
 
 
 def _branches(loss: torch.Tensor) -> Iterator[tuple[Term, Any]]:

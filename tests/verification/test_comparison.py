@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,8 @@ from torch import Tensor
 from mirrored.verification import Cause, Explanation, VerificationReport
 from mirrored.verification.compare import RunComparison, compare, differing_result
 from mirrored.verification.explain import explain
-from mirrored.verification.interventions import GlobalDraw, draw_as_one_tower, form_of, pad
-from mirrored.verification.loss_graph import terms_of
+from mirrored.verification.interventions import GlobalDraw, draw_as_one_tower, form_of, other_generators, pad
+from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.proven_causes import told_apart
 from mirrored.verification.report import make_report
 from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
@@ -152,6 +153,31 @@ def test_what_a_loss_is_divided_by() -> None:
         (F.cross_entropy(logits[:0], labels[:0]), [0]),
     ):
         assert [term.divisor for term in terms_of(loss)] == divisors
+
+
+def test_a_factor_applies_once_to_summands_that_are_one() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    mean = weight.mean()
+    loss = mean + mean + weight.square().sum()
+    assert len(terms_of(loss)) == 3
+    for handle in scale_terms(loss, {0: 0.5, 1: 0.5, 2: 3.0}):
+        assert handle is not None
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2 / 4 * 0.5 + 2 * 3.0] * 4
+
+
+def test_numpys_generator_is_told_by_its_state_whatever_it_is() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        for bits in (np.random.MT19937(0), np.random.PCG64(0), np.random.SFC64(0), np.random.Philox(0)):
+            np.random.set_bit_generator(bits)
+            first = other_generators()
+            assert other_generators() == first
+            np.random.random()
+            assert other_generators()["numpy.random"] != first["numpy.random"]
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_what_a_loss_is_made_of() -> None:
