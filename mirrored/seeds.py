@@ -4,8 +4,7 @@
 inside, which is its own. With a single stream, a ``random_split`` after the first ``run`` would be another one on every
 tower, and training examples would leak into validation without a word. Without a seed the stream outside is tower 0's,
 and the streams inside depend on its seed. In ``merge_call`` numbers come from the stream outside. With virtual towers
-the
-stream inside begins equal on all towers, but is another one all the same: noise for the share's examples moves it
+the stream inside begins equal on all towers, but is another one all the same: noise for the share's examples moves it
 differently on each tower. One tower with a seed has both, so that what is drawn outside does not depend on the number
 of towers. ``run`` changes the generators at its beginning and its end, in 33 µs together ([Note: NumPy's generator] in
 :mod:`mirrored.generators`).

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mirrored.checkpoint.codec import DTYPES, MISFITS, Malformed
 from towers.collectives.communicator import as_bytes
+from towers.system.memory_layout import is_dense
 
 _FORMAT = {
     torch.float64: "F64",
@@ -62,7 +63,7 @@ class FileLayout:
             if dtype is None:
                 self.unusual[name] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": shape}
                 dtype, shape = "U8", [tensor.nbytes]
-            if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            if not tensor.is_contiguous() and is_dense(tensor):
                 self.unusual.setdefault(name, {})["strides"] = list(tensor.stride())
             entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
             end += tensor.nbytes
@@ -151,7 +152,7 @@ def restore_layout(tensor: Tensor, unusual: Mapping[str, Any]) -> Tensor:
     if "strides" in unusual:
         strides = unusual["strides"]
         like = torch.empty_strided(tensor.shape, strides, device="meta")  # which has its own idea of -1
-        if list(like.stride()) != strides or not torch.ops.aten.is_non_overlapping_and_dense(like):
+        if list(like.stride()) != strides or not is_dense(like):
             raise ValueError(f"strides {strides} do not fit shape {tuple(tensor.shape)}")
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor

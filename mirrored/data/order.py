@@ -3,9 +3,8 @@
 [Note: orders are compared] Towers that draw different orders would train on some examples twice. An order from (seed,
 epoch) needs no comparison; of all others a digest is in the announcement that begins an epoch. The same digest is in
 the state of a dataset in mid-epoch, so a resumed run finds out that a sampler or a split is another one. The contents
-of
-streams are not compared, only how many examples each batch has: augmented floating-point numbers may differ in a last
-bit between processors.
+of streams are not compared, only how many examples each batch has: augmented floating-point numbers may differ in a
+last bit between processors.
 """
 
 from __future__ import annotations

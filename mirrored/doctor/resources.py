@@ -122,8 +122,9 @@ def _free_memory_of_container() -> int | None:
             with contextlib.suppress(OSError, ValueError):
                 allowed = int((folder / limit).read_text())
                 if allowed < 2**60:  # version 1 writes "no limit" as a huge number
-                    cached = _read_line(folder / "memory.stat", "inactive_file") or 0  # the kernel gives it up first
-                    taken = max(0, int((folder / used).read_text()) - cached)
+                    statistics = folder / "memory.stat"  # version 1 counts the groups below in "total" alone
+                    cached = _read_line(statistics, "total_inactive_file") or _read_line(statistics, "inactive_file")
+                    taken = max(0, int((folder / used).read_text()) - (cached or 0))  # the kernel gives those up first
                     free.append(max(0, allowed - taken))
     return min(free, default=None)
 

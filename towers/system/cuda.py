@@ -1,4 +1,4 @@
-"""What only CUDA has: graphs, and contexts that do not survive a fork."""
+"""What only CUDA has: graphs that work is captured in."""
 
 from __future__ import annotations
 
