@@ -65,7 +65,7 @@ class Group(dist.ProcessGroup):
         self._make_other = make_other
         self._other: dist.ProcessGroup | None = None
         self._broken: str | None = None
-        self._name, self._purpose = "", ""
+        self._name = ""
         name_backend(self, name)
 
     def do(
@@ -202,13 +202,9 @@ class Group(dist.ProcessGroup):
     def get_group_store(self) -> dist.Store:
         return self._store
 
+    # The C++ class asks these for its ``name()``, ``group_name``, …; the description it keeps itself.
+
     def getBackendName(self) -> str:
-        return self._backend_name
-
-    def _get_backend_name(self) -> str:
-        return self._backend_name
-
-    def name(self) -> str:
         return self._backend_name
 
     def getGroupName(self) -> str:
@@ -216,20 +212,6 @@ class Group(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        return self._purpose
-
-    def _set_group_desc(self, description: str) -> None:
-        self._purpose = description
-
-    @property
-    def group_desc(self) -> str:
-        return self._purpose
 
     @property
     def _device_types(self) -> list[torch.device]:
