@@ -19,7 +19,7 @@ from torch import Tensor
 
 from towers.c10d.mailbox import Mailbox
 from towers.c10d.tensors import contiguous, of_any_device, single
-from towers.c10d.works import CompletedWork, ReceiveWork, WorkQueue
+from towers.c10d.works import CompletedWork, WorkQueue
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
@@ -160,11 +160,11 @@ class Group(dist.ProcessGroup):
 
     @of_any_device
     def recv(self, tensors: Any, rank: int, tag: int = 0) -> CompletedWork:
-        return self._receive(self._mailbox_for("recv", rank), tensors, rank, tag)
+        return self._mailbox_for("recv", rank).receive(single("recv", tensors), rank, tag)
 
     @of_any_device
     def recv_anysource(self, tensors: Any, tag: int = 0) -> CompletedWork:
-        return self._receive(self._mailbox_for("recv", None), tensors, None, tag)
+        return self._mailbox_for("recv", None).receive(single("recv", tensors), None, tag)
 
     def _mailbox_for(self, call: str, rank: int | None) -> Mailbox:
         if self._mailbox is None:
@@ -174,19 +174,6 @@ class Group(dist.ProcessGroup):
                 f"{call}: rank {self.rank()} of a group of {self.size()} cannot exchange messages with rank {rank}"
             )
         return self._mailbox
-
-    def _receive(self, mailbox: Mailbox, tensors: Any, rank: int | None, tag: int) -> CompletedWork:
-        tensor = single("recv", tensors)
-        dense = (
-            tensor.detach() if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        )
-
-        def copy_back() -> None:
-            if dense.data_ptr() != tensor.data_ptr():
-                with torch.inference_mode():
-                    tensor.detach().copy_(dense)
-
-        return ReceiveWork(mailbox.receive(as_bytes(dense), rank, tag), [tensor], copy_back)
 
     def other_devices(self, device: torch.device) -> dist.ProcessGroup:
         """The group for tensors that are not on the CPU; see [Note: a whole group in Python]."""

@@ -11,12 +11,15 @@ import os
 import threading
 import time
 import weakref
+from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from towers.c10d.streams import FIRST, Message, Receiver, Sender
+from towers.c10d.works import CompletedWork
 from towers.collectives.communicator import Communicator
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peers import Peers
@@ -39,30 +42,26 @@ class _SegmentLayout:
         self.total = self.streams + FIRST * towers
 
 
-class PendingReceive:
+class ReceiveWork(CompletedWork):
     """A message that a tower waits for.
 
     Attributes:
-        into: takes its content, flat, uint8.
+        into: takes its content.
         source: the sender, None for any; set to the actual one on arrival.
-        done: whether it has arrived.
+        done: whether it has arrived, or never will, for which there is an error.
     """
 
     def __init__(self, mailbox: Mailbox, into: Tensor, source: int | None, tag: int) -> None:
+        super().__init__([into])
         self._mailbox, self.into, self.source, self.tag = mailbox, into, source, tag
         self.done = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def accepts(self, message: Message) -> bool:
         """Whether sender and tag are those that are waited for."""
         return self.tag == message.tag and self.source in (None, message.source)
 
-    def poll(self) -> bool:
-        """Whether it has arrived; never blocks."""
-        self._mailbox.poll()
-        return self.done
-
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when it has arrived.
 
         Raises:
@@ -70,7 +69,37 @@ class PendingReceive:
             CollectiveTimeoutError: it did not arrive in time.
             DisagreementError: it has another length than ``into``.
         """
-        self._mailbox.wait_for(self, seconds)
+        self._mailbox.wait_for(self, timeout.total_seconds())
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            self._mailbox.poll()
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> Any:
+        return self.error
+
+    def source_rank(self) -> int:
+        assert self.source is not None
+        return self.source
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(self.result())
+
+        threading.Thread(target=wait, name="towers-receive", daemon=True).start()
+        return future
 
     def __str__(self) -> str:
         source = "any tower" if self.source is None else f"tower {self.source}"
@@ -119,7 +148,7 @@ class Mailbox:
         self._doorbell = mine.address + layout.doorbell
         self._segments = segments  # keeps the memory at these addresses mapped
         self._unexpected: list[Message] = []
-        self._pending: list[PendingReceive] = []
+        self._pending: list[ReceiveWork] = []
         self._waiting = 0
         self._lock = threading.Lock()
         self._exit = weakref.finalize(self, _drain_at_exit, os.getpid(), self._senders, self._peers, segments)
@@ -133,9 +162,9 @@ class Mailbox:
         with self._lock:
             self._senders[to].send(content, tag)
 
-    def receive(self, into: Tensor, source: int | None, tag: int = 0) -> PendingReceive:
-        """Copy the next message from ``source`` (None: any) with this tag to ``into`` (flat, uint8) when it arrives."""
-        receive = PendingReceive(self, into, source, tag)
+    def receive(self, into: Tensor, source: int | None, tag: int = 0) -> ReceiveWork:
+        """Copy the next message from ``source`` (None: any) with this tag to ``into`` when it arrives."""
+        receive = ReceiveWork(self, into, source, tag)
         with self._lock:
             self._read()
             message = next(filter(receive.accepts, self._unexpected), None)
@@ -151,25 +180,26 @@ class Mailbox:
         with self._lock:
             self._read()
 
-    def wait_for(self, receive: PendingReceive, seconds: float | None = None) -> None:
-        """As :meth:`PendingReceive.wait`."""
-        seconds = self._seconds if seconds is None else seconds
+    def wait_for(self, receive: ReceiveWork, seconds: float) -> None:
+        """As :meth:`ReceiveWork.wait`; 0 seconds are as many as a message may take."""
+        seconds = seconds if seconds > 0 else self._seconds
         deadline = time.monotonic() + seconds
         self._waiting += 1
         try:
-            while not receive.poll():
+            while not receive.is_completed():
                 if semaphores.sleep_until_taken(self._doorbell, _POLL):
                     continue
                 gone = self._peers.gone()
-                if receive.poll():  # it was sent before its sender ended
+                if receive.is_completed():  # it was sent before its sender ended
                     break
                 if gone and (receive.source in gone or (receive.source is None and len(gone) == len(self._senders))):
                     raise self._lost(receive, gone)
                 if time.monotonic() > deadline:
                     raise CollectiveTimeoutError(f"waited {seconds:.0f} s for {receive}")
-        except BaseException:
+        except BaseException as error:
             with self._lock, contextlib.suppress(ValueError):
                 self._pending.remove(receive)
+            receive.done, receive.error = True, error
             raise
         finally:
             self._waiting -= 1
@@ -178,7 +208,7 @@ class Mailbox:
         if receive.error is not None:
             raise receive.error
 
-    def _lost(self, receive: PendingReceive, gone: list[int]) -> PeerLostError:
+    def _lost(self, receive: ReceiveWork, gone: list[int]) -> PeerLostError:
         names = ", ".join(f"tower {tower} (process {self._processes[tower]})" for tower in gone)
         return PeerLostError(f"{names} ended while tower {self._index} waited for {receive}")
 
@@ -192,12 +222,13 @@ class Mailbox:
                     self._pending.remove(receive)
                     self._deliver(message, receive)
 
-    def _deliver(self, message: Message, receive: PendingReceive) -> None:
+    def _deliver(self, message: Message, receive: ReceiveWork) -> None:
         receive.source = message.source
-        sent, room = message.content.numel(), receive.into.numel()
+        into = receive.into.detach()
+        sent, room = message.content.numel(), into.nbytes
         if sent == room:
             with torch.inference_mode():  # in which any tensor may be written
-                receive.into.copy_(message.content)
+                into.copy_(message.content.view(into.dtype).view(into.shape))
         else:
             receive.error = DisagreementError(
                 f"{receive} has {sent} bytes, but the tensor it is to be received into has {room}"

@@ -1,8 +1,7 @@
-"""``Work`` objects that c10d gets for collectives and messages, and the queue that runs collectives in call order."""
+"""``Work`` objects that c10d gets for collectives, and the queue that runs them in call order."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from towers.c10d.mailbox import PendingReceive
 from towers.errors import CollectiveTimeoutError
 
 
@@ -101,66 +99,6 @@ class QueuedWork(CompletedWork):
 
     def get_future(self) -> Any:
         return self._future
-
-
-class ReceiveWork(CompletedWork):
-    """A message that will be received into ``tensors``.
-
-    Args:
-        on_arrival: called once when it has arrived.
-    """
-
-    def __init__(self, receive: PendingReceive, tensors: Sequence[Tensor], on_arrival: Callable[[], None]) -> None:
-        super().__init__(tensors)
-        self._receive, self._on_arrival = receive, on_arrival
-        self._error: Exception | None = None
-        self._lock = threading.Lock()
-        self._over = False
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        seconds = timeout.total_seconds()
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not self._over:
-                try:
-                    self._receive.wait(seconds if seconds > 0 else None)
-                except Exception as error:
-                    self._error = error
-                    raise
-                self._on_arrival()
-                self._over = True
-        return True
-
-    def is_completed(self) -> bool:
-        if not self._over and self._error is None and self._receive.poll():
-            with contextlib.suppress(Exception):  # kept for exception() and wait()
-                self.wait()
-        return self._over or self._error is not None
-
-    def is_success(self) -> bool:
-        return self._over
-
-    def exception(self) -> Any:
-        return self._error
-
-    def source_rank(self) -> int:
-        assert self._receive.source is not None
-        return self._receive.source
-
-    def get_future(self) -> Any:
-        future: Any = torch.futures.Future()
-
-        def wait() -> None:
-            try:
-                self.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(self._tensors)
-
-        threading.Thread(target=wait, name="towers-receive", daemon=True).start()
-        return future
 
 
 class WorkQueue:
