@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -110,15 +110,14 @@ class WorkQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[QueuedWork] = deque()
-        self._changed = threading.Condition()
+        self._queue: queue.Queue[QueuedWork | None] = queue.Queue()  # None: the last one
         self._running = threading.RLock()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
 
     def run(self, task: Callable[[], None], tensors: Sequence[Tensor]) -> CompletedWork:
         """Run a task in the caller, after all queued ones; raises its errors."""
-        if self._queue and not self._in_thread():
+        if self._queue.unfinished_tasks and not self._in_thread():
             work = self.start(task, tensors)
             work.wait()
             return work
@@ -132,35 +131,25 @@ class WorkQueue:
         if self._in_thread():
             work.run()
             return work
-        with self._changed:
-            self._queue.append(work)
+        self._queue.put(work)
+        with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="towers-collectives", daemon=True)
                 self._thread.start()
-            self._changed.notify()
         return work
 
     def _in_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                work = self._queue[0]
+        while (work := self._queue.get()) is not None:
             with self._running:
                 work.run()
-            with self._changed:
-                self._queue.popleft()  # only now: run() must see it in the queue until it is done
+            self._queue.task_done()  # only now: run() must see it in the queue until it is done
             del work
 
     def close(self) -> None:
         """Return when all queued tasks are done."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._queue.put(None)
         if self._thread is not None and not self._in_thread():
             self._thread.join()
