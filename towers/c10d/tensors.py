@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from towers.collectives.arithmetic import check_reducible
 from towers.errors import ArgumentError
 
 _OPERATIONS = {
@@ -23,7 +24,6 @@ _OPERATIONS = {
     dist.ReduceOp.BOR: "or",
     dist.ReduceOp.BXOR: "xor",
 }
-_WITHOUT_ARITHMETIC = (torch.uint16, torch.uint32, torch.uint64)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -50,11 +50,11 @@ def _device(values: Any) -> torch.device | None:
     return None
 
 
-def operation(call: str, opts: Any, tensor: Tensor) -> str:
+def operation(call: str, opts: Any, *tensors: Tensor) -> str:
     """The name of the reduction that ``opts`` (options, or an operation) asks for.
 
     Raises:
-        ArgumentError: it does not exist, or not for this dtype.
+        ArgumentError: it does not exist, or not for the dtype of a tensor.
     """
     op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)
@@ -64,15 +64,11 @@ def operation(call: str, opts: Any, tensor: Tensor) -> str:
         raise ArgumentError(
             f"{call}: ReduceOp.{known} is not supported; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR and BXOR"
         )
-    dtype = tensor.dtype
-    inexact = dtype.is_floating_point or dtype.is_complex
-    if (
-        (name in ("and", "or", "xor") and inexact)
-        or (name in ("min", "max") and dtype.is_complex)
-        or (name == "mean" and dtype == torch.bool)
-        or dtype in _WITHOUT_ARITHMETIC
-    ):
-        raise ArgumentError(f"{call}: cannot use ReduceOp.{known} with {dtype}")
+    for tensor in tensors:
+        try:
+            check_reducible(name, tensor.dtype)
+        except ArgumentError:
+            raise ArgumentError(f"{call}: cannot use ReduceOp.{known} with {tensor.dtype}") from None
     return name
 
 
