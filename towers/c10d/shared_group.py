@@ -37,14 +37,21 @@ class SharedMemoryGroup(Group):
     def allreduce(self, tensors: Any, opts: Any = None) -> CompletedWork:  # type: ignore[override]
         if not isinstance(tensors, Tensor) and len(tensors) == 1 and tensors[0].layout == torch.sparse_coo:
             return self._sparse_allreduce(tensors[0], opts)
-        tensor = single("all_reduce", tensors)
-        op = operation("all_reduce", opts, tensor)
+        return self._all_reduce("all_reduce", [single("all_reduce", tensors)], opts)
+
+    @of_any_device
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> CompletedWork:
+        return self._all_reduce("all_reduce_coalesced", checked("all_reduce_coalesced", tensors), opts)
+
+    def _all_reduce(self, call: str, tensors: Sequence[Tensor], opts: Any) -> CompletedWork:
+        op = operation(call, opts, *tensors)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with in_place(tensor) as dense:
-                comm.all_reduce(dense, op)
+            for tensor in tensors:
+                with in_place(tensor) as dense:
+                    comm.all_reduce(dense, op)
 
-        return self.do("all_reduce", opts, task, [tensor], f"{op} {signature(tensor)}", any_elements([tensor]))
+        return self.do(call, opts, task, tensors, f"{op} {signature(*tensors)}", any_elements(tensors))
 
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> CompletedWork:
         if operation("all_reduce", opts, tensor) != "sum":
@@ -57,18 +64,6 @@ class SharedMemoryGroup(Group):
                 tensor.copy_(total)  # not detached: that would be another sparse tensor
 
         return self.do("all_reduce", opts, task, [tensor], f"sparse {signature(tensor)}")
-
-    @of_any_device
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> CompletedWork:
-        tensors = checked("all_reduce_coalesced", tensors)
-        ops = [operation("all_reduce_coalesced", opts, tensor) for tensor in tensors]
-
-        def task(comm: SharedMemoryCommunicator) -> None:
-            for tensor, op in zip(tensors, ops, strict=True):
-                with in_place(tensor) as dense:
-                    comm.all_reduce(dense, op)
-
-        return self.do("all_reduce_coalesced", opts, task, tensors, signature(*tensors), any_elements(tensors))
 
     @of_any_device
     def broadcast(self, tensors: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
@@ -221,14 +216,14 @@ class SharedMemoryGroup(Group):
         for output, tensor in zip(outputs, inputs, strict=True):
             checked(call, [output, tensor], like=tensor)
             check_numel(call, tensor, output.numel() * self.size())
-        ops = [operation(call, opts, tensor) for tensor in inputs]
+        op = operation(call, opts, *inputs)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            for output, tensor, op in zip(outputs, inputs, ops, strict=True):
+            for output, tensor in zip(outputs, inputs, strict=True):
                 rows = contiguous(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
                 output.detach().copy_(comm.reduce_scatter(rows, op).view(output.shape))
 
-        return self.do(call, opts, task, outputs, f"{ops} {signature(*inputs)}", any_elements(inputs))
+        return self.do(call, opts, task, outputs, f"{op} {signature(*inputs)}", any_elements(inputs))
 
     @of_any_device
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> CompletedWork:
