@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from towers.c10d.mailbox import Mailbox
-from towers.c10d.tensors import contiguous, of_any_device, single
+from towers.c10d.tensors import of_any_device, single
 from towers.c10d.works import CompletedWork, WorkQueue
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
@@ -155,7 +155,7 @@ class Group(dist.ProcessGroup):
     @of_any_device
     def send(self, tensors: Any, rank: int, tag: int = 0) -> CompletedWork:
         tensor = single("send", tensors)
-        self._mailbox_for("send", rank).send(as_bytes(contiguous(tensor)), rank, tag)
+        self._mailbox_for("send", rank).send(as_bytes(tensor), rank, tag)
         return CompletedWork([tensor])
 
     @of_any_device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,23 +94,34 @@ class SharedMemoryGroup(Group):
         if outputs and isinstance(outputs[0], Tensor):
             outputs = [outputs]
         rows = self._only_list("all_gather", outputs, tensor)
-        return self.do(
-            "all_gather",
-            opts,
-            functools.partial(self._gather_rows, rows, tensor),
-            rows,
-            signature(*rows),
-            any_elements(rows),
-        )
+        return self._all_gather("all_gather", [rows], [tensor], opts)
 
-    @staticmethod
-    def _gather_rows(rows: Sequence[Tensor], tensor: Tensor, comm: SharedMemoryCommunicator) -> None:
-        mine = contiguous(tensor)
-        with outputs_of(rows) as dense:
-            if all(row.numel() == mine.numel() for row in rows):
-                comm.all_gather_into(dense, mine)
-            else:  # then they do on all ranks
-                comm.exchange([as_bytes(mine)] * comm.size, [as_bytes(row) for row in dense])
+    @of_any_device
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> CompletedWork:
+        call = "all_gather_coalesced"
+        columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
+        for column, tensor in zip(columns, inputs, strict=True):
+            checked(call, [*column, tensor], like=tensor)
+            checked(call, column, count=self.size())
+        return self._all_gather(call, columns, inputs, opts)
+
+    def _all_gather(
+        self, call: str, columns: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> CompletedWork:
+        """Gather each of ``inputs`` into the tensors of one of ``columns``."""
+
+        def task(comm: SharedMemoryCommunicator) -> None:
+            for rows, tensor in zip(columns, inputs, strict=True):
+                with outputs_of(rows) as dense:
+                    if all(row.numel() == tensor.numel() for row in rows):
+                        comm.all_gather_into(dense, tensor)
+                    else:  # then they do on all ranks
+                        comm.exchange([as_bytes(tensor)] * comm.size, [as_bytes(row) for row in dense])
+
+        rows = [row for column in columns for row in column]
+        return self.do(call, opts, task, rows, signature(*rows), any_elements(rows))
 
     @of_any_device
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> CompletedWork:
@@ -129,28 +139,9 @@ class SharedMemoryGroup(Group):
         def task(comm: SharedMemoryCommunicator) -> None:
             with outputs_of(outputs) as all_dense:
                 for dense, tensor in zip(all_dense, inputs, strict=True):
-                    comm.all_gather_into(
-                        dense.view(comm.size, -1).unbind(0) if dense.numel() else [], contiguous(tensor)
-                    )
+                    comm.all_gather_into(dense.view(comm.size, -1).unbind(0) if dense.numel() else [], tensor)
 
         return self.do(call, opts, task, outputs, signature(*inputs), any_elements(inputs))
-
-    @of_any_device
-    def allgather_coalesced(
-        self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> CompletedWork:
-        call = "all_gather_coalesced"
-        columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
-        for column, tensor in zip(columns, inputs, strict=True):
-            checked(call, [*column, tensor], like=tensor)
-            checked(call, column, count=self.size())
-
-        def task(comm: SharedMemoryCommunicator) -> None:
-            for column, tensor in zip(columns, inputs, strict=True):
-                self._gather_rows(column, tensor, comm)
-
-        rows = [row for column in columns for row in column]
-        return self.do(call, opts, task, rows, signature(*rows), any_elements(rows))
 
     @of_any_device
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
@@ -158,7 +149,7 @@ class SharedMemoryGroup(Group):
         rows = self._only_list("gather", outputs, tensor) if self.rank() == root else []
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            mine = as_bytes(contiguous(tensor))
+            mine = as_bytes(tensor)
             with outputs_of(rows) as dense:
                 comm.exchange(
                     [mine if tower == root else mine[:0] for tower in range(comm.size)],
@@ -176,7 +167,7 @@ class SharedMemoryGroup(Group):
             with outputs_of([tensor]) as (dense,):
                 mine = as_bytes(dense)
                 comm.exchange(
-                    [as_bytes(contiguous(row)) for row in rows] or [mine[:0]] * comm.size,
+                    [as_bytes(row) for row in rows] or [mine[:0]] * comm.size,
                     [mine if tower == root else mine[:0] for tower in range(comm.size)],
                 )
 
@@ -232,7 +223,7 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             with outputs_of(outputs) as dense:
-                comm.exchange([as_bytes(contiguous(part)) for part in inputs], [as_bytes(part) for part in dense])
+                comm.exchange([as_bytes(part) for part in inputs], [as_bytes(part) for part in dense])
 
         return self.do("all_to_all", opts, task, outputs)
 
