@@ -13,8 +13,6 @@ from towers.c10d.tensors import (
     any_elements,
     check_numel,
     checked,
-    contiguous,
-    in_place,
     of_any_device,
     operation,
     outputs_of,
@@ -27,6 +25,7 @@ from towers.collectives.communicator import as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.errors import ArgumentError
 from towers.gradients.sparse import sum_rows
+from towers.system.memory_layout import contiguous
 
 
 class SharedMemoryGroup(Group):
@@ -47,8 +46,7 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             for tensor in tensors:
-                with in_place(tensor) as dense:
-                    comm.all_reduce(dense, op)
+                comm.all_reduce(tensor, op)
 
         return self.do(call, opts, task, tensors, f"{op} {signature(*tensors)}", any_elements(tensors))
 
@@ -70,8 +68,7 @@ class SharedMemoryGroup(Group):
         root = self.root("broadcast", opts)
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with in_place(tensor) as dense:
-                comm.broadcast(dense, root)
+            comm.broadcast(tensor, root)
 
         return self.do("broadcast", opts, task, [tensor], f"from {root} {signature(tensor)}", any_elements([tensor]))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import check_reducible
 from towers.errors import ArgumentError
+from towers.system.memory_layout import copy_back
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -144,19 +145,6 @@ def any_elements(tensors: Sequence[Tensor]) -> bool:
     return any(tensor.numel() for tensor in tensors)
 
 
-def contiguous(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it is not contiguous or is a lazily conjugated or negated view."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-@contextlib.contextmanager
-def in_place(tensor: Tensor) -> Iterator[Tensor]:
-    """Context with a contiguous tensor that has the values of ``tensor``; its final values are copied back."""
-    dense = contiguous(tensor)
-    yield dense
-    _copy_back(dense, tensor)
-
-
 @contextlib.contextmanager
 def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Context with contiguous, uninitialised tensors like ``tensors``; their final values are copied to ``tensors``."""
@@ -168,9 +156,4 @@ def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     ]
     yield dense
     for filled, tensor in zip(dense, tensors, strict=True):
-        _copy_back(filled, tensor)
-
-
-def _copy_back(dense: Tensor, tensor: Tensor) -> None:
-    if dense.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
-        tensor.detach().copy_(dense)
+        copy_back(filled, tensor)

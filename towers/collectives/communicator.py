@@ -16,6 +16,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
 from towers.health.status import Health
+from towers.system.memory_layout import contiguous
 
 _C = TypeVar("_C", bound="Together")
 _P = ParamSpec("_P")
@@ -261,7 +262,7 @@ def _as_tensor(data: bytes) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor (a copy's of any other) as a flat tensor of bytes."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = contiguous(tensor).view(-1)
     if flat.numel() <= 1:  # counts as contiguous whatever its stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)

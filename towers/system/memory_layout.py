@@ -34,5 +34,16 @@ def is_dense(tensor: Tensor) -> bool:
     return dense
 
 
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is not contiguous or is a lazily conjugated or negated view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def copy_back(dense: Tensor, tensor: Tensor) -> None:
+    """Give ``tensor`` the values of ``dense``, unless that is the same memory (:func:`contiguous`)."""
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+
+
 ALONE = storage_holders(torch.zeros(1, device="cpu"))
 """What :func:`towers.system.torch_private.storage_holders` says of a tensor whose memory nobody shares."""

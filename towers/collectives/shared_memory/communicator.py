@@ -24,6 +24,7 @@ from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import DisagreementError
 from towers.system import machine
+from towers.system.memory_layout import contiguous, copy_back
 
 SEVERAL_HOSTS = "the towers run on several hosts"
 
@@ -115,10 +116,9 @@ class SharedMemoryCommunicator(Communicator):
         if tensor.numel() == 0:
             return
         check_reducible(op, tensor.dtype)
-        dense = tensor.detach().contiguous()
+        dense = contiguous(tensor)
         self._all_reduce_flat(dense.view(-1), op)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)
+        copy_back(dense, tensor)
 
     @whole
     def _all_reduce_flat(self, flat: Tensor, op: str) -> None:
@@ -231,10 +231,9 @@ class SharedMemoryCommunicator(Communicator):
                 piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        dense = tensor.detach().contiguous()
+        dense = contiguous(tensor)
         self._broadcast_bytes(as_bytes(dense), source)
-        if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)
+        copy_back(dense, tensor)
 
     @whole
     def _broadcast_bytes(self, data: Tensor, source: int) -> None:
