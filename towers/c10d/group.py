@@ -75,7 +75,6 @@ class Group(dist.ProcessGroup):
         task: Callable[[SharedMemoryCommunicator], None],
         result: Sequence[Tensor] = (),
         signature: str = "",
-        synchronizes: bool = True,
     ) -> CompletedWork:
         """Run a collective, now or in the thread of the group.
 
@@ -86,7 +85,6 @@ class Group(dist.ProcessGroup):
             result: the tensors that it writes.
             signature: arguments that must be the same on all ranks. They are compared when the collective is done; with
                 TORCH_DISTRIBUTED_DEBUG=DETAIL also before it begins, so that nothing is overwritten.
-            synchronizes: whether ``task`` waits for the other ranks; without elements to send it does not.
         """
         comm = self._comm
         if self._broken or comm is None:
@@ -103,9 +101,10 @@ class Group(dist.ProcessGroup):
                     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
                         announce(comm, f"{call} {signature}")
                     agreed = True
-                    if not synchronizes:
-                        comm.barrier()
+                    count = comm.regions.barrier.count
                     task(comm)
+                    if comm.regions.barrier.count == count:  # without elements to send, nobody waits
+                        comm.barrier()
                 calls.compare()
             except (PeerLostError, CollectiveTimeoutError) as error:
                 raise self._fatal(call, error) from None

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from towers.c10d.group import Group
 from towers.c10d.tensors import (
-    any_elements,
     check_numel,
     checked,
     of_any_device,
@@ -48,7 +47,7 @@ class SharedMemoryGroup(Group):
             for tensor in tensors:
                 comm.all_reduce(tensor, op)
 
-        return self.do(call, opts, task, tensors, f"{op} {signature(*tensors)}", any_elements(tensors))
+        return self.do(call, opts, task, tensors, f"{op} {signature(*tensors)}")
 
     def _sparse_allreduce(self, tensor: Tensor, opts: Any) -> CompletedWork:
         if operation("all_reduce", opts, tensor) != "sum":
@@ -70,7 +69,7 @@ class SharedMemoryGroup(Group):
         def task(comm: SharedMemoryCommunicator) -> None:
             comm.broadcast(tensor, root)
 
-        return self.do("broadcast", opts, task, [tensor], f"from {root} {signature(tensor)}", any_elements([tensor]))
+        return self.do("broadcast", opts, task, [tensor], f"from {root} {signature(tensor)}")
 
     @of_any_device
     def reduce(self, tensors: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
@@ -83,7 +82,7 @@ class SharedMemoryGroup(Group):
             if comm.index == root:
                 tensor.detach().copy_(total)
 
-        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {signature(tensor)}", any_elements([tensor]))
+        return self.do("reduce", opts, task, [tensor], f"{op} to {root} {signature(tensor)}")
 
     @of_any_device
     def allgather(self, outputs: Sequence[Any], inputs: Any, opts: Any = None) -> CompletedWork:
@@ -118,7 +117,7 @@ class SharedMemoryGroup(Group):
                         comm.exchange([as_bytes(tensor)] * comm.size, [as_bytes(row) for row in dense])
 
         rows = [row for column in columns for row in column]
-        return self.do(call, opts, task, rows, signature(*rows), any_elements(rows))
+        return self.do(call, opts, task, rows, signature(*rows))
 
     @of_any_device
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> CompletedWork:
@@ -138,7 +137,7 @@ class SharedMemoryGroup(Group):
                 for dense, tensor in zip(all_dense, inputs, strict=True):
                     comm.all_gather_into(dense.view(comm.size, -1).unbind(0) if dense.numel() else [], tensor)
 
-        return self.do(call, opts, task, outputs, signature(*inputs), any_elements(inputs))
+        return self.do(call, opts, task, outputs, signature(*inputs))
 
     @of_any_device
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
@@ -190,7 +189,7 @@ class SharedMemoryGroup(Group):
                 if tower == comm.index:
                     output.detach().copy_(total.view(output.shape))
 
-        return self.do("reduce_scatter", opts, task, [output], f"{op} {signature(*rows)}", any_elements(rows))
+        return self.do("reduce_scatter", opts, task, [output], f"{op} {signature(*rows)}")
 
     @of_any_device
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> CompletedWork:
@@ -211,7 +210,7 @@ class SharedMemoryGroup(Group):
                 rows = contiguous(tensor).view(comm.size, -1) if tensor.numel() else tensor.new_empty((comm.size, 0))
                 output.detach().copy_(comm.reduce_scatter(rows, op).view(output.shape))
 
-        return self.do(call, opts, task, outputs, f"{op} {signature(*inputs)}", any_elements(inputs))
+        return self.do(call, opts, task, outputs, f"{op} {signature(*inputs)}")
 
     @of_any_device
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> CompletedWork:

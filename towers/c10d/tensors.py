@@ -140,11 +140,6 @@ def signature(*tensors: Tensor) -> str:
     return ", ".join(f"{tensor.numel()} {str(tensor.dtype)[6:]}" for tensor in tensors)
 
 
-def any_elements(tensors: Sequence[Tensor]) -> bool:
-    """Whether any of the tensors has elements."""
-    return any(tensor.numel() for tensor in tensors)
-
-
 @contextlib.contextmanager
 def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Context with contiguous, uninitialised tensors like ``tensors``; their final values are copied to ``tensors``."""
