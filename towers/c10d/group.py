@@ -9,7 +9,6 @@ comes, it makes a second, plain group of the backends that were named beside our
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,9 +20,8 @@ from towers.c10d.mailbox import Mailbox
 from towers.c10d.tensors import of_any_device, single
 from towers.c10d.works import CompletedWork, WorkQueue
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, as_bytes
+from towers.collectives.communicator import as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-from towers.collectives.shared_memory.sharing import share
 from towers.errors import ArgumentError, CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.torch_private import name_backend
 
@@ -58,7 +56,8 @@ class Group(dist.ProcessGroup):
         super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch takes it for a C++ group
         self._backend_name = name
         self._comm: SharedMemoryCommunicator | None = comm
-        self._calls = _CallLog(comm)
+        self._tags = comm.regions.barrier.tags
+        self._number = 0
         self._mailbox: Mailbox | None = Mailbox(comm, seconds)
         self._queue = WorkQueue()
         self._ranks, self._store, self._seconds = list(ranks), store, seconds
@@ -93,8 +92,8 @@ class Group(dist.ProcessGroup):
         def run() -> None:
             if self._broken:
                 raise TowersError(f"{call}: {self._broken}")
-            calls = self._calls
-            calls.enter(f"{call} {signature}")
+            self._number += 1
+            self._tags.write(self._number, f"{call} {signature}")
             agreed = False
             try:
                 with torch.inference_mode():  # in which any tensor may be written
@@ -105,7 +104,7 @@ class Group(dist.ProcessGroup):
                     task(comm)
                     if comm.regions.barrier.count == count:  # without elements to send, nobody waits
                         comm.barrier()
-                calls.compare()
+                self._compare_calls()
             except (PeerLostError, CollectiveTimeoutError) as error:
                 raise self._fatal(call, error) from None
             except Exception as error:
@@ -120,7 +119,10 @@ class Group(dist.ProcessGroup):
         text = f"rank {self.rank()} of the group of ranks {self._ranks} in {call}: "
         if isinstance(error, CollectiveTimeoutError):
             text += f"Timed out after {self._seconds:.0f} s ({str(error).split('. ')[0]}); "
-            text += f"last called: {self._calls.last()}"
+            text += "last called: " + ", ".join(
+                f"rank {rank} {last} (call {number})" if number else f"rank {rank} nothing"
+                for rank, (number, last) in enumerate(self._tags.last())
+            )
         else:
             text += str(error)
         self._broken = f"the group has failed before ({text})"
@@ -129,10 +131,24 @@ class Group(dist.ProcessGroup):
     def _explained(self, call: str, error: Exception) -> Exception:
         """The cause of an error: ranks that make different calls may see any error."""
         try:
-            self._calls.compare()
+            self._compare_calls()
         except DisagreementError as reason:
             return self._fatal(call, reason)
         return error
+
+    def _compare_calls(self) -> None:
+        """Compare this call with those of all ranks that are in it.
+
+        Raises:
+            DisagreementError: another rank has called something else.
+        """
+        calls = self._tags.compare()
+        for rank, other in enumerate(calls):
+            if other not in (None, mine := calls[self.rank()]):
+                raise DisagreementError(
+                    f"the ranks called different things: rank {rank} {other}, rank {self.rank()} {mine}; every rank "
+                    "must make the same calls in the same order"
+                )
 
     def root(self, call: str, opts: Any) -> int:
         """The root rank in ``opts`` (options, or a rank), within the group.
@@ -210,7 +226,7 @@ class Group(dist.ProcessGroup):
         pass
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._calls.number
+        return self._number
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
@@ -239,67 +255,3 @@ class Group(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._backend_name}, rank {self.rank()} of {self.size()})"
-
-
-_ENTRY = 256  # bytes: the number of the call, then its text
-
-
-class _CallLog:
-    """Every rank's last two calls, in shared memory; making it is a collective.
-
-    A rank writes its call before it waits for the others, which can read it when the call is done. Two entries suffice:
-    no rank can be in the call after the next one, which needs all to have ended this one.
-
-    Attributes:
-        number: of calls so far.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        segments, _ = share(comm, 2 * _ENTRY)
-        self._index = comm.index
-        self._logs = [segment.memory(2 * _ENTRY, 0) for segment in segments]
-        self.number = 0
-        self._mine = b""
-
-    def enter(self, call: str) -> None:
-        """Write down a call, before the first wait in it."""
-        self.number += 1
-        text = call.encode()
-        if len(text) > _ENTRY - 8:
-            text = text[: _ENTRY - 20] + b" #%08x" % zlib.crc32(text)
-        self._mine = self.number.to_bytes(8, "little") + text.ljust(_ENTRY - 8, b"\0")
-        self._logs[self._index][self._current()] = self._mine
-
-    def compare(self) -> None:
-        """Compare this call with those of all ranks that are in it.
-
-        Raises:
-            DisagreementError: another rank has called something else.
-        """
-        current = self._current()
-        for rank, log in enumerate(self._logs):
-            entry = bytes(log[current])
-            if entry != self._mine and entry[:8] == self._mine[:8]:
-                raise DisagreementError(
-                    f"the ranks called different things: rank {rank} {_text(entry)}, rank {self._index} "
-                    f"{_text(self._mine)}; every rank must make the same calls in the same order"
-                )
-
-    def last(self) -> str:
-        """Every rank's last call, for a message."""
-        entries = [max((bytes(log[:_ENTRY]), bytes(log[_ENTRY:])), key=_number) for log in self._logs]
-        return ", ".join(
-            f"rank {rank} {_text(entry)} (call {_number(entry)})" if _number(entry) else f"rank {rank} nothing"
-            for rank, entry in enumerate(entries)
-        )
-
-    def _current(self) -> slice:
-        return slice(_ENTRY, None) if self.number % 2 else slice(0, _ENTRY)
-
-
-def _number(entry: bytes) -> int:
-    return int.from_bytes(entry[:8], "little")
-
-
-def _text(entry: bytes) -> str:
-    return entry[8:].rstrip(b"\0").decode(errors="replace").strip()

@@ -10,6 +10,7 @@ once instead of waiting for the deadline.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from towers.collectives.shared_memory import semaphores
@@ -29,14 +30,60 @@ from towers.health.timeout_messages import last_seen, timeout_error
 from towers.system import machine
 from towers.system.timeouts import Countdown
 
-STATUS_BYTES = 512
-"""Size of a tower's status slot: twice a tag, which says what the tower has come for, and a failure notice."""
+_TAG = 256  # bytes
+_NOTICE = 256  # bytes
 
-_TAG = 128  # bytes; double-buffered: a tower that writes one again has passed a barrier since, so all have read it
-_NOTICE = slice(2 * _TAG, STATUS_BYTES)
+STATUS_BYTES = 2 * _TAG + _NOTICE
+"""Size of a tower's status slot: its last two tags, which say what it has come for, and a failure notice."""
+
 _SPINS = 200
 _NAP = 0.1  # seconds between two checks that the others live
 _LONGEST = 1.0  # seconds: a tower that has not checked for longer was suspended, perhaps with all others
+
+
+class Tags:
+    """What every tower has come for: numbered texts in shared memory, the last two of each tower.
+
+    A tower writes its tag before it waits for the others, which can read it when they are through. Two suffice: no
+    tower can be in the call after the next one, which needs all to have ended this one.
+
+    Args:
+        index: this tower.
+        slots: every tower's status slot.
+    """
+
+    def __init__(self, index: int, slots: Sequence[memoryview]) -> None:
+        self._index = index
+        self._slots = [(slot[:_TAG], slot[_TAG : 2 * _TAG]) for slot in slots]
+        self._number = 0
+
+    def write(self, number: int, tag: str) -> None:
+        """Say what this tower comes for next.
+
+        Args:
+            number: tells a tag for this time from an older one; more than one higher if all have met in between.
+        """
+        self._number = number
+        text = f"{number} {tag}".encode()
+        if len(text) > _TAG:
+            text = text[: _TAG - 20] + b" #%08x" % zlib.crc32(text)
+        self._slots[self._index][number % 2][:] = text.ljust(_TAG, b"\0")
+
+    def compare(self) -> list[str | None]:
+        """Every tower's tag, None where it has come for something without; empty where all have come for the same."""
+        texts = [bytes(places[self._number % 2]) for places in self._slots]
+        if texts.count(texts[0]) == len(texts):
+            return []
+        return [tag if number == self._number else None for number, tag in map(_parse, texts)]
+
+    def last(self) -> list[tuple[int, str]]:
+        """Every tower's last tag, and its number: 0 where there is none."""
+        return [max(map(_parse, map(bytes, places))) for places in self._slots]
+
+
+def _parse(text: bytes) -> tuple[int, str]:
+    number, _, tag = text.rstrip(b"\0").decode(errors="replace").partition(" ")
+    return int(number or 0), tag.rstrip()
 
 
 class Barrier:
@@ -58,6 +105,7 @@ class Barrier:
 
     Attributes:
         count: how often this tower has arrived.
+        tags: what the towers come for, where they say it.
     """
 
     def __init__(
@@ -79,10 +127,9 @@ class Barrier:
         self._timeout = timeout
         self._health = health
         self._processes = list(processes)
-        self._tags = [[slot[:_TAG], slot[_TAG : 2 * _TAG]] for slot in slots]
-        self._notices = [slot[_NOTICE] for slot in slots]
+        self.tags = Tags(index, slots)
+        self._notices = [slot[2 * _TAG :] for slot in slots]
         self._broken: TowersError | None = None
-        self._turn = 0
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
@@ -126,7 +173,7 @@ class Barrier:
         """This tower breaks off a collective because of ``error``: it leaves a failure notice and comes no more."""
         if self._broken is None:
             self._broken = out_of_step(self.towers[self._index], error)
-            text = in_words(error).encode()[: STATUS_BYTES - 2 * _TAG]
+            text = in_words(error).encode()[:_NOTICE]
             self._notices[self._index][: len(text)] = text
 
     def disown(self, error: ForkedError) -> None:
@@ -144,12 +191,9 @@ class Barrier:
             PeerLostError, CollectiveTimeoutError: as of :meth:`wait`.
         """
         self.check_whole()
-        self._turn ^= 1
-        # The number of the barrier tells a tag for this one from an older one.
-        numbered = f"{self.count + 1} {tag}".encode()[:_TAG].ljust(_TAG, b"\0")
-        self._tags[self._index][self._turn][:] = numbered
+        self.tags.write(self.count + 1, tag)
         self.wait()
-        tags = [self._tag_for_now(bytes(buffers[self._turn])) for buffers in self._tags]
+        tags = self.tags.compare()
         for tower, other in enumerate(tags):
             if other != tags[0]:
                 first, second = (text or "does something else" for text in (tags[0], other))
@@ -160,11 +204,6 @@ class Barrier:
                 if None in tags:  # that tower has called wait, so it compares nothing and would go on waiting
                     self.break_off(error)
                 raise error
-
-    def _tag_for_now(self, text: bytes) -> str | None:
-        """A tower's tag; None if it was not written for this barrier."""
-        number, _, tag = text.rstrip(b"\0").decode(errors="replace").partition(" ")
-        return tag if number == str(self.count) else None
 
     def _await(self, tower: int, address: int) -> None:
         countdown = Countdown(self._timeout, _LONGEST)

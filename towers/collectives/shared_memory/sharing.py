@@ -16,7 +16,7 @@ from towers.collectives.shared_memory.segment import Segment, aligned
 _TOKEN = 16  # bytes
 
 
-def share(comm: Communicator, nbytes: int, waiting: int = 0) -> tuple[list[Segment], list[int]]:
+def share(comm: Communicator, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
     """Every tower's segment, and every tower's process id. All towers call it.
 
     That towers run on one host is tried, not believed: each maps the others' memory and looks there for a token that
@@ -33,7 +33,7 @@ def share(comm: Communicator, nbytes: int, waiting: int = 0) -> tuple[list[Segme
     offer: dict[str, Any] = {"process": os.getpid(), "token": token.hex()}
     mine = None
     try:
-        if waiting and not semaphores.available():
+        if not semaphores.available():
             raise OSError("this system has no semaphores that processes can share")
         mine = Segment.create(at + _TOKEN, reserve=False)
         for number in range(waiting):
