@@ -54,12 +54,42 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class Together(Protocol):
-    """A sequence of collectives that can be broken off."""
+class Together:
+    """One tower's part in a sequence of collectives, which can be broken off.
 
-    def check_whole(self) -> None: ...
+    Attributes:
+        index, size: this tower and how many there are.
+    """
 
-    def break_off(self, error: BaseException) -> None: ...
+    index: int
+    size: int
+    _broken: TowersError | None = None
+
+    @functools.cached_property
+    def towers(self) -> Sequence[int]:
+        """The numbers by which messages call these towers, which need not be all there are."""
+        return range(self.size)
+
+    def check_whole(self) -> None:
+        """Check that this tower is in step.
+
+        Raises:
+            TowersError: it broke off an earlier collective.
+        """
+        if self._broken is not None:
+            raise type(self._broken)(*self._broken.args)
+
+    def break_off(self, error: BaseException) -> None:
+        """This tower breaks off a collective because of ``error``: it takes part in none any more.
+
+        Towers that share memory with it learn of it without waiting for the deadline.
+        """
+        if self._broken is None:
+            self._broken = out_of_step(self.towers[self.index], error)
+
+    def disown(self, error: ForkedError) -> None:
+        """As of :class:`Shared`."""
+        self._broken = error
 
 
 class WholeCall:
@@ -106,11 +136,10 @@ class Deferred:
         self.wait = finish
 
 
-class Communicator(ABC):
+class Communicator(Together, ABC):
     """Collectives over all towers. Every tower makes the same calls in the same order.
 
     Attributes:
-        index, size: this tower and how many there are.
         device: where the tensors of this tower's model live.
         backend: name for messages and the log.
         prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
@@ -123,25 +152,17 @@ class Communicator(ABC):
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
     """
 
-    index: int
-    size: int
     device: torch.device
     backend: str
     prescale: float = 1.0
     averages_in_place: bool = False
     name: str = "all"
     _named: int = 0
-    _broken: TowersError | None = None
 
     def next_name(self) -> str:
         """A name for one more communicator that is made from this one; all towers make the same, in the same order."""
         self._named += 1
         return f"{self.name}/{self._named}"
-
-    @functools.cached_property
-    def towers(self) -> Sequence[int]:
-        """The numbers by which messages call this communicator's towers, which need not be all there are."""
-        return range(self.size)
 
     @functools.cached_property
     def health(self) -> Health:
@@ -168,7 +189,7 @@ class Communicator(ABC):
         """
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def release(self, key: int) -> None:  # noqa: B027  (nothing to do is a right default)
+    def release(self, key: int) -> None:
         """The memory with ``key`` will not be reduced again; it lives as long as its tensors."""
 
     @abstractmethod
@@ -229,28 +250,7 @@ class Communicator(ABC):
         """Return when all towers have called it."""
         self.all_gather_bytes(b"")
 
-    def check_whole(self) -> None:
-        """Check that this tower is in step.
-
-        Raises:
-            TowersError: it broke off an earlier collective.
-        """
-        if self._broken is not None:
-            raise type(self._broken)(*self._broken.args)
-
-    def break_off(self, error: BaseException) -> None:
-        """This tower breaks off a collective because of ``error``: it takes part in none any more.
-
-        Towers that share memory with it learn of it without waiting for the deadline.
-        """
-        if self._broken is None:
-            self._broken = out_of_step(self.towers[self.index], error)
-
-    def disown(self, error: ForkedError) -> None:
-        """As of :class:`Shared`."""
-        self._broken = error
-
-    def close(self) -> None:  # noqa: B027  (nothing to do is a right default)
+    def close(self) -> None:
         """Leave the towers. Nothing may be called afterwards."""
 
 

@@ -13,17 +13,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+from towers.collectives.communicator import Together
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peers import Peers
-from towers.errors import (
-    DECIDE_TOGETHER,
-    DisagreementError,
-    ForkedError,
-    PeerLostError,
-    TowersError,
-    in_words,
-    out_of_step,
-)
+from towers.errors import DECIDE_TOGETHER, DisagreementError, PeerLostError, in_words
 from towers.health.peers import Wait
 from towers.health.status import Health
 from towers.health.timeout_messages import last_seen, timeout_error
@@ -86,7 +79,7 @@ def _parse(text: bytes) -> tuple[int, str]:
     return int(number or 0), tag.rstrip()
 
 
-class Barrier:
+class Barrier(Together):
     """One tower's side of a barrier.
 
     What a tower wrote into shared memory before a barrier the others see after it:
@@ -123,18 +116,17 @@ class Barrier:
         self.name = name
         self.towers = towers
         self.count = 0
-        self._index = index
+        self.index, self.size = index, len(processes)
         self._timeout = timeout
         self._health = health
         self._processes = list(processes)
         self.tags = Tags(index, slots)
         self._notices = [slot[2 * _TAG :] for slot in slots]
-        self._broken: TowersError | None = None
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
         self._peers = Peers({tower: processes[tower] for tower in others})
         # With more towers than cores, a tower that spins keeps the one it waits for off the core.
-        self._spins = _SPINS if len(processes) <= machine.cores() else 0
+        self._spins = _SPINS if self.size <= machine.cores() else 0
         health.watch(self)
 
     def wait(self) -> None:
@@ -160,25 +152,12 @@ class Barrier:
             self.break_off(error)
             raise
 
-    def check_whole(self) -> None:
-        """Check that this tower is in step; also before it writes where the others may still read.
-
-        Raises:
-            TowersError: it broke off an earlier collective.
-        """
-        if self._broken is not None:
-            raise type(self._broken)(*self._broken.args)
-
     def break_off(self, error: BaseException) -> None:
         """This tower breaks off a collective because of ``error``: it leaves a failure notice and comes no more."""
         if self._broken is None:
-            self._broken = out_of_step(self.towers[self._index], error)
+            super().break_off(error)
             text = in_words(error).encode()[:_NOTICE]
-            self._notices[self._index][: len(text)] = text
-
-    def disown(self, error: ForkedError) -> None:
-        """Refuse this process, which was forked from a tower: it writes nothing into the status slot."""
-        self._broken = error
+            self._notices[self.index][: len(text)] = text
 
     def wait_tagged(self, tag: str) -> None:
         """As :meth:`wait`, and check that all towers have come with the same tag.
@@ -216,7 +195,7 @@ class Barrier:
                 raise lost
             self._health.check_deadlock()
             if countdown.remaining() < 0:
-                error = timeout_error(self._health, self.towers[self._index], self._timeout, self.towers[tower])
+                error = timeout_error(self._health, self.towers[self.index], self._timeout, self.towers[tower])
                 self.break_off(error)
                 self._peers.wake(tower)
                 raise error
@@ -230,16 +209,16 @@ class Barrier:
         towers = [self.towers[index] for index in gone]
         names = ", ".join(f"tower {self.towers[index]} (process {self._processes[index]})" for index in gone)
         return PeerLostError(
-            f"{names} ended while tower {self.towers[self._index]} waited for it in a collective"
+            f"{names} ended while tower {self.towers[self.index]} waited for it in a collective"
             f"{last_seen(self._health, towers)}"
         )
 
     def _broken_off(self) -> PeerLostError | None:
         """The error for a tower that has left a failure notice, if one has."""
         for index, notice in enumerate(self._notices):
-            if notice[0] and index != self._index:
+            if notice[0] and index != self.index:
                 why = bytes(notice).rstrip(b"\0").decode(errors="replace")
-                me, other = self.towers[self._index], self.towers[index]
+                me, other = self.towers[self.index], self.towers[index]
                 return PeerLostError(
                     f"tower {other} broke off a collective in which tower {me} waits for it, and joins no other ({why})"
                 )
