@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from towers.c10d.group import Group
 from towers.c10d.shared_group import SharedMemoryGroup
-from towers.c10d.store import StoreCommunicator
+from towers.c10d.store import StoreMeeting
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
 
@@ -41,7 +41,7 @@ def _create(common: Any, options: Any) -> SharedMemoryGroup:
         raise ArgumentError(f"the backend {NAME} takes no options, but pg_options is {type(options).__name__}")
     timeout: timedelta = common.timeout
     seconds = timeout.total_seconds()
-    base = StoreCommunicator(dist.PrefixStore("form", common.store), common.group_rank, common.group_size, seconds)
+    base = StoreMeeting(dist.PrefixStore("form", common.store), common.group_rank, common.group_size, seconds)
     try:
         comm = join(base, seconds)
     finally:

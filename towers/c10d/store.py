@@ -1,4 +1,4 @@
-"""Collectives through a c10d store, by which ranks agree on a faster way to communicate."""
+"""A meeting through a c10d store, in which ranks agree on a way to communicate."""
 
 from __future__ import annotations
 
@@ -6,28 +6,25 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from towers.collectives.arithmetic import reduce_into
-from towers.collectives.communicator import Communicator, Deferred, Pending, as_bytes
+from towers.collectives.communicator import Meeting
 from towers.errors import StartupError
 
 
-class StoreCommunicator(Communicator):
-    """Slow collectives of any length: every call is a round of one key for each tower.
+class StoreMeeting(Meeting):
+    """Every call is a round of one key for each tower.
 
     Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
-    before, and the last tower that closes deletes those of the last round. So the store can serve another communicator
-    when all have closed this one.
+    before, and the last tower that closes deletes those of the last round. So the store can serve another meeting when
+    all have closed this one.
 
     Args:
-        store: used by this communicator alone.
+        store: used by this meeting alone.
         seconds: how long to wait for the others.
     """
 
     def __init__(self, store: dist.Store, index: int, size: int, seconds: float) -> None:
         self.index, self.size, self.device = index, size, torch.device("cpu")
-        self.backend = "store"
         self._store = store
         self._seconds = seconds
         self._round = 0
@@ -58,28 +55,6 @@ class StoreCommunicator(Communicator):
 
     def _name(self, tower: int, turn: int | None = None) -> str:
         return f"towers/{self._round if turn is None else turn}/{tower}"
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        rows = self.all_gather_bytes(as_bytes(tensor).numpy().tobytes())
-        flat = (
-            torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
-            if rows[0]
-            else torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
-        return flat.view(tensor.dtype).view(self.size, *tensor.shape)
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        reduce_into(tensor, self.all_gather(tensor).unbind(0), op)
-
-    def start_average(self, tensor: Tensor) -> Pending:
-        return Deferred(lambda: reduce_into(tensor, self.all_gather(tensor).unbind(0), "mean"))
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        tensor.copy_(self.all_gather(tensor)[source])
-
-    def channel(self) -> Communicator:
-        store = dist.PrefixStore("towers/channel", self._store)
-        return StoreCommunicator(store, self.index, self.size, self._seconds)
 
     def close(self) -> None:
         """Leave; the last tower that does so deletes the keys of the last round."""

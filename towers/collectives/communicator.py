@@ -136,26 +136,15 @@ class Deferred:
         self.wait = finish
 
 
-class Communicator(Together, ABC):
-    """Collectives over all towers. Every tower makes the same calls in the same order.
+class Meeting(Together, ABC):
+    """Towers that can tell each other anything, slowly perhaps: enough to form a communicator.
 
     Attributes:
         device: where the tensors of this tower's model live.
-        backend: name for messages and the log.
-        prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
-            the backend can only sum, else 1.
-        averages_in_place: whether :meth:`start_average` averages where the tensors lie, in memory that all towers map,
-            and all at once when the first is awaited; else averages may run beside the computation, in their order.
         name: tells this communicator from the others of a strategy, equal on all towers.
-
-    Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
-    (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
     """
 
     device: torch.device
-    backend: str
-    prescale: float = 1.0
-    averages_in_place: bool = False
     name: str = "all"
     _named: int = 0
 
@@ -168,6 +157,32 @@ class Communicator(Together, ABC):
     def health(self) -> Health:
         """This tower's status, and its view of the others' when a collective does not end."""
         return Health()
+
+    @abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only."""
+
+    def close(self) -> None:
+        """Leave the towers. Nothing may be called afterwards."""
+
+
+class Communicator(Meeting):
+    """Collectives over all towers. Every tower makes the same calls in the same order.
+
+    Attributes:
+        backend: name for messages and the log.
+        prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
+            the backend can only sum, else 1.
+        averages_in_place: whether :meth:`start_average` averages where the tensors lie, in memory that all towers map,
+            and all at once when the first is awaited; else averages may run beside the computation, in their order.
+
+    Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
+    (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
+    """
+
+    backend: str
+    prescale: float = 1.0
+    averages_in_place: bool = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -249,9 +264,6 @@ class Communicator(Together, ABC):
     def barrier(self) -> None:
         """Return when all towers have called it."""
         self.all_gather_bytes(b"")
-
-    def close(self) -> None:
-        """Leave the towers. Nothing may be called afterwards."""
 
 
 def _as_tensor(data: bytes) -> Tensor:
