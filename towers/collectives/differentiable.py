@@ -7,7 +7,8 @@ all-mean, of an all-gather the own slice of the all-summed gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,41 +25,30 @@ def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:
     Raises:
         RuntimeError: another operation on a tensor that requires a gradient.
     """
-    tracked = _tracked(tree)
-    if not tracked:
-        return values.reduce(comm, op, tree)
-    if op not in ("sum", "mean"):
+    if op not in ("sum", "mean") and any(map(_needs_gradient, trees.leaves(tree))):
         raise RuntimeError(f"all_reduce({op!r}) has no gradient; detach() the value, or use 'sum' or 'mean'")
-    untracked = _untracked(tree)
-    others = values.reduce(comm, op, untracked) if untracked else []
-    return _fill_in(tree, _AllReduce.apply(comm, op, *tracked), others)
+    return _apart(tree, partial(_AllReduce.apply, comm, op), partial(values.reduce, comm, op))
 
 
 def all_gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
     """As :func:`towers.collectives.values.gather`, differentiable."""
-    tracked = _tracked(tree)
-    if not tracked:
-        return values.gather(comm, tree, axis)
-    untracked = _untracked(tree)
-    others = values.gather(comm, untracked, axis) if untracked else []
-    return _fill_in(tree, _AllGather.apply(comm, axis, *tracked), others)
+    return _apart(tree, partial(_AllGather.apply, comm, axis), partial(values.gather, comm, axis=axis))
 
 
 def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
 
 
-def _tracked(tree: Any) -> list[Tensor]:
-    return [value for value in trees.leaves(tree) if _needs_gradient(value)]
-
-
-def _untracked(tree: Any) -> list[Any]:
-    return [value for value in trees.leaves(tree) if not _needs_gradient(value)]
-
-
-def _fill_in(tree: Any, tracked: tuple[Tensor, ...], untracked: list[Any]) -> Any:
-    with_gradient, without = iter(tracked), iter(untracked)
-    return trees.map_leaves(lambda value: next(with_gradient) if _needs_gradient(value) else next(without), tree)
+def _apart(tree: Any, tracked: Callable[..., tuple[Tensor, ...]], untracked: Callable[[Any], Any]) -> Any:
+    """``tree`` with the results of ``tracked`` for leaves that need a gradient, and of ``untracked`` for the others."""
+    leaves = list(trees.leaves(tree))
+    with_gradient = [value for value in leaves if _needs_gradient(value)]
+    if not with_gradient:
+        return untracked(tree)
+    others = [value for value in leaves if not _needs_gradient(value)]
+    plain = iter(untracked(others) if others else ())
+    differentiable = iter(tracked(*with_gradient))
+    return trees.map_leaves(lambda value: next(differentiable if _needs_gradient(value) else plain), tree)
 
 
 class _AllReduce(torch.autograd.Function):
