@@ -10,7 +10,7 @@ barrier since it wrote it last, so all others have read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -167,34 +167,24 @@ class SharedMemoryCommunicator(Communicator):
         """
         check_reducible(op, rows.dtype)
         result = torch.empty(rows.shape[1:], dtype=rows.dtype, device="cpu")
-        for piece, parts in self._exchange(rows, result):
-            reduce_into(piece, parts, op)
+        if result.numel() == 0:
+            return result
+        mine = rows.detach().reshape(self.size, -1)
+        at = 0
+        room = max(1, _HALF // (self.size * rows.element_size()))
+        for piece in result.view(-1).split(room):
+            slots = self._slots(rows.dtype, self.size * piece.numel())
+            slots[self.index].view(self.size, -1).copy_(mine[:, at : at + piece.numel()])
+            self._barrier.wait()
+            reduce_into(piece, [slot.view(self.size, -1)[self.index] for slot in slots], op)
+            at += piece.numel()
         return result
 
     @whole
     def all_to_all(self, rows: Tensor) -> Tensor:
-        """Give row i to tower i; returns, in tower order, what the towers gave to this one. Shapes as of the rows."""
-        result = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        flat = result.view(self.size, -1)
-        done = 0
-        for piece, parts in self._exchange(rows, result[0]):
-            for tower, given in enumerate(parts):
-                flat[tower, done : done + piece.numel()].copy_(given)
-            done += piece.numel()
-        return result
-
-    def _exchange(self, rows: Tensor, row: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """For each piece of ``row`` (of one row's shape): that piece, and what every tower sends to it."""
-        if row.numel() == 0:
-            return
-        mine = rows.detach().reshape(self.size, -1)
-        at = 0
-        for piece in row.view(-1).split(max(1, _HALF // (self.size * row.element_size()))):
-            slots = self._slots(row.dtype, self.size * piece.numel())
-            slots[self.index].view(self.size, -1).copy_(mine[:, at : at + piece.numel()])
-            self._barrier.wait()
-            yield piece, [slot.view(self.size, -1)[self.index] for slot in slots]
-            at += piece.numel()
+        received = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        self._exchange([as_bytes(row) for row in rows], [as_bytes(row) for row in received], received[0].nbytes)
+        return received
 
     @whole
     def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
@@ -215,10 +205,14 @@ class SharedMemoryCommunicator(Communicator):
                 f"tower {one} gives {lengths[one, 0, other]} bytes to tower {other}, which takes "
                 f"{lengths[other, 1, one]}"
             )
+        self._exchange(given, taken, int(lengths[:, 0].fill_diagonal_(0).max()))
+
+    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], longest: int) -> None:
+        """As :meth:`exchange`; no tower gives another more than ``longest`` bytes."""
         taken[self.index].copy_(given[self.index])
         room = _HALF // self.size // ALIGNMENT * ALIGNMENT
         others = [tower for tower in range(self.size) if tower != self.index]
-        for start in range(0, int(lengths[:, 0].fill_diagonal_(0).max()), room):
+        for start in range(0, longest, room):
             slots = self._slots(torch.uint8, self.size * room)
             for tower in others:
                 piece = given[tower][start : start + room]
