@@ -30,13 +30,13 @@ class Fault(NamedTuple):
 FAULTS = {
     "a gradient is sent before it is computed": Fault(
         "towers.collectives.host_staged",
-        "stream.wait_stream(torch.accelerator.current_stream(tensor.device))",
+        "self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))",
         "pass",
         cases.train,
         (SMALL,),
     ),
     "a gradient is averaged before it has come": Fault(
-        "towers.collectives.host_staged", "staged.arrived.synchronize()", "pass", cases.train, (SMALL,)
+        "towers.collectives.host_staged", "copy.get()) for _, copy", "copy._copy) for _, copy", cases.train, (SMALL,)
     ),
     "device memory is read as if it were the host's": Fault(
         "towers.system.host_copy",
@@ -46,9 +46,10 @@ FAULTS = {
     ),
     "the averaged gradient goes back on a stream that nobody waits for": Fault(
         "towers.collectives.host_staged",
-        "            staged.tensor.copy_(staged.host, non_blocking=True)",
+        "            average.wait()\n            tensor.copy_(copy.get(), non_blocking=True)",
+        "            average.wait()\n"
         "            self._stream.__enter__()\n"
-        "            staged.tensor.copy_(staged.host, non_blocking=True)\n"
+        "            tensor.copy_(copy.get(), non_blocking=True)\n"
         "            self._stream.__exit__(None, None, None)",
         cases.train,
         (SMALL,),

@@ -32,7 +32,7 @@ class HostStagedCommunicator(Communicator):
         self.prescale = hosts.prescale
         self._hosts = hosts
         self._stream = torch.Stream(device)
-        self._queue: list[_Staged] = []
+        self._queue: list[tuple[Tensor, HostCopy]] = []
 
     def _through_host(self, tensor: Tensor, collective: Callable[[Tensor], object]) -> None:
         """Let a collective change a tensor in place."""
@@ -69,21 +69,20 @@ class HostStagedCommunicator(Communicator):
     def start_average(self, tensor: Tensor) -> Pending:
         if tensor.device.type == "cpu":
             return self._hosts.start_average(tensor)
-        staged = _Staged(tensor, self._stream)
-        self._queue.append(staged)
+        self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))
+        with self._stream:
+            self._queue.append((tensor, HostCopy(tensor)))
+        tensor.record_stream(self._stream)
         return Deferred(self.finish_started)
 
     @whole
     def finish_started(self) -> None:
         """Finish all that was started: while one bucket is averaged, the next ones come and the last one goes back."""
         queue, self._queue = self._queue, []
-        averages = []
-        for staged in queue:
-            staged.arrived.synchronize()
-            averages.append(self._hosts.start_average(staged.host))
-        for staged, average in zip(queue, averages, strict=True):
+        averages = [self._hosts.start_average(copy.get()) for _, copy in queue]
+        for (tensor, copy), average in zip(queue, averages, strict=True):
             average.wait()
-            staged.tensor.copy_(staged.host, non_blocking=True)
+            tensor.copy_(copy.get(), non_blocking=True)
 
     def channel(self) -> Communicator:
         return HostStagedCommunicator(self._hosts.channel(), self.device)
@@ -98,21 +97,3 @@ class HostStagedCommunicator(Communicator):
 
     def close(self) -> None:
         self._hosts.close()
-
-
-class _Staged:
-    """A tensor on its way to the host.
-
-    Attributes:
-        host: pinned memory.
-        arrived: when it is there.
-    """
-
-    def __init__(self, tensor: Tensor, stream: torch.Stream) -> None:
-        self.tensor = tensor
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-        with stream:
-            self.host.copy_(tensor, non_blocking=True)
-            self.arrived = stream.record_event()
-        tensor.record_stream(stream)
