@@ -77,9 +77,6 @@ class ReceiveWork(CompletedWork):
             self._mailbox.poll()
         return self.done
 
-    def is_success(self) -> bool:
-        return self.done and self.error is None
-
     def exception(self) -> Any:
         return self.error
 

@@ -36,7 +36,7 @@ class CompletedWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        return self.exception() is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         return None
@@ -90,9 +90,6 @@ class QueuedWork(CompletedWork):
 
     def is_completed(self) -> bool:
         return self._over.is_set()
-
-    def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
 
     def exception(self) -> Any:
         return self._error
