@@ -16,10 +16,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from towers.c10d.group import Group
 from towers.c10d.shared_group import SharedMemoryGroup
 from towers.c10d.store import StoreMeeting
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
@@ -50,33 +48,7 @@ def _create(common: Any, options: Any) -> SharedMemoryGroup:
         advice = "; use gloo" if comm == SEVERAL_HOSTS else ""
         raise StartupError(f"the ranks of a group cannot share memory ({comm}), as the backend {NAME} does{advice}")
     ranks = list(common.global_ranks_in_group) or list(range(common.group_size))
-    return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds, _make_other)
-
-
-def _make_other(group: Group, device: torch.device) -> Any:
-    """Make the group of the backends that were named beside ours, for tensors that are not on the CPU.
-
-    All ranks of the group call this.
-
-    Args:
-        device: this rank's; bound to the group if it has an index.
-
-    Raises:
-        ArgumentError: there are none.
-    """
-    others = [entry for entry in dist.get_backend_config(group).split(",") if not entry.endswith(f":{NAME}")]
-    if not others:
-        raise ArgumentError(
-            f"the backend {NAME} takes tensors on the CPU; for others name one beside it, as in "
-            f"init_process_group('cpu:{NAME},cuda:nccl')"
-        )
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timedelta(seconds=group.seconds),
-        ",".join(others),
-        use_local_synchronization=True,  # the ranks of the group, not all
-        device_id=device if device.index is not None else None,
-    )
+    return SharedMemoryGroup(NAME, comm, ranks, common.store, seconds)
 
 
 register()

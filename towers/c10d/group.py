@@ -10,6 +10,7 @@ comes, it makes a second, plain group of the backends that were named beside our
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,7 @@ class Group(dist.ProcessGroup):
 
     Args:
         ranks: global ranks of the members; for error messages.
-        make_other: makes the group for tensors on other devices than the CPU; see [Note: a whole group in Python].
+        seconds: how long a collective may take.
     """
 
     supports_splitting = False
@@ -51,7 +52,6 @@ class Group(dist.ProcessGroup):
         ranks: Sequence[int],
         store: dist.Store,
         seconds: float,
-        make_other: Callable[[Group, torch.device], dist.ProcessGroup],
     ) -> None:
         super().__init__(comm.index, comm.size)  # type: ignore[call-arg]  # with a store, torch takes it for a C++ group
         self._backend_name = name
@@ -61,7 +61,6 @@ class Group(dist.ProcessGroup):
         self._mailbox: Mailbox | None = Mailbox(comm, seconds)
         self._queue = WorkQueue()
         self._ranks, self._store, self._seconds = list(ranks), store, seconds
-        self._make_other = make_other
         self._other: dist.ProcessGroup | None = None
         self._broken: str | None = None
         self._name = ""
@@ -191,15 +190,32 @@ class Group(dist.ProcessGroup):
         return self._mailbox
 
     def other_devices(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for tensors that are not on the CPU; see [Note: a whole group in Python]."""
-        if self._other is None:
-            self._other = self._make_other(self, device)
-        return self._other
+        """The group of the backends that were named beside ours, for tensors that are not on the CPU.
 
-    @property
-    def seconds(self) -> float:
-        """How long a collective may take."""
-        return self._seconds
+        All ranks of the group call this at first; see [Note: a whole group in Python].
+
+        Args:
+            device: this rank's; bound to the group if it has an index.
+
+        Raises:
+            ArgumentError: there are no other backends.
+        """
+        if self._other is None:
+            name = self._backend_name
+            others = [entry for entry in dist.get_backend_config(self).split(",") if not entry.endswith(f":{name}")]
+            if not others:
+                raise ArgumentError(
+                    f"the backend {name} takes tensors on the CPU; for others name one beside it, as in "
+                    f"init_process_group('cpu:{name},cuda:nccl')"
+                )
+            self._other = dist.new_group(
+                dist.get_process_group_ranks(self),
+                timedelta(seconds=self._seconds),
+                ",".join(others),
+                use_local_synchronization=True,  # the ranks of the group, not all
+                device_id=device if device.index is not None else None,
+            )
+        return self._other
 
     def get_group_store(self) -> dist.Store:
         return self._store
