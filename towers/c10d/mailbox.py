@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -252,9 +251,5 @@ def _drain(senders: dict[int, Sender], peers: Peers, segments: list[Segment], se
     """Close the senders; ``segments`` is an argument so that their memory stays mapped until then."""
     deadline = time.monotonic() + seconds
     for to, sender in senders.items():
-        sender.close(deadline - time.monotonic(), partial(_is_alive, peers, to))
+        sender.close(deadline - time.monotonic(), peers, to)
     peers.close()
-
-
-def _is_alive(peers: Peers, tower: int) -> bool:
-    return tower not in peers.gone()

@@ -11,13 +11,14 @@ does (:mod:`towers.collectives.shared_memory.semaphores`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from towers.collectives.shared_memory import semaphores
+from towers.collectives.shared_memory.peers import Peers
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError
 
@@ -98,19 +99,19 @@ class Sender:
         while self._unmapped and self._unmapped[0][0] <= self._count - self._unread:
             self._unmapped.pop(0)[1].close_file()
 
-    def close(self, seconds: float, is_alive: Callable[[], bool]) -> None:
+    def close(self, seconds: float, peers: Peers, receiver: int) -> None:
         """Stop sending; returns when the receiver has mapped all buffers, which then outlive this process.
 
         Args:
             seconds: how long to wait for that.
-            is_alive: whether the receiver is.
+            peers: which know whether the receiving tower, ``receiver``, still lives.
         """
         deadline = time.monotonic() + seconds
         while self._unmapped and time.monotonic() < deadline:
             if semaphores.sleep_until_taken(self._received, _POLL):
                 self._unread -= 1
                 self._close_mapped()
-            elif not is_alive():
+            elif receiver in peers.gone():
                 break
         for _, segment in self._unmapped:
             segment.close_file()
