@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from towers.c10d.shared_group import SharedMemoryGroup
-from towers.c10d.store import StoreMeeting
+from towers.c10d.store import StorePeerGroup
 from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, join
 from towers.errors import ArgumentError, StartupError
 
@@ -39,7 +39,7 @@ def _create(common: Any, options: Any) -> SharedMemoryGroup:
         raise ArgumentError(f"the backend {NAME} takes no options, but pg_options is {type(options).__name__}")
     timeout: timedelta = common.timeout
     seconds = timeout.total_seconds()
-    base = StoreMeeting(dist.PrefixStore("form", common.store), common.group_rank, common.group_size, seconds)
+    base = StorePeerGroup(dist.PrefixStore("form", common.store), common.group_rank, common.group_size, seconds)
     try:
         comm = join(base, seconds)
     finally:

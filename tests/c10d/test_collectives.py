@@ -17,7 +17,7 @@ from tests.c10d.ranks import ranks
 from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
 from tests.support.waiting import wait_until
 from towers.c10d.group import Group
-from towers.c10d.store import StoreMeeting
+from towers.c10d.store import StorePeerGroup
 from towers.errors import (
     TowersError,
 )
@@ -259,7 +259,7 @@ def test_forming_a_group_leaves_nothing_in_the_store() -> None:
 
     def form(index: int) -> None:
         for number in range(3):
-            base = StoreMeeting(store, index, 3, 10.0)
+            base = StorePeerGroup(store, index, 3, 10.0)
             said[index].append(base.all_gather_bytes(bytes([index, number])))
             said[index].append(base.all_gather_bytes(b"x" * 1000 * index))
             base.close()

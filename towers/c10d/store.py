@@ -1,4 +1,4 @@
-"""A meeting through a c10d store, in which ranks agree on a way to communicate."""
+"""A group of peers through a c10d store, in which ranks agree on a way to communicate."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from towers.collectives.communicator import Meeting
+from towers.collectives.communicator import PeerGroup
 from towers.errors import StartupError
 
 
-class StoreMeeting(Meeting):
+class StorePeerGroup(PeerGroup):
     """Every call is a round of one key for each tower.
 
     Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
-    before, and the last tower that closes deletes those of the last round. So the store can serve another meeting when
+    before, and the last tower that closes deletes those of the last round. So the store can serve another group when
     all have closed this one.
 
     Args:
-        store: used by this meeting alone.
+        store: used by this group alone.
         seconds: how long to wait for the others.
     """
 

@@ -136,7 +136,7 @@ class Deferred:
         self.wait = finish
 
 
-class Meeting(Together, ABC):
+class PeerGroup(Together, ABC):
     """Towers that can tell each other anything, slowly perhaps: enough to form a communicator.
 
     Attributes:
@@ -166,7 +166,7 @@ class Meeting(Together, ABC):
         """Leave the towers. Nothing may be called afterwards."""
 
 
-class Communicator(Meeting):
+class Communicator(PeerGroup):
     """Collectives over all towers. Every tower makes the same calls in the same order.
 
     Attributes:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import check_reducible, chunk_of, reduce_into
-from towers.collectives.communicator import Communicator, Deferred, Meeting, Pending, as_bytes, keep_from_forks, whole
+from towers.collectives.communicator import Communicator, Deferred, PeerGroup, Pending, as_bytes, keep_from_forks, whole
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
 from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
@@ -48,7 +48,7 @@ class SharedMemoryCommunicator(Communicator):
 
     averages_in_place = True
 
-    def __init__(self, base: Meeting, timeout: float, segments: Sequence[Segment], processes: Sequence[int]) -> None:
+    def __init__(self, base: PeerGroup, timeout: float, segments: Sequence[Segment], processes: Sequence[int]) -> None:
         self.index, self.size, self.device = base.index, base.size, base.device
         self.towers, self.health = base.towers, base.health
         self.backend = "shared memory"
@@ -257,7 +257,7 @@ class SharedMemoryCommunicator(Communicator):
         self.regions.close()
 
 
-def join(base: Meeting, timeout: float) -> SharedMemoryCommunicator | str:
+def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
     """Share memory among all towers of ``base``; else the reason why they cannot, the same on all towers.
 
     Equal boot ids are not enough for it: each tower has to be able to map the others' memory (:func:`share`).

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from towers.collectives.communicator import Meeting
+from towers.collectives.communicator import PeerGroup
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.segment import Segment, aligned
 
 _TOKEN = 16  # bytes
 
 
-def share(comm: Meeting, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
+def share(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
     """Every tower's segment, and every tower's process id. All towers call it.
 
     That towers run on one host is tried, not believed: each maps the others' memory and looks there for a token that
