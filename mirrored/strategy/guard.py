@@ -9,6 +9,7 @@ their parameters are watched themselves (:mod:`mirrored.strategy.keras_guard`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.profiler import record_function
 
 from mirrored.context import current_frame
-from mirrored.strategy.keras_guard import how_to_fit
 from mirrored.strategy.scope import Recorder
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
@@ -248,3 +248,10 @@ def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def how_to_fit() -> str:
+    """What an error says to somebody who may have called Keras' ``fit`` without :mod:`mirrored.keras`."""
+    if "keras" not in sys.modules or "mirrored.keras" in sys.modules:
+        return ""
+    return ". If it was Keras' model.fit: put the line 'import mirrored.keras' before 'import keras'"

@@ -6,7 +6,6 @@ optimizer that is none of torch's. So neither a scope nor the guard of optimizer
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any, ClassVar
 
@@ -14,18 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from mirrored.strategy.guard import how_to_fit
 from mirrored.strategy.scope import Recorder
 from towers.errors import MirrorError
 from towers.system.autograd_hooks import GradientHook
 
 _PARAMETERS = "_torch_params"  # of a Keras layer, a ParameterDict that it makes when it is built
-
-
-def how_to_fit() -> str:
-    """What an error says to somebody who may have called Keras' ``fit`` without :mod:`mirrored.keras`."""
-    if "keras" not in sys.modules or "mirrored.keras" in sys.modules:
-        return ""
-    return ". If it was Keras' model.fit: put the line 'import mirrored.keras' before 'import keras'"
 
 
 class KerasGuard:
