@@ -115,7 +115,7 @@ class Folder:
             self.disk.write_file(temporary / NAME, [memoryview(dump({**manifest, "files": files}))])
             self.disk.sync_folder(temporary)
             self._move_in(temporary, place)
-        except (OSError, ValueError):
+        except BaseException:
             with contextlib.suppress(OSError):
                 self.disk.remove(temporary)
             raise
@@ -188,7 +188,7 @@ class BackgroundWriter:
         saving: makes a context that is entered while a checkpoint is written.
 
     Attributes:
-        seconds: how long the newest took, from the copy to the last rename.
+        seconds: how long it took to write the newest, after the copy.
     """
 
     def __init__(

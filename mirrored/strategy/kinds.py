@@ -88,9 +88,9 @@ class _TowersStrategy(Strategy):
 class MirroredStrategy(_TowersStrategy):
     """One model on all devices of this machine, or on all processes of a launcher.
 
-    Without a launcher, several devices make the constructor start this script again, once per device
-    (``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun or srun it
-    spans their processes. It does not read ``TF_CONFIG``.
+    Without a launcher, several devices make the constructor start this script again, once per device (this process
+    becomes their agent by ``os.exec``; code before it runs once more, so construct the strategy first). Under torchrun
+    or srun it spans their processes. It does not read ``TF_CONFIG``.
 
     Args:
         devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every

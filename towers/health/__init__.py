@@ -5,8 +5,8 @@ what happens                               code that says it, in this order
 =========================================  ===========================================================================
 the script raises an exception             the hook of ``failure.install_hooks`` writes a ``FailureReport`` and ends the
                                            process; ``launching/supervision.py`` ends the other towers;
-                                           ``launching/exit_report.py`` prints the traceback, and last ``towers: tower 1
-                                           failed in step 3, backward: ValueError: …``
+                                           ``launching/exit_report.py`` words what ``agent.run`` prints: the traceback,
+                                           and last ``towers: tower 1 failed in step 3, backward: ValueError: …``
 a tower is killed, or calls ``os._exit``   no report: ``exit_report._failure`` takes the exit code, and where the tower
                                            was from its ``status.StatusRecord``
 a tower waits for one that is gone         a ``PeerLostError`` (``shared_memory/barrier.py``, or

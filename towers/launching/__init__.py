@@ -4,7 +4,7 @@
 
     python train.py
     │   MirroredStrategy() → mirrored/strategy/kinds.py, _start_towers → job.become
-    └─ exec, same process id ──▶ python …/towers '{"towers": 2}' python train.py            agent.main
+    └─ exec, same process id ──▶ python …/towers '{"towers": 2, …}' python train.py         agent.main
          │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
          │   OMP_NUM_THREADS (cores / towers) and, where they were named, DEVICES
          ├─ python train.py    terminal as it is
@@ -16,9 +16,9 @@
 The other ways to the same towers:
 
 - ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; its devices are named.
-- ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 0, "workers": 2,
-  "addresses": […]}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's. ``mirrored
-  cluster`` starts such workers on one machine (``play_cluster.py``).
+- ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 1, "workers": 2,
+  "addresses": […], …}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's.
+  ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
 - ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
   with the variables that torchrun would set (``launch.py``).

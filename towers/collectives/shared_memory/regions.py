@@ -1,6 +1,6 @@
 """Shared regions: memory that a tower computes in and that the other towers of its host map, such as gradient buckets.
 
-Averaging a region takes two barriers and no copy::
+Averaging a region takes two barriers and no staging area::
 
     barrier                     all towers have filled their regions
     average the own chunk       tower i reduces the i-th chunk of all towers' regions, always from tower 0 to the last,
