@@ -176,7 +176,7 @@ def current_frame() -> Frame | None:
     return _current
 
 
-def announce(strategy: ActiveStrategy) -> None:
+def note_towers_of(strategy: ActiveStrategy) -> None:
     """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
     global _newest_with_towers
     _newest_with_towers = weakref.ref(strategy)

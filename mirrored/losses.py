@@ -82,12 +82,12 @@ def compute_average_loss(
     losses, weights = per_example_loss, None
     if sample_weight is not None:
         weights = expand_weights(sample_weight, losses)
-    counts = global_batch_size is None and not by_weights
+    counted = global_batch_size is None and not by_weights
     count: Tensor | float
     if torch.compiler.is_compiling():
-        count, losses, weights = _measured_in_a_graph(losses, weights, sample_weight, counts, batch)
+        count, losses, weights = _measured_in_a_graph(losses, weights, sample_weight, counted, batch)
     else:
-        count, stand_in = _measure(losses.shape[0], (losses, sample_weight), counts, replica, batch)
+        count, stand_in = _measure(losses.shape[0], (losses, sample_weight), counted, replica, batch)
         if stand_in:  # see [Note: a stand-in counts nothing, by slicing]
             losses = losses[:0]
             weights = weights[:0] if weights is not None and weights.dim() else weights
@@ -105,7 +105,7 @@ def compute_average_loss(
             if losses.numel():
                 raise ValueError(f"global_batch_size is {count}, but must be positive")
             count = 1  # nobody has examples in this step: the sum is an exact zero
-    return _share(sum_over(losses, count), replica)
+    return _scale_for_averaging(sum_over(losses, count), replica)
 
 
 def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
@@ -124,7 +124,7 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
     replica = require_replica_context("scale_regularization_loss")
     if not isinstance(regularization_loss, Tensor):
         regularization_loss = torch.as_tensor(regularization_loss, device="cpu")
-    return _share(regularization_loss / replica.num_replicas_in_sync, replica)
+    return _scale_for_averaging(regularization_loss / replica.num_replicas_in_sync, replica)
 
 
 def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
@@ -133,7 +133,7 @@ def sum_over(losses: Tensor, count: Tensor | float) -> Tensor:
     return (losses.sum(dtype=wide) / count).to(losses.dtype)
 
 
-def _share(value: Tensor, replica: ReplicaContext) -> Tensor:
+def _scale_for_averaging(value: Tensor, replica: ReplicaContext) -> Tensor:
     """``value`` with its gradient multiplied by the number of towers."""
     towers = replica.num_replicas_in_sync
     if towers == 1:
@@ -172,22 +172,22 @@ class _ScaleGradient(torch.autograd.Function):
 _ScaleGradient.forward.__signature__ = inspect.signature(_ScaleGradient.forward)  # type: ignore[attr-defined]
 
 
-def _measure(entries: int, values: Any, counts: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
-    """The number of examples of all towers (at least 1), if that ``counts``, and whether losses are a stand-in's.
+def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
+    """The number of examples of all towers (at least 1), if ``counted``, and whether losses are a stand-in's.
 
     Args:
         entries: how many losses there are.
         values: they, and what they are weighted by.
     """
-    if batch is None and not counts:
+    if batch is None and not counted:
         _see_that_it_fits_stand_ins(entries, replica)
     stand_in = is_stand_in(replica.strategy, values, entries, "the loss", batch)
-    count = global_count(0 if stand_in else entries, replica, batch=batch) if counts else 0
+    count = global_count(0 if stand_in else entries, replica, batch=batch) if counted else 0
     return max(count, 1), stand_in  # where nobody has examples in this step the sum is an exact zero
 
 
 def _measured_in_a_graph(
-    losses: Tensor, weights: Tensor | None, sample_weight: Tensor | float | None, counts: bool, batch: Any
+    losses: Tensor, weights: Tensor | None, sample_weight: Tensor | float | None, counted: bool, batch: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The count of :func:`_measure` as a tensor, and the losses and weights that count, the others being zero.
 
@@ -197,7 +197,7 @@ def _measured_in_a_graph(
         raise TypeError("compute_average_loss in a compiled function takes a tensor of the batch as batch=, or ()")
     named = batch if isinstance(batch, Tensor) else None
     weight = sample_weight if isinstance(sample_weight, Tensor) else None
-    count, kept = _traced_measure(losses.detach(), weight, named, batch is not None, counts)
+    count, kept = _traced_measure(losses.detach(), weight, named, batch is not None, counted)
     nothing = losses.new_zeros(())
     return count, torch.where(kept, losses, nothing), None if weights is None else torch.where(kept, weights, nothing)
 
@@ -208,20 +208,20 @@ _operator: Any = functools.partial(torch.library.custom_op, mutates_args=(), tag
 
 @_operator(  # type: ignore[untyped-decorator]
     "mirrored::measure_losses",
-    schema="(Tensor losses, Tensor? weight, Tensor? batch, bool named, bool counts) -> (Tensor, Tensor)",
+    schema="(Tensor losses, Tensor? weight, Tensor? batch, bool named, bool counted) -> (Tensor, Tensor)",
 )
 def _traced_measure(
-    losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counts: bool
+    losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counted: bool
 ) -> tuple[Tensor, Tensor]:
     replica = require_replica_context("compute_average_loss")
     meant = None if not named else () if batch is None else batch
-    count, stand_in = _measure(losses.shape[0], (losses, weight), counts, replica, meant)
+    count, stand_in = _measure(losses.shape[0], (losses, weight), counted, replica, meant)
     kept = torch.full((), not stand_in, dtype=torch.bool, device=losses.device)
     return torch.tensor(float(count), dtype=torch.float64, device="cpu"), kept
 
 
 @_traced_measure.register_fake  # type: ignore[untyped-decorator]
-def _(losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counts: bool) -> tuple[Tensor, Tensor]:
+def _(losses: Tensor, weight: Tensor | None, batch: Tensor | None, named: bool, counted: bool) -> tuple[Tensor, Tensor]:
     return torch.empty((), dtype=torch.float64, device="cpu"), losses.new_empty((), dtype=torch.bool)
 
 
@@ -289,7 +289,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         f"{what} has {local} entries, but this tower's part of the distributed batch has {sizes} examples, so "
         "the number of entries over all towers is not known. Give one loss per example (for sequences of one length "
         "loss.view(labels.shape).mean(1); for padded ones loss.view(labels.shape) with sample_weight=mask and "
-        "denominator='weights'), or pass global_batch_size"
+        "denominator='weights'), or pass global_batch_size, or batch=() where the loss is of no distributed batch"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirrored.cluster import ClusterResolver
-from mirrored.context import ReplicaContext, announce, current_frame, frame
+from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
 from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
@@ -87,7 +87,7 @@ class Strategy(OwnGradients, Backward):
         self.engine = Engine(self._distribution, options, training)
         self._evaluates: dict[tuple[object, bool], bool] = {}  # whether the last run of a kind did
         if self._several:
-            announce(self)
+            note_towers_of(self)
 
     @property
     def virtual_towers(self) -> int | None:

@@ -21,7 +21,7 @@ from towers.c10d.streams import FIRST, Message, Receiver, Sender
 from towers.c10d.works import CompletedWork
 from towers.collectives.communicator import Communicator
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.peers import Peers
+from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import Segment, aligned
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
@@ -119,7 +119,7 @@ class Mailbox:
         segments, self._processes = share(comm, layout.total, 2 * comm.size + 1)
         mine, step = segments[comm.index], semaphores.BYTES
         others = [tower for tower in range(comm.size) if tower != comm.index]
-        self._peers = Peers({tower: self._processes[tower] for tower in others})
+        self._peers = PeerProcesses({tower: self._processes[tower] for tower in others})
         self._senders = {
             to: Sender(
                 mine,
@@ -242,12 +242,12 @@ class Mailbox:
             _drain(self._senders, self._peers, self._segments, self._seconds if seconds is None else seconds)
 
 
-def _drain_at_exit(process: int, senders: dict[int, Sender], peers: Peers, segments: list[Segment]) -> None:
+def _drain_at_exit(process: int, senders: dict[int, Sender], peers: PeerProcesses, segments: list[Segment]) -> None:
     if os.getpid() == process:  # not a fork of it
         _drain(senders, peers, segments, _EXIT_SECONDS)
 
 
-def _drain(senders: dict[int, Sender], peers: Peers, segments: list[Segment], seconds: float) -> None:
+def _drain(senders: dict[int, Sender], peers: PeerProcesses, segments: list[Segment], seconds: float) -> None:
     """Close the senders; ``segments`` is an argument so that their memory stays mapped until then."""
     deadline = time.monotonic() + seconds
     for to, sender in senders.items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.peers import Peers
+from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError
 
@@ -99,7 +99,7 @@ class Sender:
         while self._unmapped and self._unmapped[0][0] <= self._count - self._unread:
             self._unmapped.pop(0)[1].close_file()
 
-    def close(self, seconds: float, peers: Peers, receiver: int) -> None:
+    def close(self, seconds: float, peers: PeerProcesses, receiver: int) -> None:
         """Stop sending; returns when the receiver has mapped all buffers, which then outlive this process.
 
         Args:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from towers.collectives.communicator import Together
 from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.peers import Peers
+from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.errors import DECIDE_TOGETHER, DisagreementError, PeerLostError, in_words
 from towers.health.peers import Wait
 from towers.health.status import Health
@@ -124,7 +124,7 @@ class Barrier(Together):
         self._notices = [slot[2 * _TAG :] for slot in slots]
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
-        self._peers = Peers({tower: processes[tower] for tower in others})
+        self._peers = PeerProcesses({tower: processes[tower] for tower in others})
         # With more towers than cores, a tower that spins keeps the one it waits for off the core.
         self._spins = _SPINS if self.size <= machine.cores() else 0
         health.watch(self)

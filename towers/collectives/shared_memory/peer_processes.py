@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping
 
 
-class Peers:
+class PeerProcesses:
     """Watches processes, where the system has them by pidfds: a process id may be given to another process.
 
     Args:
