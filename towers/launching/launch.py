@@ -87,7 +87,7 @@ def launch(
 
     Raises:
         TowerFailedError: a tower raised, died or ran out of time. Its message ends with that tower's
-            traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No process is left.
+            traceback, ``__cause__`` is its exception, ``failures`` tells of all towers. No tower is left.
         SystemExit: this process was sent SIGTERM or SIGHUP, which went on to the towers, and they have saved and ended
             with exit code 75, with which this process ends, too. (Else it ends by the signal.)
         ValueError: ``towers`` is not positive or does not match ``devices``.
