@@ -18,7 +18,7 @@ from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersE
 from towers.health.status import Health
 from towers.system.memory_layout import contiguous
 
-_C = TypeVar("_C", bound="Together")
+_C = TypeVar("_C", bound="Participant")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -54,7 +54,7 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class Together:
+class Participant:
     """One tower's part in a sequence of collectives, which can be broken off.
 
     Attributes:
@@ -100,7 +100,7 @@ class WholeCall:
 
     __slots__ = ("_target",)
 
-    def __init__(self, target: Together) -> None:
+    def __init__(self, target: Participant) -> None:
         self._target = target
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class Deferred:
         self.wait = finish
 
 
-class PeerGroup(Together, ABC):
+class PeerGroup(Participant, ABC):
     """Towers that can tell each other anything, slowly perhaps: enough to form a communicator.
 
     Attributes:

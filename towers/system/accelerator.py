@@ -1,4 +1,4 @@
-"""What an accelerator does for us, whoever made it.
+"""Accelerators: the current device, names, identities and random states.
 
 [Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
 ("xpu"), or what a package registers. Streams, events, pinned memory and the current device have the same words for all.
