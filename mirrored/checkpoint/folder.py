@@ -28,7 +28,6 @@ import os
 import pathlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,6 +42,7 @@ from mirrored.checkpoint.tensors import FileLayout
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.system.log import get_logger
+from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
@@ -232,13 +232,13 @@ class BackgroundWriter:
         self._write(*arguments)
 
     def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
-        started = time.monotonic()
+        started = clock.monotonic()
         try:
             with self._saving():
                 self._folder.write(name, manifest, pieces, self._keep)
         except Exception as error:
             self._error = error
-        self.seconds = time.monotonic() - started
+        self.seconds = clock.monotonic() - started
 
     def finish(self) -> str:
         """Wait until nothing is being written; returns the error since the last call, empty without one."""

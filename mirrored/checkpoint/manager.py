@@ -6,7 +6,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,6 +25,7 @@ from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.health.failure import EXIT_PREEMPTED, signal_name
 from towers.system.log import get_logger
+from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
@@ -117,7 +117,7 @@ class CheckpointManager:
         self.steps = 0
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
-        self._saved_at = time.monotonic()
+        self._saved_at = clock.monotonic()
         self._requested_save = False
         self._saver = Saver(strategy, self._folder, tracked, keep)
         self._restorer = Restorer(strategy, self._folder, tracked, self._saver.writes)
@@ -133,7 +133,7 @@ class CheckpointManager:
         self.steps += 1
         self._strategy.health.count(self.steps)
         mine = STOP if self._signals.received is not None else 0
-        due = self._every_seconds is not None and time.monotonic() - self._saved_at >= self._every_seconds
+        due = self._every_seconds is not None and clock.monotonic() - self._saved_at >= self._every_seconds
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
             mine |= SAVE
             self._requested_save = True
@@ -162,14 +162,14 @@ class CheckpointManager:
         if name is not None and is_step(check_name(name)):
             raise ValueError(f"a checkpoint's name is {name!r}, which is that of a step; choose another")
         chosen = name if name is not None else name_of(self.steps)
-        started = time.monotonic()
+        started = clock.monotonic()
         self._remind()
         wait = not self._asynchronous if wait is None else wait
         with self._strategy.health.during(f"saving checkpoint {chosen}"), self._noting_failure():
             self._saver.save(chosen, self.steps, wait=wait)
         if name is None:
             self._saved_step = self.steps
-        self._saved_at, self._requested_save = time.monotonic(), False
+        self._saved_at, self._requested_save = clock.monotonic(), False
         self.stalled_seconds += self._saved_at - started
 
     def wait(self) -> None:

@@ -13,7 +13,6 @@ import datetime
 import hashlib
 import json
 import platform
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import as_bytes
+from towers.system.timeouts import Deadline, clock
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
@@ -63,15 +63,15 @@ class Saver:
     def _lock_folder(self, keep: int) -> str:
         """Take the folder's lock, and clear up after a killed run; returns an error message, empty without one."""
         path = self._folder.path
-        deadline = time.monotonic() + _LOCK_SECONDS
+        deadline = Deadline(_LOCK_SECONDS)
         while True:
             try:
                 lock, is_new = take_lock(path / _LOCK)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if deadline.has_passed():
                     return f"another process writes checkpoints into {path}; give every run a folder of its own"
-                time.sleep(0.1)
+                clock.sleep(0.1)
             except OSError as error:
                 return f"{path / _LOCK} cannot be opened: {error.strerror}"
         self._writer = BackgroundWriter(self._folder, keep, lock, self._strategy.health.saving)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import platform
 import socket
-import time
 from collections.abc import Mapping
 
 from mirrored.doctor import gpus, jobs, launchers, network, resources, versions
 from mirrored.doctor.findings import Check, Finding, Report, problem
-from towers.system.timeouts import run_with_timeout
+from towers.system.timeouts import Deadline, run_with_timeout
 
 _CHECKS: Mapping[str, Check] = {
     "versions": versions.check,
@@ -47,14 +46,14 @@ def examine(environ: Mapping[str, str], checks: Mapping[str, Check] = _CHECKS, s
         checks: by subject; default: all.
         seconds: for all of them together; each check has shorter limits of its own for whatever it waits for.
     """
-    started = time.monotonic()
+    deadline = Deadline(seconds)
     findings: list[Finding] = []
     for subject, check in checks.items():
-        findings += _run(subject, check, environ, max(1.0, started + seconds - time.monotonic()))
+        findings += _run(subject, check, environ, max(1.0, deadline.remaining()))
     return Report(
         host=socket.gethostname(),
         system=f"{platform.system()} {platform.release()} on {platform.machine()}",
-        seconds=time.monotonic() - started,
+        seconds=deadline.elapsed(),
         findings=tuple(findings),
     )
 

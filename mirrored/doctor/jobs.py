@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -13,6 +12,7 @@ import torch
 import mirrored
 from mirrored.doctor.findings import Finding, ok, problem, warning
 from towers.system import devices
+from towers.system.timeouts import clock
 
 _CPU_SECONDS, _GPU_SECONDS = 25.0, 40.0
 _SMALL, _LARGE = 2**10, 2**23  # float32 numbers: 4 KB and 32 MB
@@ -111,10 +111,10 @@ def _average(implementation: str, seconds: float) -> tuple[str, list[float], boo
             bucket.fill_((communicator.index + 1) * communicator.prescale)
             _synchronize(communicator.device)
             communicator.barrier()
-            started = time.perf_counter()
+            started = clock.monotonic()
             communicator.start_average(bucket).wait()
             _synchronize(communicator.device)
-            times.append(time.perf_counter() - started)
+            times.append(clock.monotonic() - started)
         medians.append(statistics.median(times[1:]))
         correct &= bool((bucket == (communicator.size + 1) / 2).all())
     return communicator.backend, medians, correct

@@ -7,14 +7,13 @@ import ipaddress
 import os
 import pathlib
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
 from towers.errors import PortInUseError, StartupError
 from towers.joining.store import listen
 from towers.system import devices, machine
-from towers.system.timeouts import run_all_with_timeout
+from towers.system.timeouts import clock, run_all_with_timeout
 
 _RESOLVE_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
@@ -26,9 +25,9 @@ _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 def check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether the host name and localhost resolve, to which addresses, and how fast."""
     host = socket.gethostname()
-    started = time.monotonic()
+    started = clock.monotonic()
     of_host, of_localhost = look_up([host, "localhost"])
-    seconds = time.monotonic() - started
+    seconds = clock.monotonic() - started
     if isinstance(of_host, OSError):
         yield warning(
             "host name",

@@ -8,7 +8,6 @@ import pathlib
 import shutil
 import stat
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -19,6 +18,7 @@ import mirrored
 from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
 from tests.support.clocks import Jumps
+from towers.system.timeouts import clock
 
 NOBODY = 65534
 _DUMPABLE = 4  # PR_SET_DUMPABLE
@@ -136,7 +136,7 @@ def test_modes_do_not_depend_on_who_saves(place: pathlib.Path) -> None:
 def test_a_clock_that_is_set_decides_nothing_of_checkpoints(
     place: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(time, "time", Jumps())
+    monkeypatch.setattr(clock, "wall_time", Jumps())
     run = manager(place / "run", every_seconds=1000.0)
     run.save(wait=True)
     for number, step in enumerate((1, 2, 3)):

@@ -6,7 +6,6 @@ import json
 import pathlib
 import re
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +20,7 @@ from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining import handshake
 from towers.joining.store import serve_store
 from towers.launching.job import Job
+from towers.system.timeouts import Deadline
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
 
@@ -83,9 +83,9 @@ def test_two_processes_claim_one_rank() -> None:
         "serves": False,
     }
     with pytest.raises(StartupError):  # the first one comes and waits for tower 1
-        handshake.exchange(store, {}, index=0, deadline=time.monotonic(), **arguments)
+        handshake.exchange(store, {}, index=0, deadline=Deadline(0), **arguments)
     with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
-        handshake.exchange(store, {}, index=0, deadline=time.monotonic() + 5, **arguments)
+        handshake.exchange(store, {}, index=0, deadline=Deadline(60), **arguments)
 
 
 @pytest.mark.row(19)
@@ -147,7 +147,7 @@ def test_versions_differ(what: str) -> None:
                 kind="worker",
                 index=index,
                 names=["a:1", "b:1"],
-                deadline=time.monotonic() + 10,
+                deadline=Deadline(60),
                 origin="a test",
                 token="",
                 compare=lambda *_: pytest.fail("versions come first"),

@@ -21,7 +21,7 @@ def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interprete
     asked, at_exit, now = [], [], [100.0]
     monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda seconds, **_: asked.append(seconds))
     monkeypatch.setattr(failure.atexit, "register", at_exit.append)
-    monkeypatch.setattr(failure.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(failure.clock, "monotonic", lambda: now[0])
     failure.end_soon()
     for later in (0.5, 1.4, 30.0):  # the last where a checkpoint was being written
         now[0] = 100.0 + later
@@ -31,7 +31,7 @@ def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interprete
 
 def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(failure.time, "sleep", waited.append)
+    monkeypatch.setattr(failure.clock, "sleep", waited.append)
     for told in (False, True):
         with (
             contextlib.suppress(mirrored.PeerLostError),

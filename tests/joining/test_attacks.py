@@ -8,7 +8,6 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -23,6 +22,7 @@ from tests.support.waiting import at_most, wait_until
 from towers import HandshakeError, StartupError
 from towers.joining import handshake
 from towers.joining.store import Message, NotAMessageError, join_store, serve_store, sign, verify
+from towers.system.timeouts import Deadline, clock
 
 TOKEN = "a secret of the tests"
 SECONDS = timedelta(seconds=10)
@@ -42,7 +42,7 @@ def meet(store: Store, index: int, seconds: float = 10.0, token: str = TOKEN) ->
         kind="tower",
         index=index,
         names=["rank 0", "rank 1"],
-        deadline=time.monotonic() + seconds,
+        deadline=Deadline(seconds),
         origin="a test",
         token=token,
         compare=lambda *_: None,
@@ -61,7 +61,7 @@ def serve(host: str = "127.0.0.1") -> TCPStore:
 
 
 def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
-    deadline = time.monotonic() + 10
+    deadline = Deadline(60)
     return join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
 
 
@@ -112,7 +112,7 @@ def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() ->
                 kind="tower",
                 index=index,
                 names=["a", "b", "c"],
-                deadline=time.monotonic() + (60 if index == 0 else 1),
+                deadline=Deadline(60 if index == 0 else 1),
                 origin="a test",
                 token=TOKEN,
                 compare=lambda *_: None,
@@ -237,7 +237,7 @@ def test_towers_meet_by_ipv6(host: str) -> None:
 
 
 def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", Jumps())
+    monkeypatch.setattr(clock, "wall_time", Jumps())
     store = serve()
     both_meet(store, join(store))
     with pytest.raises(StartupError, match="did not come within 0 s"):

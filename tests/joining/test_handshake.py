@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,6 +24,7 @@ from towers.collectives.connecting import compare_towers
 from towers.joining import handshake
 from towers.joining.store import Message, join_store, serve_store, sign
 from towers.launching.job import Job
+from towers.system.timeouts import Deadline
 from towers.topology import JOB_TOKEN
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
@@ -124,7 +124,7 @@ def meet(store: Any, index: int, seconds: float = 10.0, message: Message | None 
         kind="tower",
         index=index,
         names=["rank 0", "rank 1"],
-        deadline=time.monotonic() + seconds,
+        deadline=Deadline(seconds),
         origin="a test",
         token=TOKEN,
         compare=lambda *_: None,
@@ -133,7 +133,7 @@ def meet(store: Any, index: int, seconds: float = 10.0, message: Message | None 
 
 
 def join(store: TCPStore) -> TCPStore:
-    deadline = time.monotonic() + 10
+    deadline = Deadline(60)
     return join_store("127.0.0.1", store.port, SECONDS, deadline, "tower 0", "a test", TOKEN, "tower 1")
 
 

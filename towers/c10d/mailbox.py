@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -25,6 +24,7 @@ from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import Segment, aligned
 from towers.collectives.shared_memory.sharing import share
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
+from towers.system.timeouts import Deadline
 
 _POLL = 0.1  # seconds between two checks whether the others are alive
 _EXIT_SECONDS = 10.0  # how long a program that ends waits for its receivers
@@ -179,7 +179,7 @@ class Mailbox:
     def wait_for(self, receive: ReceiveWork, seconds: float) -> None:
         """As :meth:`ReceiveWork.wait`; 0 seconds are as many as a message may take."""
         seconds = seconds if seconds > 0 else self._seconds
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         self._waiting += 1
         try:
             while not receive.is_completed():
@@ -190,7 +190,7 @@ class Mailbox:
                     break
                 if gone and (receive.source in gone or (receive.source is None and len(gone) == len(self._senders))):
                     raise self._lost(receive, gone)
-                if time.monotonic() > deadline:
+                if deadline.has_passed():
                     raise CollectiveTimeoutError(f"waited {seconds:.0f} s for {receive}")
         except BaseException as error:
             with self._lock, contextlib.suppress(ValueError):
@@ -249,7 +249,7 @@ def _drain_at_exit(process: int, senders: dict[int, Sender], peers: PeerProcesse
 
 def _drain(senders: dict[int, Sender], peers: PeerProcesses, segments: list[Segment], seconds: float) -> None:
     """Close the senders; ``segments`` is an argument so that their memory stays mapped until then."""
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     for to, sender in senders.items():
-        sender.close(deadline - time.monotonic(), peers, to)
+        sender.close(deadline.remaining(), peers, to)
     peers.close()

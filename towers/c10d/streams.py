@@ -10,7 +10,6 @@ does (:mod:`towers.collectives.shared_memory.semaphores`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
 from towers.errors import PeerLostError
+from towers.system.timeouts import Deadline
 
 FIRST = 2**16
 """Bytes of a stream's first buffer."""
@@ -106,8 +106,8 @@ class Sender:
             seconds: how long to wait for that.
             peers: which know whether the receiving tower, ``receiver``, still lives.
         """
-        deadline = time.monotonic() + seconds
-        while self._unmapped and time.monotonic() < deadline:
+        deadline = Deadline(seconds)
+        while self._unmapped and not deadline.has_passed():
             if semaphores.sleep_until_taken(self._received, _POLL):
                 self._unread -= 1
                 self._close_mapped()

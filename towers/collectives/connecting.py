@@ -7,7 +7,6 @@ share memory where they can.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -28,6 +27,7 @@ from towers.joining.store import Message, join_store, serve_store
 from towers.options import CommunicationOptions
 from towers.system import accelerator, machine
 from towers.system.log import get_logger
+from towers.system.timeouts import Deadline
 from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
 
@@ -148,7 +148,7 @@ def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store
     if topology.serves_store and topology.is_chief:
         store = serve_store(host, port, timeout, topology.origin, topology.token)
     else:
-        deadline = time.monotonic() + options.startup_timeout_seconds
+        deadline = Deadline(options.startup_timeout_seconds)
         server, name = "tower 0" if topology.serves_store else "the launcher's store", f"tower {topology.index}"
         store = join_store(host, port, timeout, deadline, server, topology.origin, topology.token, name)
     return dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
@@ -169,7 +169,7 @@ def _handshake(
         kind="tower",
         index=topology.index,
         names=[f"rank {i}" for i in range(topology.size)],
-        deadline=time.monotonic() + options.startup_timeout_seconds,
+        deadline=Deadline(options.startup_timeout_seconds),
         origin=topology.origin,
         token=topology.token,
         compare=compare_towers,

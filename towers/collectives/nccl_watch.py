@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterable
 
 from towers.health import failure
 from towers.health.heartbeat import INTERVAL, main_stack
+from towers.system.timeouts import clock
 
 
 @functools.cache
@@ -25,7 +25,7 @@ def watch(failures: Callable[[], Iterable[Exception | None]]) -> None:
 def _run(failures: Callable[[], Iterable[Exception | None]]) -> None:
     error = None
     while error is None:
-        time.sleep(INTERVAL)
+        clock.sleep(INTERVAL)
         error = next(filter(None, failures()), None)
     failure.leave_report(error, f"Stack (most recent call last):\n{main_stack()}\n")
     failure.leave(1)

@@ -31,7 +31,6 @@ import pathlib
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -39,6 +38,7 @@ from typing import NoReturn
 
 from towers.errors import PeerLostError
 from towers.system.log import get_logger
+from towers.system.timeouts import Deadline, clock
 from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 
 _SHORT = 200  # characters
@@ -107,7 +107,7 @@ class FailureReport:
             lines = traceback.format_exception(type(error), error, error.__traceback__)
         except Exception:  # whatever a foreign exception does
             lines = [*traceback.format_tb(error.__traceback__), f"{text}\n"]
-        return cls(text, "".join([trace, *lines]), time.time(), is_peer_lost(error))
+        return cls(text, "".join([trace, *lines]), clock.wall_time(), is_peer_lost(error))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> FailureReport | None:
@@ -184,7 +184,7 @@ def mark_seen_by_launcher(error: BaseException) -> None:
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     """Leave a report in ``path``, if there is one; whether it was written. See [Note: consequences wait]."""
     if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
-        time.sleep(_LAUNCHER_SECONDS)
+        clock.sleep(_LAUNCHER_SECONDS)
     return path is not None and FailureReport.of(error, trace).write(path)
 
 
@@ -233,7 +233,7 @@ def end_with_parent() -> None:
             multiprocessing.connection.wait([parent.sentinel])
         else:
             while os.getppid() == agent:
-                time.sleep(0.5)
+                clock.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="towers-parent-watchdog", daemon=True).start()
@@ -267,14 +267,14 @@ def end_soon() -> None:
     See [Note: a tower that has failed ends itself].
     """
     nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
-    started = time.monotonic()
+    deadline = Deadline(_EXIT_SECONDS)
 
     def end_in(seconds: float) -> None:
         faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
     def when_threads_have_ended() -> None:
         if not _saves:
-            end_in(max(_EXIT_SECONDS - (time.monotonic() - started), _EXIT_SECONDS - _LAST_SECONDS))
+            end_in(max(deadline.remaining(), _EXIT_SECONDS - _LAST_SECONDS))
 
     atexit.register(when_threads_have_ended)
     if not _saves:
@@ -284,7 +284,7 @@ def end_soon() -> None:
 
     def watch() -> None:
         while _saves:
-            time.sleep(0.05)
+            clock.sleep(0.05)
         end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()

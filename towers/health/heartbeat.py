@@ -23,7 +23,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from towers.health.status import AVERAGING, Health, StatusRecord
 from towers.health.timeout_messages import in_other_calls, listed
 from towers.joining.store import Message, SignedStore
 from towers.system.log import get_logger
-from towers.system.timeouts import Countdown, in_time, wait_until
+from towers.system.timeouts import Deadline, clock, in_time, wait_until
 from towers.topology import Topology
 
 INTERVAL = 1.0
@@ -145,7 +144,7 @@ class Heartbeat:
 
     def _beat(self, health: Health) -> Beat:
         status = self._record.read()
-        status = dataclasses.replace(status, since=time.monotonic() - status.since if status.since else 0.0)
+        status = dataclasses.replace(status, since=clock.monotonic() - status.since if status.since else 0.0)
         self._number += 1
         return Beat(self._number, status, health.begun(), health.waits)
 
@@ -223,7 +222,7 @@ class Heartbeat:
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
         by_store = in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
-        now, peers = time.monotonic(), []
+        now, peers = clock.monotonic(), []
         for tower in towers:
             peer = by_store.get(tower, PeerStatus(tower))
             if (record := self._record.of_peer(tower)) is not None:  # fresher than what came through the store
@@ -240,9 +239,9 @@ class Heartbeat:
             return {}
         queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
         answers: dict[int, str] = {}
-        end = time.monotonic() + _ANSWER
-        while len(answers) < len(queries) and time.monotonic() < end:
-            time.sleep(0.05)
+        deadline = Deadline(_ANSWER)
+        while len(answers) < len(queries) and not deadline.has_passed():
+            clock.sleep(0.05)
             for tower, query in queries.items():
                 answer = store.read(f"answer{tower}") if tower not in answers else None
                 if answer is not None and answer["query"] >= query:
@@ -251,7 +250,7 @@ class Heartbeat:
 
     def _silence(self, tower: int, number: int) -> float:
         """For how many seconds this heartbeat has been a tower's newest; see [Note: hosts' clocks are not compared]."""
-        now = time.monotonic()
+        now = clock.monotonic()
         newest, since = self._newest.get(tower, (number, now))
         if newest != number:
             since = now
@@ -282,16 +281,17 @@ def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, 
         seconds: how long a step may take; infinite for no limit.
     """
     pause = min(INTERVAL, seconds / 10)
-    watched, countdown = 0, Countdown(seconds, 2 * pause)
+    watched, deadline = 0, Deadline(seconds, 2 * pause)
     while health() is not None:
-        time.sleep(pause)
+        clock.sleep(pause)
         record.beat()
-        status, left = record.read(), countdown.remaining()
+        status = record.read()
         if not status.running or status.run != watched:
-            watched, left = status.run, countdown.start()
+            watched = status.run
+            deadline.restart()
         # A tower that waits for others leaves it to those to say what they do.
         waits = status.phase == AVERAGING or bool(status.call)
-        if left <= (-_HEAD_START if waits else 0.0) and (late := health()) is not None:
+        if deadline.remaining() <= (-_HEAD_START if waits else 0.0) and (late := health()) is not None:
             _end_late(late, tower, seconds, waits=waits)
 
 

@@ -20,7 +20,7 @@ class Status:
         running: whether the last run goes on.
         evaluates: whether the run is none of training.
         phase: what the tower does there; empty where it is in the script's own code.
-        since: when it began with that, in ``time.monotonic()`` seconds of its host.
+        since: when it began with that, in ``clock.monotonic()`` seconds of its host.
         call: the collective that it is in, if that has a name.
     """
 

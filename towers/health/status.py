@@ -18,7 +18,6 @@ import mmap
 import os
 import pathlib
 import struct
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
@@ -26,6 +25,7 @@ from typing import Protocol, TypeVar
 from towers.errors import DeadlockError
 from towers.health import failure
 from towers.health.peers import Peers, Status, Wait
+from towers.system.timeouts import clock
 from towers.topology import STATUS_RECORD
 
 IN_STEP = "in the step's function"
@@ -89,7 +89,7 @@ class StatusRecord:
 
     def enter(self, run: int, step: int, running: bool, evaluates: bool, phase: bytes) -> None:
         """The tower enters another phase."""
-        _STATUS.pack_into(self._memory, _STATUS_AT, run, step, running, evaluates, time.monotonic(), phase)
+        _STATUS.pack_into(self._memory, _STATUS_AT, run, step, running, evaluates, clock.monotonic(), phase)
 
     def call(self, name: bytes) -> None:
         """The tower is in a collective of this name; empty: in none."""
@@ -101,7 +101,7 @@ class StatusRecord:
 
     def beat(self) -> None:
         """A heartbeat of the tower."""
-        _BEAT.pack_into(self._memory, 0, os.getpid(), time.monotonic())
+        _BEAT.pack_into(self._memory, 0, os.getpid(), clock.monotonic())
 
     @property
     def saving(self) -> bool:
@@ -110,7 +110,7 @@ class StatusRecord:
 
     @property
     def last_beat(self) -> float:
-        """When the tower had its last heartbeat, in ``time.monotonic()`` seconds of its host."""
+        """When the tower had its last heartbeat, in ``clock.monotonic()`` seconds of its host."""
         return float(_BEAT.unpack_from(self._memory)[1])
 
     def read(self) -> Status:

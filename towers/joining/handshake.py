@@ -16,7 +16,6 @@ import hashlib
 import importlib.metadata
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Callable, Sequence
 
@@ -26,7 +25,7 @@ from torch.distributed import Store
 from towers.errors import HandshakeError, StartupError, TowersError
 from towers.joining.store import Message, SignedStore
 from towers.system.text import printable
-from towers.system.timeouts import wait_until
+from towers.system.timeouts import Deadline, clock, wait_until
 
 Compare = Callable[[int, Message, int, Message], str | None]
 """(an index, its message, another index, its message) → what is wrong between the two, or None."""
@@ -52,7 +51,7 @@ def exchange(
     kind: str,
     index: int,
     names: Sequence[str],
-    deadline: float,
+    deadline: Deadline,
     origin: str,
     token: str,
     compare: Compare,
@@ -65,7 +64,7 @@ def exchange(
         kind: "worker" or "tower", for keys and texts.
         index: this process's index among ``names``.
         names: how error messages call each of the processes that should come.
-        deadline: in ``time.monotonic()`` seconds.
+        deadline: for all of them to come.
         origin: where it was read which processes should come.
         token: the job's. Messages with another one count as absent.
         compare: what is wrong between two messages; versions and fields are compared before.
@@ -76,7 +75,6 @@ def exchange(
         HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
     """
     board = _Board(SignedStore(store, token), kind, index)
-    started = time.monotonic()
     pause = 0.005
     messages: dict[int, Message] = {}
     try:
@@ -93,7 +91,7 @@ def exchange(
                         for other in range(1, len(names)):
                             board.fail_together(_compare(kind, compare, other, messages[other], 0, messages[0]))
                         pause = 0.005
-            late = time.monotonic() >= deadline
+            late = deadline.has_passed()
             missing = [i for i in range(len(names)) if i not in messages]
             if not missing:
                 in_order = [messages[i] for i in range(len(names))]
@@ -102,13 +100,12 @@ def exchange(
                     return in_order
             if late:
                 described = ", ".join(f"{kind} {i} ({names[i]})" + board.rejected(i) for i in missing)
-                waited = time.monotonic() - started
                 board.fail_together(
-                    f"{len(missing)} of {len(names)} {kind}s did not come within {waited:.0f} s: "
+                    f"{len(missing)} of {len(names)} {kind}s did not come within {deadline.elapsed():.0f} s: "
                     f"{described}; the list of {kind}s was read from {origin}",
                     StartupError,
                 )
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(0.2, pause * 1.5)
     except TowersError:
         if serves:

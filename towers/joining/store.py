@@ -19,7 +19,6 @@ import ipaddress
 import json
 import os
 import socket
-import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,7 +29,7 @@ from torch.distributed import Store, TCPStore
 from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
 from towers.system import machine
 from towers.system.text import join_address, printable
-from towers.system.timeouts import run_with_timeout
+from towers.system.timeouts import Deadline, clock, run_with_timeout
 from towers.topology import JOB_TOKEN
 
 Message = dict[str, Any]
@@ -235,12 +234,12 @@ def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str
 
 
 def join_store(
-    host: str, port: int, timeout: timedelta, deadline: float, server: str, origin: str, token: str, name: str
+    host: str, port: int, timeout: timedelta, deadline: Deadline, server: str, origin: str, token: str, name: str
 ) -> TCPStore:
     """Connect to the store that the chief serves at ``host:port``, waiting for it until ``deadline``.
 
     Args:
-        deadline: in ``time.monotonic()`` seconds.
+        deadline: for the store to be there.
         server: the process that serves it, for the message.
         token: the job's.
         name: this process, for the message.
@@ -249,7 +248,6 @@ def join_store(
         StartupError: nothing listened there before the deadline.
         HandshakeError: the store is another job's. Nothing was written there.
     """
-    started = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=2.0).close()
@@ -257,16 +255,16 @@ def join_store(
         except UnicodeError as error:
             raise StartupError(f"{join_address(host, port)} (from {origin}) is no address: {error}") from None
         except OSError as error:
-            if time.monotonic() >= deadline:
+            if deadline.has_passed():
                 raise StartupError(
-                    f"{server} did not answer at {join_address(host, port)} within {time.monotonic() - started:.0f} s "
+                    f"{server} did not answer at {join_address(host, port)} within {deadline.elapsed():.0f} s "
                     f"({error.strerror or error}); the address comes from {origin}: start it, or correct that"
                 ) from None
-        time.sleep(0.1)
+        clock.sleep(0.1)
     try:
         # Where no store listens, torch's client waits without end, or raises an error that shows its frames.
         store = run_with_timeout(
-            max(1.0, deadline - time.monotonic()),
+            max(1.0, deadline.remaining()),
             lambda: TCPStore(host, port, None, False, timeout, wait_for_workers=False),
         )
     except (TimeoutError, RuntimeError) as error:

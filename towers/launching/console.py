@@ -18,9 +18,10 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, BinaryIO, TextIO
+
+from towers.system.timeouts import clock
 
 Sink = Callable[[str], None]
 
@@ -206,7 +207,7 @@ def _remove_leftovers() -> None:
         with contextlib.suppress(OSError):
             held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                old = time.time() - os.fstat(held).st_mtime > _NEW and os.fstat(held).st_uid == os.getuid()
+                old = clock.wall_time() - os.fstat(held).st_mtime > _NEW and os.fstat(held).st_uid == os.getuid()
                 if old:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(directory, ignore_errors=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Sequence
 
 from torch.distributed import PrefixStore, Store
 
 from towers.joining.store import SignedStore
 from towers.system.text import printable
-from towers.system.timeouts import in_time, wait_until
+from towers.system.timeouts import clock, in_time, wait_until
 
 _FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
 _INTERVAL = 0.5  # seconds between two reads
@@ -56,7 +55,7 @@ class FailureBroadcast:
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
                 while (message := signed.read(_FAILURE)) is None:
-                    time.sleep(_INTERVAL)
+                    clock.sleep(_INTERVAL)
                 self.received = printable(message.get("sentence"))
                 signed.add(_RECEIVED, 1)
 
@@ -112,5 +111,5 @@ class FailureBroadcast:
         """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
         count = store.add(key, mine)
         while self._worker == 0 and count < self._workers:
-            time.sleep(0.05)
+            clock.sleep(0.05)
             count = store.add(key, 0)

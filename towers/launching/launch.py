@@ -18,7 +18,6 @@ import pathlib
 import pickle
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -32,7 +31,7 @@ from towers.health.status import StatusRecord
 from towers.joining.store import serve_store
 from towers.launching import console, processes
 from towers.system import devices, machine
-from towers.system.timeouts import wait_until
+from towers.system.timeouts import Deadline, wait_until
 from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
@@ -126,12 +125,12 @@ def launch(
                 sender.close()
                 started.append(process)
                 replies.append(receiver)
-            deadline = time.monotonic() + limit
-            results, failures = _await(started, replies, deadline, limit)
+            deadline = Deadline(limit)
+            results, failures = _await(started, replies, deadline)
             records = {failed.tower: StatusRecord.find(relay.directory, failed.tower) for failed in failures}
             failures = [_with_report(failed, relay.directory) for failed in failures]
             if not failures:  # threads may have something left to do, as in any program
-                _join(started, deadline - time.monotonic())
+                _join(started, deadline)
         finally:
             if start_method is None:  # starting a process has decided on one
                 multiprocessing.set_start_method(None, force=True)
@@ -294,22 +293,23 @@ def _describe(tower: int, error: BaseException) -> Failure:
 
 
 def _await(
-    towers: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: float, limit: float
+    towers: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: Deadline
 ) -> tuple[dict[int, Any], list[Failure]]:
     """Collect results and failures; after the first failure only for a short grace."""
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     open_towers = set(range(len(towers)))
     while open_towers:
-        now = time.monotonic()
-        if now >= deadline:
+        left = deadline.remaining()
+        if left <= 0:
             if not failures:
                 missing = ", ".join(map(str, sorted(open_towers)))
-                text = f"it was not done after {limit:.0f} s (not done: towers {missing}); see launch's timeout"
+                seconds = f"{deadline.seconds:.0f} s"
+                text = f"it was not done after {seconds} (not done: towers {missing}); see launch's timeout"
                 failures.append(Failure(min(open_towers), TimeoutError(text), text))
             break
         waiting = [replies[tower] for tower in open_towers]
-        ready = wait(waiting, timeout=min(deadline - now, 60.0))
+        ready = wait(waiting, timeout=min(left, 60.0))
         for tower in sorted(open_towers):
             if replies[tower] not in ready:
                 continue
@@ -317,7 +317,7 @@ def _await(
             reply = _receive(tower, towers[tower], replies[tower])
             if isinstance(reply, Failure):
                 failures.append(reply)
-                deadline = min(deadline, time.monotonic() + _GRACE)
+                deadline = min(deadline, Deadline(_GRACE), key=Deadline.remaining)
             else:
                 results[tower] = reply[0]
     return results, failures
@@ -357,7 +357,7 @@ def _end(started: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
     def living() -> dict[int, int]:
         return {tower: process.pid for tower, process in enumerate(started) if process.is_alive() and process.pid}
 
-    _join(started, 0.5)
+    _join(started, Deadline(0.5))
     wait_until(lambda: not processes.towers_saving(directory, living()), failure.SAVING_SECONDS)
     if living():
         processes.end(lambda number: processes.send(number, living().values()), lambda: not living(), _END)
@@ -366,7 +366,6 @@ def _end(started: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
             process.close()
 
 
-def _join(started: Sequence[ForkServerProcess], seconds: float) -> None:
-    end = time.monotonic() + seconds
+def _join(started: Sequence[ForkServerProcess], deadline: Deadline) -> None:
     for process in started:
-        process.join(None if math.isinf(end) else max(0.0, end - time.monotonic()))
+        process.join(None if math.isinf(deadline.seconds) else max(0.0, deadline.remaining()))

@@ -10,11 +10,11 @@ import json
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 
 from towers.launching import console
 from towers.system import devices, machine
+from towers.system.timeouts import clock
 
 
 def free_ports(count: int) -> list[int]:
@@ -52,7 +52,7 @@ def play(program: Sequence[str], workers: int) -> int:
                 os.close(number)
         try:
             while any(job.poll() is None for job in jobs):
-                time.sleep(0.05)
+                clock.sleep(0.05)
                 if any(job.poll() for job in jobs):
                     break
             return max(abs(job.wait(timeout=10)) for job in jobs)

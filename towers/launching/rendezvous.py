@@ -7,7 +7,6 @@ it, and all compare. The same store then serves the agents and the towers, so on
 from __future__ import annotations
 
 import sys
-import time
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -24,6 +23,7 @@ from towers.launching.job import Job
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.system.text import canonical_address, split_address
+from towers.system.timeouts import Deadline
 
 _STORE_TIMEOUT = timedelta(minutes=10)
 
@@ -59,7 +59,7 @@ class Rendezvous(RendezvousHandler):
             HandshakeError: the workers' clusters, versions or job tokens differ, or two claim one index.
         """
         job = self._job
-        deadline = time.monotonic() + job.startup_seconds
+        deadline = Deadline(job.startup_seconds)
         tcp = self._serve() if job.worker == 0 else self._join(deadline)
         store = PrefixStore("workers", tcp)
         if job.workers > 1:
@@ -93,7 +93,7 @@ class Rendezvous(RendezvousHandler):
             print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
         return store
 
-    def _join(self, deadline: float) -> TCPStore:
+    def _join(self, deadline: Deadline) -> TCPStore:
         job, chief = self._job, "the chief (worker 0)"
         name = f"worker {job.worker}"
         return join_store(self._host, self._port, _STORE_TIMEOUT, deadline, chief, job.origin, self._token, name)

@@ -1,7 +1,8 @@
-"""Deadlines: time that leaves out suspensions, waits, and calls that may never return."""
+"""The clock, deadlines, waits, and calls that may never return."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,31 +11,56 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Countdown:
-    """Seconds of waiting, without those in which the process was suspended (Ctrl-Z, SIGSTOP).
+class Clock:
+    """The clock of this process. All time in the product comes from :data:`clock`, which a test may replace.
 
-    Args:
-        seconds: how many; infinite for no limit.
-        longest: seconds between two calls of :meth:`remaining`. After a longer pause, in which the process was
-            suspended, only so many count.
+    (One exception: a semaphore sleeps until a moment of the system's own clock.)
     """
 
-    def __init__(self, seconds: float, longest: float) -> None:
-        self._seconds = seconds
-        self._longest = longest
-        self.start()
+    monotonic = staticmethod(time.monotonic)
+    """Seconds that nobody sets, which all processes of a host share."""
 
-    def start(self) -> float:
-        """Count from now on; returns all the seconds."""
-        self._spent, self._before = 0.0, time.monotonic()
-        return self._seconds
+    wall_time = staticmethod(time.time)
+    """Seconds since 1970, which other hosts and file systems share, and which may be set."""
+
+    sleep = staticmethod(time.sleep)
+
+
+clock = Clock()
+
+
+class Deadline:
+    """The end of a wait.
+
+    Args:
+        seconds: from now on; infinite for a wait without end.
+        longest: seconds between two looks at it. Where there are more, the process was suspended meanwhile (Ctrl-Z,
+            SIGSTOP), and only so many count.
+    """
+
+    def __init__(self, seconds: float, longest: float = math.inf) -> None:
+        self.seconds = seconds
+        self._longest = longest
+        self.restart()
+
+    def restart(self) -> None:
+        """The same seconds, from now on."""
+        self._elapsed, self._before = 0.0, clock.monotonic()
+
+    def elapsed(self) -> float:
+        """The seconds that count since the start."""
+        now = clock.monotonic()
+        self._elapsed += min(now - self._before, self._longest)
+        self._before = now
+        return self._elapsed
 
     def remaining(self) -> float:
-        """The seconds that are left, below 0 where there are none. To be called again and again."""
-        now = time.monotonic()
-        self._spent += min(now - self._before, self._longest)
-        self._before = now
-        return self._seconds - self._spent
+        """The seconds that are left; negative when the deadline has passed."""
+        return self.seconds - self.elapsed()
+
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return self.remaining() <= 0
 
 
 def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) -> None:
@@ -43,9 +69,9 @@ def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) ->
     Args:
         pause: seconds between two looks.
     """
-    end = time.monotonic() + seconds
-    while not done() and time.monotonic() < end:
-        time.sleep(pause)
+    deadline = Deadline(seconds)
+    while not done() and not deadline.has_passed():
+        clock.sleep(pause)
 
 
 def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
@@ -83,8 +109,8 @@ def run_all_with_timeout(seconds: float, calls: Sequence[Callable[[], T]]) -> li
     ]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + seconds
+    deadline = Deadline(seconds)
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline.remaining()))
     late = TimeoutError(f"no answer within {seconds:.0f} s")
     return [late if thread.is_alive() else results[number] for number, thread in enumerate(threads)]

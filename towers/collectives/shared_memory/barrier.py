@@ -21,7 +21,7 @@ from towers.health.peers import Wait
 from towers.health.status import Health
 from towers.health.timeout_messages import last_seen, timeout_error
 from towers.system import machine
-from towers.system.timeouts import Countdown
+from towers.system.timeouts import Deadline
 
 _TAG = 256  # bytes
 _NOTICE = 256  # bytes
@@ -185,7 +185,7 @@ class Barrier(Participant):
                 raise error
 
     def _await(self, tower: int, address: int) -> None:
-        countdown = Countdown(self._timeout, _LONGEST)
+        deadline = Deadline(self._timeout, _LONGEST)
         while not semaphores.sleep_until_taken(address, _NAP):
             self._health.waits = Wait(self.name, self.count, self.towers)
             lost = self.lost_peer() or self._broken_off()
@@ -194,7 +194,7 @@ class Barrier(Participant):
                     break
                 raise lost
             self._health.check_deadlock()
-            if countdown.remaining() < 0:
+            if deadline.has_passed():
                 error = timeout_error(self._health, self.towers[self.index], self._timeout, self.towers[tower])
                 self.break_off(error)
                 self._peers.wake(tower)

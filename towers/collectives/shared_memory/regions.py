@@ -10,7 +10,6 @@ Averaging a region takes two barriers and no staging area::
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +20,7 @@ from towers.collectives.arithmetic import add_by_tree, chunk_of, reduce_into
 from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.segment import Segment
 from towers.system.log import get_logger
+from towers.system.timeouts import clock
 
 log = get_logger("towers")
 
@@ -232,7 +232,7 @@ class Regions:
             for _ in range(20):  # a process that is being killed closes its files a moment before it has ended
                 if (lost := self.barrier.lost_peer()) is not None:
                     raise lost from None
-                time.sleep(0.05)
+                clock.sleep(0.05)
             raise error from None
 
     def close(self) -> None:
