@@ -115,7 +115,7 @@ def _kills(folder: str, calls: int) -> list[int]:
 
 def test_a_kill_at_any_call_keeps_what_was_there(tmp_path: pathlib.Path) -> None:
     calls = count_calls(tmp_path)
-    (found,) = mirrored.launch(_kills, (str(tmp_path), calls), towers=1, timeout=60)
+    (found,) = mirrored.launch(_kills, (str(tmp_path), calls), towers=1)
     assert found == sorted(found)
     assert set(found) == {2, 3}
 

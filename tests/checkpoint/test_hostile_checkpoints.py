@@ -292,7 +292,7 @@ def _one_tower_fails(strategy: mirrored.Strategy, folder: str) -> Any:
 @pytest.mark.parametrize("shard", [False, True])
 def test_what_one_tower_cannot_take_changes_nothing_on_all(folder: pathlib.Path, shard: bool) -> None:
     names = ["cpu:0", "cpu:1"]
-    first, second = mirrored.launch(_sharded, (str(folder), shard), devices=names, timeout=60)
+    first, second = mirrored.launch(_sharded, (str(folder), shard), devices=names)
     assert first == second
     assert first[1] == {"x": 2}
 

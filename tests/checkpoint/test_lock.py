@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import mirrored
 from mirrored.checkpoint.disk import Disk, take_lock
+from tests.support.waiting import HANG
 
 
 def manager(folder: pathlib.Path, disk: Disk | None = None) -> mirrored.CheckpointManager:
@@ -84,7 +85,7 @@ class SlowDisk(Disk):
 
     def fsync(self, descriptor: int) -> None:
         self.reached.set()
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(HANG)
         super().fsync(descriptor)
 
 
@@ -92,7 +93,7 @@ def test_what_is_being_written_is_left_alone(tmp_path: pathlib.Path) -> None:
     disk = SlowDisk()
     first = manager(tmp_path, disk)
     first.save("slow")
-    assert disk.reached.wait(20)
+    assert disk.reached.wait(HANG)
     second = manager(tmp_path)
     del first
     gc.collect()
@@ -102,5 +103,5 @@ def test_what_is_being_written_is_left_alone(tmp_path: pathlib.Path) -> None:
     disk.may_go_on.set()
     for thread in threading.enumerate():
         if thread.name == "mirrored-checkpoint":
-            thread.join(20)
+            thread.join(HANG)
     manager(tmp_path).restore("slow")

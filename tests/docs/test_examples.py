@@ -24,7 +24,7 @@ def is_png(path: pathlib.Path) -> bool:
 @pytest.mark.slow
 def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--output", str(tmp_path)]
-    result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")], timeout=180)
+    result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")])
     assert result.returncode == 0, result.stderr
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
     assert match, result.stdout
@@ -42,7 +42,7 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
-    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], timeout=180)
+    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)])
     assert result.returncode == 0, result.stderr
     assert re.search(r"final losses: discriminator [0-9.]+, generator [0-9.]+", result.stdout)
     assert "2 towers of 2 workers on cpu" in result.stderr
@@ -51,7 +51,7 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
 
 def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
-    result = run_command([*words, "--output", str(tmp_path)], timeout=180)
+    result = run_command([*words, "--output", str(tmp_path)])
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^Epoch 3/3$", result.stdout, re.MULTILINE)) == 1
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
@@ -63,7 +63,7 @@ def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 
 def test_keras_transfer_on_two_towers() -> None:
     program = str(EXAMPLES / "keras_transfer.py")
-    result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"], timeout=180)
+    result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"])
     assert result.returncode == 0, result.stderr
     accuracies = [float(text) for text in re.findall(r": ([0-9.]+)% of \d+ held-out digits", result.stdout)]
     assert len(accuracies) == 3

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.jobs import variables_with
+from tests.support.waiting import HANG
 
 
 class Command:
@@ -62,7 +63,7 @@ class Command:
     def kill(self) -> None:
         self._process.kill()
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float = HANG) -> tuple[str, str]:
         """What it prints until it and all that hold its standard output have ended."""
         if not self.stdout.closed:
             guard = threading.Timer(timeout, self.kill)
@@ -115,7 +116,7 @@ def _command_line(name: str, *words: str) -> int | None:
 
 
 def run_command(
-    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, timeout: float = 60.0
+    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, timeout: float = HANG
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mirrored …`` or ``torchrun …`` to its end."""
     command = Command(_command_line, *words, env=env, cwd=cwd)

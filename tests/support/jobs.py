@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import mirrored
+from tests.support.waiting import HANG
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def towers(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 60.0) -> list[Any]:
+def towers(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
     """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order."""
     names = [f"cpu:{i}" for i in range(count)]
     return mirrored.launch(_with_strategy, (fn, args), devices=names, timeout=timeout)
@@ -27,7 +28,7 @@ def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return fn(mirrored.MirroredStrategy(seed=0), *args)
 
 
-def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 20.0) -> list[BaseException]:
+def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[BaseException]:
     """The exceptions of a job that must fail on all of its towers, in tower order."""
     try:
         towers(fn, *args, count=count, timeout=timeout)
@@ -41,7 +42,7 @@ def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float 
 def run_program(
     words: Sequence[str],
     *,
-    timeout: float = 60.0,
+    timeout: float = HANG,
     env: dict[str, str] | None = None,
     cwd: str | None = None,
     stdin: str | None = None,

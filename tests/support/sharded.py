@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.waiting import HANG
 from towers.gradients import buckets
 
 
@@ -18,7 +19,7 @@ def strategy_of(shard: bool, implementation: str = "auto") -> mirrored.MirroredS
     return mirrored.MirroredStrategy(shard_optimizer=shard, seed=1, communication=options)
 
 
-def launch(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = 60) -> list[Any]:
+def launch(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
     return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=timeout)
 
 
@@ -43,7 +44,7 @@ def in_turn(fn: Callable[..., Any], names: Sequence[str], *args: Any) -> dict[st
 
 def both(fn: Callable[..., Any], names: Sequence[str], *args: Any, count: int = 2) -> tuple[list[Any], list[Any]]:
     """What ``fn(name, shard, *args)`` gives on each tower, sharded and not."""
-    ours, expected = (launch(in_turn, fn, names, shard, *args, count=count, timeout=200) for shard in (True, False))
+    ours, expected = (launch(in_turn, fn, names, shard, *args, count=count) for shard in (True, False))
     return ours, expected
 
 

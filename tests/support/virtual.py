@@ -12,11 +12,12 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.support.jobs import failures
+from tests.support.waiting import HANG
 
 V = 8
 
 
-def virtual(fn: Callable[..., Any], *args: Any, count: int, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def virtual(fn: Callable[..., Any], *args: Any, count: int, timeout: float = HANG, **kwargs: Any) -> list[Any]:
     """``fn(strategy, *args)`` on ``count`` towers, with 8 virtual ones."""
     return mirrored.launch(_with_strategy, (fn, args, kwargs), towers=count, timeout=timeout)
 

@@ -6,8 +6,12 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+HANG = 300.0
+"""Seconds after which a test takes a wait for a hang: many times what it takes on a machine that does much else, and
+less than a collective may take (600 s) and than a test may (``timeout`` in pyproject.toml)."""
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+
+def wait_until(condition: Callable[[], bool], seconds: float = HANG) -> None:
     """Return when ``condition`` holds; fail when it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -104,8 +104,8 @@ def check(cases: list[tuple[str, int, bool]], setting: str, inner: str, towers: 
     devices = [f"cpu:{i}" for i in range(towers)]
     plain = [("nothing", width, False) for _, width, _ in cases]
     alone = {"virtual_towers": settings["virtual_towers"]} if "virtual_towers" in settings else {}
-    expected = mirrored.launch(several, (plain, alone, inner), devices=["cpu:0"], timeout=300)[0]
-    for found in mirrored.launch(several, (cases, settings, inner), devices=devices, timeout=300):
+    expected = mirrored.launch(several, (plain, alone, inner), devices=["cpu:0"])[0]
+    for found in mirrored.launch(several, (cases, settings, inner), devices=devices):
         for case, result, reference in zip(cases, found, expected, strict=True):
             assert result[0] == pytest.approx(reference[0], abs=1e-6), case
             assert_close(result[1], reference[1], 1e-6)
@@ -165,4 +165,4 @@ def test_ways_of_compiling_that_leave_hooks_out_are_refused(option: str, words: 
     if not hasattr(torch._dynamo.config, option):
         pytest.skip("not in this version of torch")
     with pytest.raises(mirrored.TowerFailedError, match=words):
-        mirrored.launch(backward_without_hooks, (option,), devices=["cpu:0", "cpu:1"], timeout=100)
+        mirrored.launch(backward_without_hooks, (option,), devices=["cpu:0", "cpu:1"])

@@ -41,7 +41,7 @@ def with_compile(strategy: mirrored.Strategy) -> Result:
 
 @pytest.mark.slow
 def test_compiled_model() -> None:
-    compare(towers(with_compile, timeout=240), train(mirrored.OneDeviceStrategy(), dtype=torch.float32), 1e-5)
+    compare(towers(with_compile), train(mirrored.OneDeviceStrategy(), dtype=torch.float32), 1e-5)
 
 
 def with_compiled_step(strategy: mirrored.Strategy, compiled: bool = True) -> list[Tensor]:
@@ -67,7 +67,7 @@ def with_compiled_step(strategy: mirrored.Strategy, compiled: bool = True) -> li
 @pytest.mark.slow
 def test_compiled_step() -> None:
     expected = with_compiled_step(mirrored.OneDeviceStrategy(), compiled=False)
-    for result in towers(with_compiled_step, timeout=240):
+    for result in towers(with_compiled_step):
         assert_close(result, expected, 1e-5)
 
 

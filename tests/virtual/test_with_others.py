@@ -55,7 +55,7 @@ def test_the_usual_extras(kind: str) -> None:
 
 
 def test_compiled_model() -> None:
-    one_digest(usual_step, "compile", counts=(1, 2), timeout=240)
+    one_digest(usual_step, "compile", counts=(1, 2))
 
 
 def test_sharded_optimizer() -> None:
