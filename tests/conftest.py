@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing import forkserver
 
 import pytest
@@ -68,6 +69,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+_MEASURED = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def promise(request: pytest.FixtureRequest) -> Callable[[float, float], None]:
+    """``promise(took, limit)``: what took so many seconds takes fewer than ``limit``. Both are shown at the end."""
+    assert request.node.get_closest_marker("seconds"), "it is to be run alone"
+
+    def check(took: float, limit: float) -> None:
+        shown = request.config.stash.setdefault(_MEASURED, [])
+        shown.append(f"{took:6.2f} s of {limit:g} s  {request.node.name}")
+        assert took < limit
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The seconds that were promised, and those that it took."""
+    for line in terminalreporter.config.stash.get(_MEASURED, []):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)
