@@ -145,7 +145,7 @@ def test_the_plan_prints_what_its_page_shows() -> None:
     commands = re.findall(r"^\$ scripts/plan ([^\n]*)\n(.*?)\n^```$", page, re.DOTALL | re.MULTILINE)
     assert len(commands) == 5
     for arguments, shown in commands:
-        printed = run_program(["scripts/planning", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
+        printed = run_program(["scripts/plan.py", *arguments.split()], cwd=str(ROOT)).stdout.rstrip("\n")
         assert set(shown.split("\n\n")) <= set(printed.split("\n\n")), arguments
 
 
