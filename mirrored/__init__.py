@@ -1,107 +1,94 @@
-"""Train one PyTorch model on many devices, with the numbers of one."""
+"""Train one PyTorch model on many devices, with the numbers of one.
 
+Each name is imported when it is first used, so that ``import mirrored`` and ``mirrored --help`` do not load torch.
+"""
+
+import importlib
 from typing import TYPE_CHECKING
 
-from mirrored.checkpoint import CheckpointError, CheckpointManager, LoadReport, Preempted, load_weights
-from mirrored.cluster import (
-    ClusterError,
-    ClusterResolver,
-    LocalClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-)
-from mirrored.context import (
-    ReplicaContext,
-    get_replica_context,
-    has_strategy,
-    in_cross_replica_context,
-)
-from mirrored.data.dataset import DistributedDataset
-from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.losses import compute_average_loss, scale_regularization_loss
-from mirrored.operations import ReduceOp
-from mirrored.stand_in import drop_stand_in
-from mirrored.strategy.base import Strategy
-from mirrored.strategy.kinds import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    get_strategy,
-)
-from towers.errors import (
-    CannotStartError,
-    CollectiveTimeoutError,
-    DeadlockError,
-    DisagreementError,
-    ForkedError,
-    HandshakeError,
-    MirrorError,
-    NonFiniteGradientError,
-    PeerLostError,
-    PortInUseError,
-    StartupError,
-    TowerFailedError,
-    TowersError,
-)
-from towers.launching.launch import launch
-from towers.options import CommunicationOptions
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mirrored.verification import verify
-else:
+    from mirrored.checkpoint import CheckpointError as CheckpointError
+    from mirrored.checkpoint import CheckpointManager as CheckpointManager
+    from mirrored.checkpoint import LoadReport as LoadReport
+    from mirrored.checkpoint import Preempted as Preempted
+    from mirrored.checkpoint import load_weights as load_weights
+    from mirrored.cluster import ClusterError as ClusterError
+    from mirrored.cluster import ClusterResolver as ClusterResolver
+    from mirrored.cluster import LocalClusterResolver as LocalClusterResolver
+    from mirrored.cluster import SlurmClusterResolver as SlurmClusterResolver
+    from mirrored.cluster import TFConfigClusterResolver as TFConfigClusterResolver
+    from mirrored.cluster import TorchrunClusterResolver as TorchrunClusterResolver
+    from mirrored.context import ReplicaContext as ReplicaContext
+    from mirrored.context import get_replica_context as get_replica_context
+    from mirrored.context import has_strategy as has_strategy
+    from mirrored.context import in_cross_replica_context as in_cross_replica_context
+    from mirrored.data.dataset import DistributedDataset as DistributedDataset
+    from mirrored.data.input_context import InputContext as InputContext
+    from mirrored.data.input_context import ValueContext as ValueContext
+    from mirrored.losses import compute_average_loss as compute_average_loss
+    from mirrored.losses import scale_regularization_loss as scale_regularization_loss
+    from mirrored.operations import ReduceOp as ReduceOp
+    from mirrored.stand_in import drop_stand_in as drop_stand_in
+    from mirrored.strategy.base import Strategy as Strategy
+    from mirrored.strategy.kinds import MirroredStrategy as MirroredStrategy
+    from mirrored.strategy.kinds import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from mirrored.strategy.kinds import OneDeviceStrategy as OneDeviceStrategy
+    from mirrored.strategy.kinds import get_strategy as get_strategy
+    from mirrored.verification.verify import verify as verify
+    from towers.errors import CannotStartError as CannotStartError
+    from towers.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from towers.errors import DeadlockError as DeadlockError
+    from towers.errors import DisagreementError as DisagreementError
+    from towers.errors import ForkedError as ForkedError
+    from towers.errors import HandshakeError as HandshakeError
+    from towers.errors import MirrorError as MirrorError
+    from towers.errors import NonFiniteGradientError as NonFiniteGradientError
+    from towers.errors import PeerLostError as PeerLostError
+    from towers.errors import PortInUseError as PortInUseError
+    from towers.errors import StartupError as StartupError
+    from towers.errors import TowerFailedError as TowerFailedError
+    from towers.errors import TowersError as TowersError
+    from towers.launching.launch import launch as launch
+    from towers.options import CommunicationOptions as CommunicationOptions
 
-    def __getattr__(name: str) -> object:
-        """``verify`` is loaded when it is used: every tower imports this package, and hardly any compares."""
-        if name == "verify":
-            from mirrored.verification import verify
+_NAMES = {
+    "mirrored.checkpoint": "CheckpointError CheckpointManager LoadReport Preempted load_weights",
+    "mirrored.cluster": (
+        "ClusterError ClusterResolver LocalClusterResolver SlurmClusterResolver TFConfigClusterResolver "
+        "TorchrunClusterResolver"
+    ),
+    "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
+    "mirrored.data.dataset": "DistributedDataset",
+    "mirrored.data.input_context": "InputContext ValueContext",
+    "mirrored.losses": "compute_average_loss scale_regularization_loss",
+    "mirrored.operations": "ReduceOp",
+    "mirrored.stand_in": "drop_stand_in",
+    "mirrored.strategy.base": "Strategy",
+    "mirrored.strategy.kinds": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy get_strategy",
+    "mirrored.verification": "verify",
+    "towers.errors": (
+        "CannotStartError CollectiveTimeoutError DeadlockError DisagreementError ForkedError HandshakeError "
+        "MirrorError NonFiniteGradientError PeerLostError PortInUseError StartupError TowerFailedError "
+        "TowersError"
+    ),
+    "towers.launching.launch": "launch",
+    "towers.options": "CommunicationOptions",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-            return verify
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = sorted(_MODULE_OF)
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
 
-__all__ = [
-    "CannotStartError",
-    "CheckpointError",
-    "CheckpointManager",
-    "ClusterError",
-    "ClusterResolver",
-    "CollectiveTimeoutError",
-    "CommunicationOptions",
-    "DeadlockError",
-    "DisagreementError",
-    "DistributedDataset",
-    "ForkedError",
-    "HandshakeError",
-    "InputContext",
-    "LoadReport",
-    "LocalClusterResolver",
-    "MirrorError",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "NonFiniteGradientError",
-    "OneDeviceStrategy",
-    "PeerLostError",
-    "PortInUseError",
-    "Preempted",
-    "ReduceOp",
-    "ReplicaContext",
-    "SlurmClusterResolver",
-    "StartupError",
-    "Strategy",
-    "TFConfigClusterResolver",
-    "TorchrunClusterResolver",
-    "TowerFailedError",
-    "TowersError",
-    "ValueContext",
-    "compute_average_loss",
-    "drop_stand_in",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "launch",
-    "load_weights",
-    "scale_regularization_loss",
-    "verify",
-]
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            from mirrored.foreign_names import missing
+
+            raise missing("mirrored", name)
+        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return value
+
+    def __dir__():
+        return [*__all__, "__version__"]

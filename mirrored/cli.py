@@ -1,4 +1,4 @@
-"""The command ``mirrored``."""
+"""The command ``mirrored``. Each subcommand imports what it needs, so that ``--help`` does not load torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mirrored.checkpoint.errors import CheckpointError
-from towers.launching.job import Job
-from towers.system import devices
+import mirrored
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mirrored", description="Train one PyTorch model on many devices, with the numbers of one."
     )
+    parser.add_argument("--version", action="version", version=f"mirrored {mirrored.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
@@ -55,9 +54,10 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     program = _program(parser, parsed)
-    job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
-    from towers.launching import agent  # torchrun's engine, which nothing else here needs
+    from towers.launching import agent
+    from towers.launching.job import Job
 
+    job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
     return agent.run(job, program)
 
 
@@ -124,6 +124,7 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _inspect(path: str) -> int:
+    from mirrored.checkpoint.errors import CheckpointError
     from mirrored.checkpoint.table import inspect
 
     try:
@@ -191,6 +192,8 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     Raises:
         ValueError: they do not fit each other, or there are fewer accelerators.
     """
+    from towers.system import devices
+
     if requested is not None:
         chosen = devices.parse_all(requested)
         devices.check_exist(chosen)

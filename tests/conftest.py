@@ -39,7 +39,8 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
     """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
-    modules = ["towers.launching.launch", "torch._dynamo", "mirrored", "hypothesis", "pytest"]
+    modules = ["towers.launching.launch", "torch._dynamo", "mirrored.strategy.kinds", "mirrored.checkpoint"]
+    modules += ["hypothesis", "pytest"]
     modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["tests.support.inductor", "torchmetrics", "keras"]

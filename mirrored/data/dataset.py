@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,6 +20,7 @@ from mirrored.data.examples import Joined, Request, SeededCollate, SeededExample
 from mirrored.data.order import Drawn, Order
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
+from mirrored.foreign_names import missing
 from mirrored.observer import observer
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
@@ -87,6 +88,11 @@ class DistributedDataset(ABC):
             self._known.drop(drawn)
         if self._drawn is drawn:
             self._epoch, self._step, self._drawn = epoch + 1, 0, None
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name):
+            raise missing("DistributedDataset", name)
 
     def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:

@@ -122,7 +122,7 @@ def _from_loader(
         settings["steps"] = len(order)
     if sampler is not None:
         settings["sampler"] = type(sampler).__name__
-    _say_if_small(distribution, settings, stand_in)
+    _say_if_small(distribution, settings, f"{type(loader.dataset).__name__}, {examples} examples", stand_in)
     return MapDataset(distribution, loader, order, seed, settings, stand_in)
 
 
@@ -143,27 +143,21 @@ def _check_batch_size(size: object) -> None:
         raise ValueError(f"global_batch_size is {size!r}, but must be a whole number from 1")
 
 
-def _say_if_small(distribution: Distribution, settings: dict[str, object], stand_in: bool) -> None:
+def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str, stand_in: bool) -> None:
     """Say that towers will have nothing to do in some steps, which a model may not take."""
     comm, cut = distribution.comm, distribution.cut
     size, examples = settings["global_batch_size"], settings["examples"]
     if comm.index > 0 or not isinstance(size, int) or not isinstance(examples, int):
         return
-    hint = "" if stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
     last = 0 if settings["drop_last"] else examples % size
     if idle := cut.empty_shares(size):
-        log.info(
-            "the global batch of %d is smaller than the %d towers: %d of them have nothing to do in each step%s",
-            size,
-            comm.size,
-            idle,
-            hint,
-        )
+        batch, steps, smaller = "the global batch", "each step", size
     elif last and (idle := cut.empty_shares(last)):
-        log.info(
-            "the last batch of an epoch has %d examples for %d towers: %d of them have nothing to do in that step%s",
-            last,
-            comm.size,
-            idle,
-            hint,
-        )
+        batch, steps, smaller = "the last batch of an epoch", "that step", last
+    else:
+        return
+    hint = "" if stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
+    log.info(
+        "%s (%s) has %d example%s for %d towers: %d of them have nothing to do in %s%s",
+        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, steps, hint),
+    )

@@ -53,7 +53,7 @@ def _check_keras() -> None:
     except ModuleNotFoundError as error:
         if error.name != "keras":
             raise
-        raise ImportError("mirrored.keras needs Keras 3: pip install 'mirrored[keras]'") from error
+        raise ImportError("mirrored.keras needs Keras 3: pip install 'keras>=3.13,<3.16'") from error
     if (backend := keras.config.backend()) != "torch":
         raise ImportError(
             f"mirrored.keras trains Keras models on torch, but keras was imported before with the backend {backend}: "

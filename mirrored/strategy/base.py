@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.data.streams import PipelineDataset
+from mirrored.foreign_names import missing
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
@@ -277,6 +278,11 @@ class Strategy(OwnGradients, Backward):
         if self._several and self.is_chief and text not in self._logged:
             self._logged.add(text)
             log.info("%s", text)
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name):
+            raise missing("Strategy", name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(tower {self.topology.index} of {self.num_replicas_in_sync} on {self.device})"

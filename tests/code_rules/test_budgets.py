@@ -20,8 +20,8 @@ ATTRIBUTES = 18
 
 CORE_OF = {
     "mirrored": {
-        *("__init__", "__main__", "cli", "cluster", "context", "data", "generators", "losses", "observer"),
-        *("operations", "seeds", "stand_in", "strategy"),
+        *("__init__", "__main__", "cli", "cluster", "context", "data", "foreign_names", "generators", "losses"),
+        *("observer", "operations", "seeds", "stand_in", "strategy"),
     },
     "towers": {
         *("__init__", "__main__", "collectives", "errors", "gradients", "health", "joining", "launching", "mirroring"),

@@ -192,7 +192,7 @@ def test_what_cannot_be_empty_is_refused_and_the_stand_in_named() -> None:
 def test_small_last_batches_are_said_when_data_is_distributed(capfd: pytest.CaptureFixture[str]) -> None:
     towers(small_batches, count=3)
     said = capfd.readouterr().err
-    assert said.count("the last batch of an epoch has 2 examples for 3 towers") == 2
+    assert said.count("has 2 examples for 3 towers: 1 of them") == 2
     assert said.count("stand_in=True") == 1
     assert said.count("1 of them have nothing to do") == 2
 

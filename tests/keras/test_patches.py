@@ -44,7 +44,7 @@ refused()
     lines = result.stdout.splitlines()
     assert len(lines) == 5, lines
     assert "KERAS_BACKEND is 'tensorflow': set KERAS_BACKEND=torch" in lines[0]
-    assert "pip install 'mirrored[keras]'" in lines[1]
+    assert "pip install 'keras>=3.13,<3.16'" in lines[1]
     assert "knows Keras 3.13 to 3.15, but this is 3.12.1: pip install" in lines[2]
     assert "this is 3.16.0. Keras 3.16 wraps models in DistributedDataParallel" in lines[3]
     assert "imported before with the backend jax: put 'import mirrored.keras' before 'import keras'" in lines[4]

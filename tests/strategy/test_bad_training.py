@@ -122,7 +122,8 @@ def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[st
     logging.getLogger("mirrored").addHandler(records)
     data = strategy.distribute_dataset(range(5), 2)
     seen = [x.tolist() for x in data] + [x.tolist() for x in data]
-    return seen, [message for message in records.messages if "smaller" in message]
+    strategy.distribute_dataset(torch.arange(7), 3)
+    return seen, [message for message in records.messages if "nothing to do" in message]
 
 
 @pytest.mark.row(37)
@@ -133,8 +134,11 @@ def test_global_batch_smaller_than_the_tower_count() -> None:
     assert results[2][0] == [[], [], []] * 2
     said = [messages for _, messages in results]
     assert said[1:] == [[], []]
-    [text] = said[0]
-    assert text.startswith("the global batch of 2 is smaller than the 3 towers: 1 of them have nothing to do in each")
+    text, other = said[0]
+    assert text.startswith(
+        "the global batch (range, 5 examples) has 2 examples for 3 towers: 1 of them have nothing to"
+    )
+    assert other.startswith("the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers: 2 of them")
 
 
 class Stream(IterableDataset[int]):

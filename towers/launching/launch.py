@@ -74,7 +74,7 @@ def launch(
     server that has torch loaded: the first call takes seconds, the next ones a few hundredths.
 
     Args:
-        fn: a function that pickles (module level; in a notebook the extra ``mirrored[notebook]`` also takes
+        fn: a function that pickles (module level; in a notebook, with cloudpickle installed, also
             functions from cells). A script that calls ``launch`` needs ``if __name__ == "__main__":``.
         args, kwargs: its arguments; tensors travel by value, each tower gets its own.
         towers: how many; default: as many as ``devices``, else 2.
@@ -206,7 +206,7 @@ def _dump(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> b
     except ImportError:
         raise TypeError(
             f"{fn!r} was defined in a notebook cell, which other processes cannot import: install "
-            "'mirrored[notebook]' (cloudpickle), or put the function into a .py file"
+            "cloudpickle, or put the function into a .py file"
         ) from None
     return bytes(cloudpickle.dumps(call))
 

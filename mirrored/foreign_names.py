@@ -1,0 +1,58 @@
+"""Names of TensorFlow, torch and others that people type here, and what to write in their place.
+
+Looked up only when an attribute is missing, so they cost nothing.
+"""
+
+from __future__ import annotations
+
+_OPTIONS = "communication=mirrored.CommunicationOptions(implementation=…, algorithm=…) of the strategy"
+_ITSELF = "the strategy has its methods itself: reduce, gather, run, distribute_dataset"
+_EPOCHS = "iterating again is the next epoch, in a new order of (seed, epoch); nothing has to be set"
+
+_INSTEAD = {
+    "mirrored": {
+        "experimental": "what TensorFlow has there is in mirrored itself, without experimental_",
+        "distribute": "from mirrored itself: mirrored.MirroredStrategy()",
+        "NcclAllReduce": f"{_OPTIONS}: implementation='nccl' is the default between GPUs",
+        "HierarchicalCopyAllReduce": f"{_OPTIONS}; several hosts reduce inside each host first without being asked",
+        "ReductionToOneDevice": f"{_OPTIONS}; all towers reduce together",
+        "CrossDeviceOps": _OPTIONS,
+        "DistributedDataParallel": "no wrapper: create the model in strategy.scope(), or strategy.mirror(model)",
+        "DistributedSampler": "strategy.distribute_dataset(dataset, global_batch_size)",
+        "init_process_group": "the strategy makes it",
+    },
+    "Strategy": {
+        "extended": _ITSELF,
+        "rank": "strategy.topology.index; inside run get_replica_context().replica_id_in_sync_group",
+        "local_rank": "strategy.topology.local_index; strategy.device is this tower's device",
+        "world_size": "strategy.num_replicas_in_sync",
+        "num_towers": "strategy.num_replicas_in_sync",
+        "is_main_process": "strategy.is_chief",
+        "experimental_run_v2": "strategy.run(fn, args=(…))",
+        "experimental_run": "for batch in dataset: strategy.run(fn, args=(batch,))",
+        "make_dataset_iterator": "for batch in strategy.distribute_dataset(…)",
+        "experimental_make_numpy_dataset": "strategy.distribute_dataset((inputs, labels), global_batch_size)",
+        "prepare": "model and optimizer in strategy.scope(), data by strategy.distribute_dataset(…)",
+        "unwrap": "the model is not wrapped",
+        "barrier": "strategy.reduce('sum', 0) returns when all towers have called it",
+        "wait_for_everyone": "strategy.reduce('sum', 0) returns when all towers have called it",
+    },
+    "DistributedDataset": {
+        "set_epoch": _EPOCHS,
+        "sampler": _EPOCHS,
+        "batch_sampler": _EPOCHS,
+        "dataset": "the data that was given to strategy.distribute_dataset",
+        "with_options": "arguments of strategy.distribute_dataset",
+    },
+}
+
+
+def missing(owner: str, name: str) -> AttributeError:
+    """The error of an attribute that is not there.
+
+    Args:
+        owner: "mirrored", or the class that has no such attribute.
+    """
+    of = "module 'mirrored'" if owner == "mirrored" else f"{owner} object"
+    instead = _INSTEAD[owner].get(name)
+    return AttributeError(f"{of} has no attribute {name!r}{f': {instead}' if instead else ''}")
