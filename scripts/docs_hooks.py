@@ -1,7 +1,8 @@
 """What mkdocs does beside what mkdocs.yml says: README, CHANGELOG and SECURITY become pages of the site.
 
 On GitHub every link works as it is written. In the site, whose pages are those of docs/ only, the links to these three
-lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference.
+lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference. The search works
+without a network.
 """
 
 from __future__ import annotations
@@ -39,8 +40,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Make links of the roles in docstrings, where the reference has what they name."""
+    """Make links of the roles in docstrings, where the reference has what they name; show public bases only."""
+    html = html.replace("_TowersStrategy", "Strategy")
     return re.sub(r":(?:class|func|meth|mod|attr|exc|data):<code>([\w.]+)</code>", _link, html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Take the script that the search needs in pages opened as files from the site, not from the network."""
+    return _without_network(output, "../" * page.file.src_uri.count("/"))
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Do so in the pages that no document makes, as that of an error."""
+    return _without_network(output_content, "/")
+
+
+def _without_network(html: str, root: str) -> str:
+    return html.replace("https://unpkg.com/iframe-worker/shim", f"{root}file_worker.js")
 
 
 def _link(role: re.Match[str]) -> str:
