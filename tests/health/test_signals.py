@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.commands import Command, start_command
 from tests.support.jobs import ROOT
-from tests.support.waiting import at_most, wait_until
+from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
@@ -32,7 +31,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
         yield process, [int(word) for word in process.stdout.readline().split()]
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG)
 
 
 @pytest.mark.parametrize("told", ["agree"], indirect=True)
@@ -40,7 +39,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
 def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals) -> None:
     process, _ = told
     process.send_signal(number)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=HANG)
     assert out.splitlines() == ["saved"]
     assert process.returncode == EXIT_PREEMPTED
     said = rf"towers: preempted by {number.name}: the towers ended after step \d+, with exit code 75"
@@ -51,7 +50,7 @@ def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals
 def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
     process, ids = told
     os.kill(ids[1], signal.SIGTERM)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=HANG)
     assert out.splitlines() == ["saved"]
     assert process.returncode == EXIT_PREEMPTED
     assert re.fullmatch(r"towers: preempted: .*", error.splitlines()[-1])
@@ -61,11 +60,10 @@ def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
 def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     process, ids = told
     process.terminate()
-    time.sleep(1.0)
+    assert process.stdout.readline() == "told\n"
     assert process.poll() is None
     process.terminate()
-    with at_most(5):
-        process.communicate(timeout=30)
+    process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGTERM
     assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
 
@@ -73,8 +71,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
-    with at_most(5):
-        _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=HANG)
     assert process.returncode == 1
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
 
@@ -86,7 +83,7 @@ def test_towers_of_a_killed_torchrun_end() -> None:
     towers = [int(word) for word in process.stdout.readline().split()]
     process.kill()
     process.wait()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers), 5)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
 
 
 @pytest.fixture
@@ -107,8 +104,7 @@ def test_a_program_that_launches_passes_signals_on(
     assert process.stdout is not None
     towers = [int(word) for word in process.stdout.readline().split()]
     process.terminate()
-    with at_most(10):
-        assert process.wait(30) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
+    assert process.wait(HANG) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
     assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
     assert not list(temporary.glob("towers-*"))
     assert saves == any(folder.glob("step-*"))

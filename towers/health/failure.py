@@ -12,7 +12,8 @@ agent. Reports are written under another name and renamed, so that they are whol
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
-told it to end: then it has seen the cause.
+told it to end: then it has seen the cause. Errors of c10d and of its Gloo say that another tower is gone; the errors of
+a script's own connections, to a database or an object store, are causes.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
+from torch.distributed import DistError
+
 from towers.errors import PeerLostError
 from towers.system.log import get_logger
 from towers.system.timeouts import Deadline, clock
@@ -43,7 +46,7 @@ from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 
 _SHORT = 200  # characters
 
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
 _LAST_SECONDS = 1.5  # what threads of a process that has failed may take
@@ -65,7 +68,9 @@ def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
     if isinstance(error, PeerLostError):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(text in _text_of(error) for text in _PEER_LOST)
+    text = _text_of(error).lower()
+    of_c10d = isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport" in text)
+    return of_c10d and any(said in text for said in _PEER_LOST)
 
 
 def signal_name(number: int) -> str:
@@ -127,7 +132,7 @@ class FailureReport:
         """Write the report whole, in torchrun's form with a finer clock, or not at all; whether it was written."""
         extra = {
             "py_callstack": self.trace,
-            "timestamp": str(int(self.time)),
+            "timestamp": str(int(clock.wall_time())),
             "time": self.time,
             "consequence": self.consequence,
         }
@@ -183,9 +188,10 @@ def mark_seen_by_launcher(error: BaseException) -> None:
 
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     """Leave a report in ``path``, if there is one; whether it was written. See [Note: consequences wait]."""
-    if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
+    report = FailureReport.of(error, trace)
+    if report.consequence and not getattr(error, "seen_by_launcher", False):
         clock.sleep(_LAUNCHER_SECONDS)
-    return path is not None and FailureReport.of(error, trace).write(path)
+    return path is not None and report.write(path)
 
 
 # -- the end of a process ------------------------------------------------------------------------------------
