@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -14,10 +15,12 @@ from tests.support.commands import start_command
 from tests.support.jobs import ROOT
 from tests.support.unwell import unwell
 from tests.support.waiting import wait_until
+from towers.health.failure import EXIT_PREEMPTED
 
 pytestmark = pytest.mark.seconds
 
 Promise = Callable[[float, float], None]
+PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
 
 
@@ -49,6 +52,19 @@ def test_a_job_ends_soon_though_its_towers_handle_signals(mode: str, promise: Pr
     began = time.monotonic()
     process.communicate()
     promise(time.monotonic() - began, 5)
+
+
+def test_a_job_that_has_saved_ends_soon_though_a_pool_of_each_tower_goes_on(
+    tmp_path: pathlib.Path, promise: Promise
+) -> None:
+    process = start_command(["mirrored", "run", "--towers", "2", PREFETCHES, str(tmp_path / "run"), "pool", "all"])
+    while process.stdout.readline() != "step 3\n":
+        pass
+    process.terminate()
+    began = time.monotonic()
+    process.communicate()
+    assert process.returncode == EXIT_PREEMPTED
+    promise(time.monotonic() - began, 8)
 
 
 def test_towers_end_soon_after_the_death_of_their_torchrun(promise: Promise) -> None:

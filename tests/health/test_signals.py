@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.clusters import start_workers
 from tests.support.commands import Command, start_command
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, start_program
 from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
@@ -108,6 +109,43 @@ def test_a_program_that_launches_passes_signals_on(
     assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
     assert not list(temporary.glob("towers-*"))
     assert saves == any(folder.glob("step-*"))
+
+
+PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
+STARTERS = {
+    "run": lambda words: [start_command(["mirrored", "run", "--towers", "2", PREFETCHES, *words])],
+    "torchrun": lambda words: [start_command(["torchrun", "--standalone", "--nproc-per-node=2", PREFETCHES, *words])],
+    "TF_CONFIG": lambda words: start_workers(PREFETCHES, *words),
+    "launch": lambda words: [start_program([PREFETCHES, *words, "launch"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("starter", "kind", "where"),
+    [
+        ("run", "pool", "all"),
+        ("run", "thread", "1"),
+        ("launch", "thread", "all"),
+        ("torchrun", "pool", "1"),
+        ("TF_CONFIG", "pool", "1"),
+    ],
+)
+def test_who_has_saved_ends_beside_a_thread_that_goes_on(
+    starter: str, kind: str, where: str, tmp_path: pathlib.Path
+) -> None:
+    jobs = STARTERS[starter]([str(tmp_path / "run"), kind, where])
+    assert jobs[0].stdout is not None
+    while jobs[0].stdout.readline() != "step 3\n":
+        pass
+    for job in jobs:
+        job.terminate()
+    errors = [job.communicate(timeout=HANG)[1] for job in jobs]
+    assert list((tmp_path / "run").glob("step-*")), errors
+    if starter == "torchrun":  # which has a code of its own
+        assert jobs[0].returncode == 1
+    else:
+        assert {job.returncode for job in jobs} == {EXIT_PREEMPTED}, errors
+        assert starter == "launch" or all("towers: preempted by SIGTERM" in error for error in errors)
 
 
 def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:

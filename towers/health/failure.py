@@ -8,7 +8,8 @@ user's own torchrun the report gives torchrun's summary its traceback.
 and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
 s after the report, or 2.5 s after it where only exit handlers and the interpreter's end are left, which takes a second
 of a core with torch. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
-agent. Reports are written under another name and renamed, so that they are whole or absent.
+agent. Reports are written under another name and renamed, so that they are whole or absent. A tower that was told to
+end and has saved does not wait for such threads for longer, either: the others and the scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
@@ -41,7 +42,7 @@ from torch.distributed import DistError
 
 from towers.errors import PeerLostError
 from towers.system.log import get_logger
-from towers.system.timeouts import Deadline, clock
+from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 
 _SHORT = 200  # characters
@@ -294,6 +295,24 @@ def end_soon() -> None:
         end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
+
+
+def end_soon_preempted() -> None:
+    """See that this process, which has saved and is about to end by itself, ends with :data:`EXIT_PREEMPTED`.
+
+    Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing.
+    """
+    script_ended, threads_ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        script_ended.wait()
+        wait_until(lambda: not _saves, SAVING_SECONDS)
+        if not threads_ended.wait(_LAST_SECONDS):
+            leave(EXIT_PREEMPTED)
+
+    threading.Thread(target=watch, name="towers-end", daemon=True).start()
+    threading._register_atexit(script_ended.set)  # type: ignore[attr-defined]  # before threads and pools are waited for
+    atexit.register(threads_ended.set)
 
 
 def leave(code: int) -> NoReturn:
