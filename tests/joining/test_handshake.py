@@ -84,15 +84,17 @@ def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
 
 def test_workers_with_different_tokens_are_refused() -> None:
     addresses = (f"127.0.0.1:{free_port()}", "127.0.0.1:2")
-    processes = []
-    for worker, token in enumerate(["right", "wrong"]):
-        job = Job(1, worker, 2, addresses, "TF_CONFIG", startup_seconds=4.0)
-        processes.append(start_agent(job, "-c", "print('ran')", **{JOB_TOKEN: token}))
-    (_, waited), (_, refused) = (process.communicate() for process in processes)
-    assert [process.returncode for process in processes] == [1, 1]
+    first, second = (
+        start_agent(Job(1, worker, 2, addresses, "TF_CONFIG"), "-c", "print('ran')", **{JOB_TOKEN: token})
+        for worker, token in enumerate(["right", "wrong"])
+    )
+    _, refused = second.communicate()
+    assert second.returncode == 1
+    assert first.poll() is None, "it waits for the right one"
+    first.terminate()
+    assert first.communicate()[0] == ""
     assert refused.startswith(f"towers: worker 1 (on {os.uname().nodename}) is not of the job that meets at")
     assert len(refused.splitlines()) == 1
-    assert "1 of 2 workers did not come within 4 s: worker 1 (127.0.0.1:2); the list of workers" in waited
 
 
 def test_where_the_token_comes_from() -> None:
@@ -159,7 +161,9 @@ def test_towers_meet_whatever_unauthenticated_peers_have_left_in_the_store(store
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_a_tower_that_does_not_come_is_missing_whatever_is_stored_in_its_place(store: TCPStore, kind: str) -> None:
     store.set("tower/1", GARBAGE[kind])
-    with pytest.raises(StartupError, match=r"1 of 2 towers did not come within 0 s: tower 1 \(rank 1\), in") as caught:
+    with pytest.raises(
+        StartupError, match=r"1 of 2 towers did not come within \d+ s: tower 1 \(rank 1\), in"
+    ) as caught:
         meet(store, 0, seconds=0.0)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
