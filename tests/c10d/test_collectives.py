@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import mirrored
 from tests.c10d.ranks import ranks
+from tests.support.jobs import towers
 from tests.support.meeting import say, wait_for
 from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
+from towers.c10d import mailbox
 from towers.c10d.group import Group
 from towers.c10d.store import StorePeerGroup
 from towers.errors import (
     TowersError,
 )
+from towers.system.timeouts import Deadline
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -201,6 +205,34 @@ def messages() -> None:
     elif rank == 1:
         dist.send(torch.full((2_000_000,), 7.0), 0)  # and leaves the group with the message still unread
         say("the message is sent")
+
+
+def take_a_message_that_another_thread_delivers_at_the_deadline(strategy: mirrored.Strategy) -> list[int]:
+    box = mailbox.Mailbox(strategy.communicator, HANG)
+    if strategy.topology.index == 1:
+        wait_for("the deadline passes")
+        box.send(torch.tensor([7], dtype=torch.uint8), 0)
+        wait_for("the message is there")
+        return []
+    receive = box.receive(into := torch.zeros(1, dtype=torch.uint8), 1)
+
+    class Passes(Deadline):
+        def has_passed(self) -> bool:
+            say("the deadline passes")
+            thread = threading.Thread(target=wait_until, args=(receive.is_completed,))
+            thread.start()
+            thread.join()
+            return True
+
+    mailbox.Deadline = Passes  # type: ignore[misc]
+    box.wait_for(receive, 1.0)
+    mailbox.Deadline = Deadline  # type: ignore[misc]
+    say("the message is there")
+    return into.tolist()
+
+
+def test_a_message_that_comes_in_the_moment_of_the_deadline_is_received() -> None:
+    assert towers(take_a_message_that_another_thread_delivers_at_the_deadline) == [[7], []]
 
 
 def test_messages_in_all_directions_at_once() -> None:

@@ -8,6 +8,7 @@ import torch
 import mirrored
 from tests.support.jobs import run_program
 from towers.collectives.connecting import compare_towers
+from towers.launching import play_cluster
 from towers.system import devices
 
 
@@ -57,6 +58,25 @@ def test_two_towers_on_one_gpu_are_found_before_nccl_starts() -> None:
     assert compare_towers(1, {**message, "machine": "other"}, 0, message) is None
     message["options"] = {"implementation": "host"}
     assert compare_towers(1, message, 0, message) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "expected"),
+    [
+        (None, 2, ["0,1", "2,3"]),
+        ("4,5,6,7", 2, ["4,5", "6,7"]),
+        ("GPU-a,GPU-b,GPU-c,GPU-d", 4, list(map("GPU-{}".format, "abcd"))),
+    ],
+)
+def test_workers_that_are_played_share_the_gpus_that_are_visible(
+    given: str | None, workers: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "count_of", lambda kind: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    addresses = [f"127.0.0.1:{worker}" for worker in range(workers)]
+    assert [play_cluster._environment(n, addresses)["CUDA_VISIBLE_DEVICES"] for n in range(workers)] == expected
 
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:

@@ -7,6 +7,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -230,6 +232,34 @@ def test_any_mix_of_towers_per_host(hosts: str) -> None:
     first, *others = mirrored.launch(on_hosts, (hosts, "reduce"), devices=devices)
     assert all(other == first for other in others)
     assert all(mirrored.launch(on_hosts, (hosts, "average"), devices=devices))
+
+
+def swap_on_two_channels_at_once() -> list[list[float]]:
+    """One tower makes the exchange of each channel in another order; a group for both would mix them up."""
+    os.environ["NCCL_HOSTID"] = "aab"[int(os.environ["RANK"])]
+    first = mirrored.MirroredStrategy().communicator
+    second, rows = first.channel(), torch.arange(3.0)[:, None] + 10 * first.index
+    found: dict[int, torch.Tensor] = {}
+
+    def swap(number: int) -> None:
+        found[number] = (first, second)[number].all_to_all(rows + 100 * number)
+
+    threads = []
+    for number in (1, 0) if first.index == 2 else (0, 1):
+        group: Any = (first, second)[number]._group
+        before = group.count
+        threads.append(threading.Thread(target=swap, args=(number,)))
+        threads[-1].start()
+        wait_until(lambda group=group, before=before: group.count > before)  # type: ignore[misc]
+    for thread in threads:
+        thread.join()
+    return [found[number].flatten().tolist() for number in (0, 1)]
+
+
+def test_channels_across_hosts_exchange_rows_beside_each_other() -> None:
+    found = mirrored.launch(swap_on_two_channels_at_once, devices=["cpu:0", "cpu:1", "cpu:2"])
+    rows = [[float(tower + 10 * source) for source in range(3)] for tower in range(3)]
+    assert found == [[row, [value + 100 for value in row]] for row in rows]
 
 
 def test_training_on_several_hosts_gives_the_numbers_of_one_device() -> None:

@@ -23,7 +23,7 @@ from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import Segment, aligned
 from towers.collectives.shared_memory.sharing import share
-from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError
+from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.timeouts import Deadline
 
 _POLL = 0.1  # seconds between two checks whether the others are alive
@@ -193,10 +193,14 @@ class Mailbox:
                 if deadline.has_passed():
                     raise CollectiveTimeoutError(f"waited {seconds:.0f} s for {receive}")
         except BaseException as error:
-            with self._lock, contextlib.suppress(ValueError):
-                self._pending.remove(receive)
-            receive.done, receive.error = True, error
-            raise
+            with self._lock:
+                delivered = receive.done  # by another thread, in this moment
+                if not delivered:
+                    with contextlib.suppress(ValueError):
+                        self._pending.remove(receive)
+                    receive.done, receive.error = True, error
+            if not delivered or not isinstance(error, TowersError):
+                raise
         finally:
             self._waiting -= 1
             if self._waiting:

@@ -103,7 +103,7 @@ class HierarchicalCommunicator(Communicator):
             self._local.broadcast(tensor)
 
     def channel(self) -> Communicator:
-        return HierarchicalCommunicator(self._group, self._hosts, self._local.channel())
+        return HierarchicalCommunicator(self._group.channel(), self._hosts, self._local.channel())
 
     def break_off(self, error: BaseException) -> None:
         super().break_off(error)

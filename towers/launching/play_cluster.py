@@ -29,8 +29,10 @@ def free_ports(count: int) -> list[int]:
 def _environment(index: int, addresses: list[str]) -> dict[str, str]:
     """What worker ``index`` finds in its environment."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    gpus = devices.count_of("cuda") // len(addresses)
-    visible = ",".join(str(index * gpus + i) for i in range(gpus))
+    count = devices.count_of("cuda")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    gpus = count // len(addresses)
+    visible = ",".join(names[index * gpus : (index + 1) * gpus])
     variables = {**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": visible}
     variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(len(addresses))))
     return variables
