@@ -3,6 +3,7 @@
 A comment above a program says how it runs; without one it is a whole program, which runs on two towers.
 
 * ``within: FILE``: it stands in the middle of a program of tests/docs/within/.
+* ``equal: TOLERANCE``: it trains to the parameters of one tower.
 * ``run by: python``: as a program of its own, not in towers; ``run by: pytest``: its tests are run.
 * ``name: FILE``, ``beside: FILE``: it is a file that another program of the page needs.
 * ``needs: PACKAGE``: it is left out where that is not installed.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import pathlib
@@ -39,7 +41,7 @@ WITHIN = pathlib.Path(__file__).parent / "within"
 PLACE = "# The document's lines come here.\n"
 
 _BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_KEY = r"(within|run by|name|beside|needs|prints): "
+_KEY = r"(within|equal|run by|name|beside|needs|prints): "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +94,16 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         pytest.skip(f"{words['needs']} is not installed")
     monkeypatch.chdir(tmp_path)
     if words.get("run by") == "pytest":
-        [other] = [p for p in programs_of(program.document) if p.words.get("name") == words["beside"]]
-        (tmp_path / words["beside"]).write_text(repaired(other.text))
-        tests: dict[str, Any] = {}
-        exec(program.text, tests)
-        for name in [name for name in tests if name.startswith("test_")]:
+        for other in programs_of(program.document):
+            if "name" in other.words and other.words["name"] == words.get("beside"):
+                (tmp_path / words["beside"]).write_text(repaired(other.text))
+        monkeypatch.syspath_prepend(tmp_path)  # towers import what they are to call
+        module = f"page_{program.document.stem}_{program.number}"
+        (tmp_path / f"{module}.py").write_text(program.text)
+        tests = vars(importlib.import_module(module))
+        names = [name for name in tests if name.startswith("test_")]
+        assert names
+        for name in names:
             tests[name]()
         return
     if words.get("run by") == "python":
@@ -108,9 +115,10 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
     (first, printed), (second, _) = run_on(2, program)
     assert words.get("prints", "") in printed
     assert_close(first, second, 0)
-    if "within" in words:
+    if "within" in words or "equal" in words:
         [(one, _)] = run_on(1, program)
-        assert_close(first, one, 1e-2 if "autocast" in program.text else 1e-5)
+        assert one or "within" in words, "there is no model to compare"
+        assert_close(first, one, float(words.get("equal", 1e-2 if "autocast" in program.text else 1e-5)))
 
 
 def run_on(count: int, program: Program) -> list[tuple[list[torch.Tensor], str]]:
