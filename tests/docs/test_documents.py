@@ -56,6 +56,10 @@ class Program:
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}-{self.number}"
 
+    def marks(self) -> list[pytest.MarkDecorator]:
+        long = self.words.get("run by") == "python" or "from transformers " in self.source()
+        return [pytest.mark.slow] if long else []
+
     def source(self) -> str:
         if "within" not in self.words:
             return self.text
@@ -86,7 +90,7 @@ def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
     return [parameter.detach() for parameter in parameters], printed.getvalue()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", [pytest.param(p, id=str(p), marks=p.marks()) for p in PROGRAMS])
 def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one and on two towers; what stands in a program of ours trains to the same parameters on both."""
     words = program.words
