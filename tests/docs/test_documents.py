@@ -116,18 +116,39 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         assert result.returncode == 0, result.stderr
         assert words.get("prints", "") in result.stdout
         return
-    (first, printed), (second, _) = run_on(2, program)
+    (first, printed), (second, _) = run_on(2, program, tmp_path)
     assert words.get("prints", "") in printed
     assert_close(first, second, 0)
     if "within" in words or "equal" in words:
-        [(one, _)] = run_on(1, program)
+        [(one, _)] = run_on(1, program, tmp_path)
         assert one or "within" in words, "there is no model to compare"
         assert_close(first, one, float(words.get("equal", 1e-2 if "autocast" in program.text else 1e-5)))
 
 
-def run_on(count: int, program: Program) -> list[tuple[list[torch.Tensor], str]]:
+def run_on(count: int, program: Program, folder: pathlib.Path) -> list[tuple[list[torch.Tensor], str]]:
+    """In a folder of its own, so that no run goes on from another's checkpoint."""
     devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(in_towers, (program.source(),), devices=devices)
+    place = folder / f"on-{count}"
+    place.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return mirrored.launch(in_towers, (program.source(),), devices=devices)
+
+
+def test_the_ddp_script_trains_as_the_one_that_replaces_it(tmp_path: pathlib.Path) -> None:
+    """As docs/from-ddp.md says: on two devices, where both take the examples in one order."""
+    trained = []
+    for program in programs_of(ROOT / "docs/from-ddp.md")[:2]:
+        assert program.text.count("shuffle=True") == 1
+        ordered = dataclasses.replace(program, text=program.text.replace("shuffle=True", "shuffle=False"))
+        (tmp_path / str(len(trained))).mkdir()
+        (first, printed), (second, _) = run_on(2, ordered, tmp_path / str(len(trained)))
+        assert_close(first, second, 0)
+        trained.append((first, printed))
+    (before, printed_before), (after, printed_after) = trained
+    assert_close(before, after, 1e-5)
+    assert printed_before == printed_after
+    assert "epoch 2: " in printed_after
 
 
 def repaired(script: str) -> str:
