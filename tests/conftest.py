@@ -10,10 +10,15 @@ import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
 
+import hypothesis
 import pytest
 import torch
 
 from tests.support.jobs import ROOT
+from tests.support.waiting import HANG
+
+hypothesis.settings.register_profile("without a deadline of each example", deadline=None)
+hypothesis.settings.load_profile("without a deadline of each example")
 
 
 def pytest_configure() -> None:
@@ -50,7 +55,7 @@ def loaded_towers() -> None:
         patch.setenv("KERAS_BACKEND", "torch")
         first = multiprocessing.get_context("forkserver").Process(target=int)
         first.start()
-        first.join(240)  # no test's seconds are spent on the loading
+        first.join(HANG)  # no test's seconds are spent on the loading
         assert first.exitcode == 0, "the server that towers are forked from has not loaded what the tests import"
 
 

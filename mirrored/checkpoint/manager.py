@@ -23,6 +23,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.observer import folder_of
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
+from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, signal_name
 from towers.system.log import get_logger
 from towers.system.timeouts import clock
@@ -275,6 +276,7 @@ class CheckpointManager:
                 "stopped by %s after step %d, which is saved; the same command goes on from there", reason, self.steps
             )
         self._strategy.health.exit_code = EXIT_PREEMPTED
+        failure.end_soon_preempted()
         raise Preempted(self.steps)
 
 

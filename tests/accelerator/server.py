@@ -24,6 +24,7 @@ if os.environ.get("MIRRORED_TEST_DEVICE") == "sim":
     simulated_device.load()
 
 import mirrored
+from tests.support.waiting import HANG
 
 
 class Server:
@@ -96,7 +97,7 @@ def _serve() -> None:
     for line in sys.stdin:
         fn, args, kwargs, devices = pickle.loads(base64.b64decode(line))
         try:
-            answer = [True, mirrored.launch(fn, args, kwargs, devices=devices, timeout=90)]
+            answer = [True, mirrored.launch(fn, args, kwargs, devices=devices, timeout=HANG)]
         except Exception:
             answer = [False, traceback.format_exc()]
         print(f"answer {json.dumps(answer)}", flush=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, towers
+from tests.support.waiting import HANG
 
 
 def sizes_of_pictures(strategy: mirrored.Strategy) -> list[Tensor]:
@@ -238,7 +239,9 @@ def meet_in_different_places(implementation: str) -> list[str]:
 
 @pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
 def test_towers_at_different_layers_are_told(implementation: str) -> None:
-    first, second = mirrored.launch(meet_in_different_places, (implementation,), devices=["cpu:0", "cpu:1"], timeout=30)
+    first, second = mirrored.launch(
+        meet_in_different_places, (implementation,), devices=["cpu:0", "cpu:1"], timeout=HANG
+    )
     assert first == second
     for text, (mine, other) in zip(
         first,

@@ -18,6 +18,7 @@ import mirrored
 from mirrored.attached.mirror_check import MirrorCheck
 from tests.support.jobs import failures, make_data, make_mlp, towers
 from tests.support.logs import Records
+from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 
 
@@ -126,7 +127,7 @@ def train(
 def errors_of(count: int, *args: Any, **options: Any) -> str:
     """What a training that must fail says, the same on all towers."""
     with pytest.raises(mirrored.TowerFailedError) as failed:
-        mirrored.launch(train, args, options, devices=[f"cpu:{i}" for i in range(count)], timeout=30)
+        mirrored.launch(train, args, options, devices=[f"cpu:{i}" for i in range(count)], timeout=HANG)
     found = [failure.exception for failure in failed.value.failures]
     assert len(found) == count, failed.value
     assert {type(error) for error in found} == {mirrored.MirrorError}
@@ -185,7 +186,7 @@ def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementati
         "shard_optimizer": True,
     }
     with pytest.raises(mirrored.TowerFailedError, match=r"tower 1 comes to run\(\) number 2") as failed:
-        mirrored.launch(train, (step_alone, 2, 2), options, towers=2, timeout=30)
+        mirrored.launch(train, (step_alone, 2, 2), options, towers=2, timeout=HANG)
     assert [type(failure.exception) for failure in failed.value.failures] == [mirrored.DisagreementError] * 2
 
 
@@ -207,7 +208,7 @@ def test_checking_at_once() -> None:
 
 
 def runs_checked(*args: Any, **options: Any) -> list[int]:
-    first, second = mirrored.launch(train, args, options, towers=2, timeout=30)
+    first, second = mirrored.launch(train, args, options, towers=2, timeout=HANG)
     assert first == second
     return first
 
@@ -241,7 +242,7 @@ def other_options() -> None:
 
 def test_all_towers_are_given_the_same_interval() -> None:
     with pytest.raises(mirrored.TowerFailedError) as failed:
-        mirrored.launch(other_options, towers=2, timeout=30)
+        mirrored.launch(other_options, towers=2, timeout=HANG)
     for failure in failed.value.failures:
         with pytest.raises(
             mirrored.DisagreementError, match="mirror_check_interval is 10 on tower 0, but 11 on tower 1"
@@ -332,7 +333,7 @@ def train_correctly(mirror_check_interval: int, shard_optimizer: bool) -> float:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_correct_scripts_are_left_alone(sharded: bool) -> None:
-    for apart in mirrored.launch(train_correctly, (1, sharded), towers=2, timeout=30):
+    for apart in mirrored.launch(train_correctly, (1, sharded), towers=2, timeout=HANG):
         assert apart > 0.01
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.c10d.ranks import ranks
+from tests.support.meeting import say, wait_for
 from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
 from tests.support.waiting import wait_until
 from towers.c10d.group import Group
@@ -189,17 +189,18 @@ def messages() -> None:
     assert bool((arriving[0] == 5 + before).all())
     dist.send(torch.full((3,), 8.0 + rank), after)
     work = dist.irecv(came := strided(torch.zeros(3)), before)
-    wait_until(work.is_completed, 10)
+    wait_until(work.is_completed)
     assert came.tolist() == [8.0 + before] * 3
     with pytest.raises(TowersError, match=r"has 8 bytes, but the tensor it is to be received into has 12"):
         dist.send(torch.zeros(2), after)
         dist.recv(torch.zeros(3), before)
     if rank == 0:
-        time.sleep(0.5)
+        wait_for("the message is sent")
         dist.recv(came := torch.zeros(2_000_000), 1)
         assert bool((came == 7).all())
     elif rank == 1:
         dist.send(torch.full((2_000_000,), 7.0), 0)  # and leaves the group with the message still unread
+        say("the message is sent")
 
 
 def test_messages_in_all_directions_at_once() -> None:

@@ -228,7 +228,7 @@ states = st.recursive(
 
 
 @hypothesis.given(states)
-@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.settings(max_examples=200)
 def test_state_comes_back_as_it_was(state: Any) -> None:
     encoded = json.loads(json.dumps(Encoder().encode(state, "x"), allow_nan=False))
     found = decode(encoded, lambda _: torch.zeros(0))
@@ -236,7 +236,7 @@ def test_state_comes_back_as_it_was(state: Any) -> None:
 
 
 @hypothesis.given(json_values)
-@hypothesis.settings(max_examples=500, deadline=None)
+@hypothesis.settings(max_examples=500)
 def test_what_is_no_state_is_refused_by_one_error(value: Any) -> None:
     try:
         decode(value, lambda name: torch.zeros(2, device="meta" if "x" in name else "cpu"))

@@ -188,7 +188,7 @@ def test_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) ->
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.settings(max_examples=300)
 def test_a_manifest_with_anything_in_it_is_refused_by_one_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

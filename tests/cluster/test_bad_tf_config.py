@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,15 +12,7 @@ from mirrored.cluster import (
     resolve,
 )
 from tests.support.clusters import torchrun_variables
-from tests.support.waiting import at_most
 from towers.launching import rendezvous
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
 
 
 def tf_config(text: object) -> TFConfigClusterResolver:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import mirrored
 from tests.support.jobs import run_program
-from tests.support.waiting import at_most
 from towers.collectives.connecting import compare_towers
 from towers.system import devices
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
 
 
 def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:

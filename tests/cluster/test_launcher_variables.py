@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,15 +15,7 @@ from mirrored.cluster import (
 )
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
-from tests.support.waiting import at_most
 from towers.system import machine
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
 
 
 @pytest.mark.row(16)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.waiting import HANG
 
 MOVED_BACK = {
     "down": ("towers/system/tree.py", "from mirrored.losses import Reduction"),
@@ -23,7 +24,7 @@ MOVED_BACK = {
 def lint(folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()"]
     return subprocess.run(
-        [*command, "--no-cache", "--no-logo"], cwd=folder, text=True, capture_output=True, timeout=100
+        [*command, "--no-cache", "--no-logo"], cwd=folder, text=True, capture_output=True, timeout=HANG
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -12,21 +12,25 @@ import torch
 
 import mirrored
 from tests.support.jobs import towers
-from tests.support.waiting import at_most
+from tests.support.meeting import meet, say, wait_for
+from tests.support.waiting import wait_until
 from towers import errors as towers_errors
 from towers.collectives import values
 from towers.collectives.shared_memory import regions
 
 
 def die_while_others_wait(strategy: mirrored.Strategy) -> None:
+    record = strategy.health.record
+    assert record is not None
     if strategy.topology.index == 1:
-        time.sleep(0.5)
+        others = [record.of_peer(tower) for tower in (0, 2)]
+        wait_until(lambda: all(other is not None and other.read().call for other in others))
         os.kill(os.getpid(), signal.SIGKILL)
     strategy.reduce("sum", torch.ones(100_000))
 
 
 def test_a_tower_that_dies_in_a_collective_is_named() -> None:
-    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         towers(die_while_others_wait, count=3)
     assert caught.value.tower == 1
     others = [failure for failure in caught.value.failures if failure.tower != 1]
@@ -45,15 +49,20 @@ def interrupted(number: int, frame: object) -> None:
     raise InterruptError
 
 
+def interrupt_when_it_waits(strategy: mirrored.Strategy) -> None:
+    wait_until(lambda: strategy.health.waits is not None)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
+
 def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[object]:
     """Tower 0 is interrupted while it waits for tower 1; both go on with further all-reduces."""
     comm = strategy.communicator
     comm.barrier()
     if comm.index == 0:
         signal.signal(signal.SIGALRM, interrupted)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        threading.Thread(target=interrupt_when_it_waits, args=(strategy,)).start()
     else:
-        time.sleep(0.8)
+        wait_for("tower 0 is interrupted")
     found: list[object] = []
     for value in range(1, 5):
         total = torch.full((size,), float(value))
@@ -62,14 +71,14 @@ def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[obj
             found.append(total.unique().tolist())
         except (InterruptError, towers_errors.TowersError) as error:
             found.append(str(error) or type(error).__name__)
-    time.sleep(1.5)  # of a tower that has ended the others would say that
+            say(f"tower {comm.index} is interrupted")
+    meet("the end")  # of a tower that has ended the others would say that
     return found
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])  # one barrier, and several
 def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
-    with at_most(20):  # a collective may take ten minutes: the other does not wait for that
-        first, second = towers(go_on_after_an_interrupt, size)
+    first, second = towers(go_on_after_an_interrupt, size)
     assert first[0] == "InterruptError"
     assert all("tower 0 is out of step with the others" in text and "InterruptError" in text for text in first[1:])
     if size == 1000:  # tower 0 had come before it was interrupted, and one barrier was all that tower 1 needed
@@ -102,7 +111,7 @@ def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
         except (InterruptError, towers_errors.TowersError) as error:
             found.append(str(error) or type(error).__name__)
     del own
-    time.sleep(1.5)
+    meet("the end")
     return found
 
 
@@ -112,8 +121,7 @@ def interrupted_call(*args: object, **kwargs: object) -> None:
 
 @pytest.mark.parametrize("where", ["average", "reduce", "gather"])
 def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
-    with at_most(20):
-        first, second = towers(fail_between, where)
+    first, second = towers(fail_between, where)
     assert first[0] == "InterruptError"
     assert all("tower 0 is out of step with the others" in text for text in first[1:])
     assert "tower 0 broke off a collective in which tower 1 waits for it" in second[0]
@@ -133,13 +141,12 @@ def go_on_in_different_collectives(strategy: mirrored.Strategy) -> list[str]:
             found.append("done")
         except towers_errors.TowersError as error:
             found.append(str(error))
-    time.sleep(1.5)
+    meet("the end")
     return found
 
 
 def test_different_collectives_are_an_error_of_the_towers() -> None:
-    with at_most(20):
-        first, second = towers(go_on_in_different_collectives)
+    first, second = towers(go_on_in_different_collectives)
     assert first[0].startswith("another tower is in another collective than 0")
     assert all("tower 0 is out of step with the others" in text for text in first[1:])
     assert "another tower is in another collective than 0" in second[1]
@@ -150,17 +157,17 @@ def fail_across_hosts(hosts: str) -> str:
     """The first tower of host "a" cannot reach the other host; the second waits for its result."""
     os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
     comm = mirrored.MirroredStrategy().communicator
+    said = "no error"
     try:
         comm.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
     except RuntimeError as error:
-        time.sleep(1.5)
-        return str(error)
-    return "no error"
+        said = str(error)
+    meet("the end")
+    return said
 
 
 def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
-    with at_most(20):
-        leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
+    leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
     assert "Invalid scalar type" in leader
     assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
     assert "Invalid scalar type" in elsewhere

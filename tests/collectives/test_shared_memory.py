@@ -7,7 +7,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -179,8 +178,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
     command = [sys.executable, str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
     files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
-    time.sleep(0.5)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     running = [int(file.read_text()) for file in files]
     # What the towers share has no name anywhere, so there is nothing that could be left.
     assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
@@ -188,7 +186,7 @@ def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
         os.kill(pid, signal.SIGKILL)
     process.kill()
     process.wait(15)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running), 10)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running))
     assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
 
 

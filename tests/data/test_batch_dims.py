@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import mirrored
 from mirrored.data.batch_dims import BatchDims
 from tests.support.jobs import assert_close, parameters_of, towers
+from tests.support.waiting import HANG
 
 Pair = namedtuple("Pair", "x y")
 
@@ -257,6 +258,6 @@ def time_major(parts: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("parts", [None, 4, 2])
 def test_training_on_time_major_batches(parts: int | None) -> None:
     """Also where each tower has one virtual tower."""
-    [alone] = mirrored.launch(time_major, (parts,), devices=["cpu:0"], timeout=60)
-    for parameters in mirrored.launch(time_major, (parts,), devices=["cpu:0", "cpu:1"], timeout=60):
+    [alone] = mirrored.launch(time_major, (parts,), devices=["cpu:0"], timeout=HANG)
+    for parameters in mirrored.launch(time_major, (parts,), devices=["cpu:0", "cpu:1"], timeout=HANG):
         assert_close(parameters, alone, 1e-12 if parts is None else 0)

@@ -22,6 +22,7 @@ import mirrored
 from mirrored.data.shares import bounds
 from tests.support.datasets import Augmented, Stream, batches
 from tests.support.jobs import failures, towers
+from tests.support.waiting import HANG
 
 
 @given(examples=st.integers(0, 200), count=st.integers(1, 17))
@@ -264,7 +265,7 @@ def test_without_a_seed_towers_make_the_same_data_and_then_part() -> None:
 
 
 def towers_without_seed(fn: Callable[[mirrored.Strategy], object]) -> list[Any]:
-    return mirrored.launch(_without_seed, (fn,), devices=["cpu:0", "cpu:1"], timeout=60)
+    return mirrored.launch(_without_seed, (fn,), devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def _without_seed(fn: Callable[[mirrored.Strategy], object]) -> object:

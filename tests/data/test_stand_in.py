@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mirrored
 from tests.support.jobs import assert_close, parameters_of, towers
+from tests.support.waiting import HANG
 
 
 class Words(nn.Module):
@@ -250,8 +251,8 @@ def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:
 
 
 def test_virtual_towers_do_not_call_a_stand_in() -> None:
-    [alone] = mirrored.launch(virtual_step, (4,), devices=["cpu:0"], timeout=60)
-    for parameters, losses in mirrored.launch(virtual_step, (4,), devices=["cpu:0", "cpu:1"], timeout=60):
+    [alone] = mirrored.launch(virtual_step, (4,), devices=["cpu:0"], timeout=HANG)
+    for parameters, losses in mirrored.launch(virtual_step, (4,), devices=["cpu:0", "cpu:1"], timeout=HANG):
         assert_close(parameters, alone[0], 0)
         assert losses == alone[1]
 

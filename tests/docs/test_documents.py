@@ -32,6 +32,7 @@ import mirrored
 import towers
 from mirrored import cli
 from tests.support.jobs import ROOT, assert_close, run_program
+from tests.support.waiting import HANG
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
@@ -112,7 +113,7 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         return
     if words.get("run by") == "python":
         (tmp_path / "program.py").write_text(program.source())
-        result = run_program(["program.py"], timeout=200, cwd=str(tmp_path))
+        result = run_program(["program.py"], timeout=HANG, cwd=str(tmp_path))
         assert result.returncode == 0, result.stderr
         assert words.get("prints", "") in result.stdout
         return

@@ -14,6 +14,7 @@ import time
 
 from tests.faults.faults import DEATHS, Fault
 from tests.faults.play import PROGRAM
+from tests.support.waiting import HANG
 
 STARTERS = ("mirrored run", "launch", "torchrun", "TF_CONFIG")
 LIMIT = 10.0  # seconds; five are promised, and machines are noisy
@@ -53,7 +54,7 @@ def _play(starter: str, fault: Fault) -> tuple[float, list[int], list[str]]:
             )
             for command, variables in _commands(starter, words)
         ]
-        errors = [job.communicate(timeout=240)[1] for job in jobs]
+        errors = [job.communicate(timeout=HANG)[1] for job in jobs]
         ended = time.time()
         begun = pathlib.Path(f"{folder}.fault")
         seconds = ended - begun.stat().st_mtime if begun.exists() else 0.0

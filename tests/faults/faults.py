@@ -15,6 +15,8 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.disk import Disk
+from tests.support.meeting import shorten_deadlines
+from tests.support.waiting import forever, wait_until
 from towers.collectives.shared_memory.barrier import Barrier
 from towers.collectives.shared_memory.regions import Regions
 
@@ -31,6 +33,7 @@ PHASES = (
     "after rename",
 )
 SAVING = PHASES[5:]
+_ALONE = ("data", "forward", "before optimizer.step", "after optimizer.step")  # the phases without a collective
 
 
 class Injected(RuntimeError):
@@ -42,7 +45,9 @@ class Fault:
     """What is to happen, once.
 
     Attributes:
-        action: one of :data:`ACTIONS`, :data:`DEATHS`, "slow" (a second of sleep), "hang" (a minute) or "disk full".
+        action: one of :data:`ACTIONS`, :data:`DEATHS`, "until told" (to end, by a signal), "until cut" (from the other
+            host, as a file beside the trace says), "hang" (for ever, also after it was told) or "disk
+            full".
         phase: one of :data:`PHASES`.
         tower: on which.
         step: in which step of training, from 0; for the phases of saving, in the checkpoint after that step.
@@ -67,15 +72,18 @@ class Injector:
     """Lets a fault happen when this tower comes to its place.
 
     Args:
-        trace: a file that is made when it does.
+        trace: a file that is made when it does. Where there is one already, this is a run that goes on: no fault.
+        deadline: seconds that a collective may take from then on.
 
     Attributes:
         step: the step that is under way.
     """
 
-    def __init__(self, fault: Fault | None, tower: int, trace: pathlib.Path | None = None) -> None:
+    def __init__(self, fault: Fault | None, tower: int, trace: pathlib.Path, deadline: float | None = None) -> None:
         self._trace = trace
-        self._fault = fault if fault is not None and fault.tower == tower else None
+        self._tower = tower
+        self._fault = None if trace.exists() else fault
+        self._deadline = deadline
         self.step = 0
 
     def at(self, phase: str, step: int | None = None) -> None:
@@ -84,21 +92,33 @@ class Injector:
         if fault is None or phase != fault.phase or (self.step if step is None else step) != fault.step:
             return
         self._fault = None
-        if self._trace is not None:
-            if self._trace.exists():  # this is a run that goes on
-                return
+        if fault.tower == self._tower:
             self._trace.touch()
+        elif phase in _ALONE:  # else it cannot come there without the others
+            wait_until(self._trace.exists)
+        if self._deadline is not None:
+            shorten_deadlines(self._deadline)
+        if fault.action == "until cut":
+            wait_until(self._trace.with_suffix(".cut").exists)
+        elif fault.tower == self._tower:
+            self._happens(fault)
+
+    def _happens(self, fault: Fault) -> None:
+        phase = fault.phase
         if fault.action == "raise":
             raise Injected(f"injected in {phase}")
         if fault.action == "stuck thread":
-            threading.Thread(target=time.sleep, args=(60,)).start()
+            threading.Thread(target=forever).start()
             raise Injected("injected beside a thread that does not end")
         if fault.action == "early exit":
             os._exit(0)
         if fault.action == "deadlock":  # a collective that no other tower makes
             mirrored.get_strategy().reduce("sum", 1)
-        elif fault.action in ("slow", "hang"):
-            time.sleep(1.0 if fault.action == "slow" else 60.0)
+        elif fault.action in ("until told", "hang"):  # StopSignals has then left the next signal to the system
+            wait_until(lambda: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+            self._trace.with_suffix(".told").touch()
+            if fault.action == "hang":
+                forever()
         elif fault.action == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         else:

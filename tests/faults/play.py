@@ -19,9 +19,10 @@ from typing import Any
 import mirrored
 from tests.faults.faults import Fault
 from tests.faults.training import train
+from tests.support.waiting import HANG
 
 PROGRAM = ["-m", "tests.faults.program"]
-DEADLINE = 3.0  # seconds that a collective may take
+DEADLINE = 3.0  # seconds that a collective may take after a fault
 _MARK = "FAULT_INJECTION_RUN"
 
 Result = dict[str, Any]
@@ -61,7 +62,7 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
     with tempfile.TemporaryDirectory() as temporary:
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": temporary, _MARK: mark}
         process = subprocess.run(
-            [*words, *arguments], capture_output=True, text=True, timeout=240, env={**os.environ, **variables}
+            [*words, *arguments], capture_output=True, text=True, timeout=HANG, env={**os.environ, **variables}
         )
         ended = time.time()
         left = [*pathlib.Path(temporary).glob("towers-*"), *(_shared_memory() - shared)]
@@ -75,21 +76,18 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
 
 
 def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
-    communication = mirrored.CommunicationOptions(timeout_seconds=DEADLINE)
-    strategy = mirrored.MirroredStrategy(communication=communication, seed=0)
-    return train(strategy, folder, fault=fault)
+    return train(mirrored.MirroredStrategy(seed=0), folder, fault=fault, deadline=DEADLINE)
 
 
 def launched(folder: pathlib.Path, fault: Fault | None = None, towers: int = 3) -> dict[str, Any]:
     """What comes out on towers that come from a fork server, as the program prints it."""
-    found = mirrored.launch(_train, (str(folder), fault), towers=towers, timeout=60)
+    found = mirrored.launch(_train, (str(folder), fault), towers=towers, timeout=HANG)
     return {key: found[0][key] for key in ("losses", "seen", "steps")} | {"digests": [one["digest"] for one in found]}
 
 
-def problems(fault: Fault, ended: Ended) -> list[str]:
-    """What is not as it must be about the end of a run with a fault."""
+def problems(fault: Fault, ended: Ended, limit: float) -> list[str]:
+    """What is not as it must be about the end of a run with a fault, which may take ``limit`` seconds."""
     found = list(ended.left)
-    limit = DEADLINE + 5 if fault.action == "SIGSTOP" else 10.0
     if ended.seconds == 0.0:
         found.append("the fault did not happen")
     if ended.seconds > limit:
@@ -118,12 +116,16 @@ def undisturbed(*arguments: str, towers: int = 3) -> Result:
     return ended.result
 
 
-def play(fault: Fault, expected: Result, towers: int = 3) -> tuple[Ended, list[str]]:
-    """A run with a fault, and one that goes on from what it left; returns the first's end, and all that is wrong."""
+def play(fault: Fault, expected: Result, limit: float, towers: int = 3) -> tuple[Ended, list[str]]:
+    """A run with a fault, and one that goes on from what it left; returns the first's end, and all that is wrong.
+
+    Args:
+        limit: seconds from the fault to the end of the first.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "run")
         ended = run(folder, fault, towers=towers)
-        found = problems(fault, ended)
+        found = problems(fault, ended, limit)
         again = run(folder, towers=towers)
         found += [f"gone on: {text}" for text in (*differences(again.result, expected), *again.left)]
         if again.result is None:

@@ -54,6 +54,7 @@ def train(
     epochs: int = EPOCHS,
     stop: int | None = None,
     fault: Fault | None = None,
+    deadline: float | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train to the end; returns what this tower then has: "digest" of all state, "losses", examples "seen", "steps".
@@ -61,9 +62,10 @@ def train(
     Args:
         stop: raise Interrupted after so many steps.
         fault: what goes wrong.
+        deadline: seconds that a collective may take from then on.
         settings: of the checkpoint manager.
     """
-    injector = Injector(fault, strategy.topology.index, pathlib.Path(f"{folder}.fault"))
+    injector = Injector(fault, strategy.topology.index, pathlib.Path(f"{folder}.fault"), deadline)
     with strategy.scope():
         model = make_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

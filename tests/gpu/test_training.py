@@ -19,6 +19,7 @@ from tests.accelerator import cases
 from tests.faults import training
 from tests.gpu.pairs import on_one_gpu, run_pair
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
+from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +48,7 @@ def train_alone() -> tuple[str, list[Tensor]]:
 
 
 def test_nccl_at_world_size_one() -> None:
-    [(backend, parameters)] = mirrored.launch(train_alone, devices=["cuda:0"], timeout=120)
+    [(backend, parameters)] = mirrored.launch(train_alone, devices=["cuda:0"], timeout=HANG)
     assert backend == "nccl"
     assert_close(parameters, train(mirrored.OneDeviceStrategy("cuda:0")), 1e-6)
     assert_close(parameters, train(mirrored.OneDeviceStrategy("cpu:0")), 1e-4)
@@ -78,7 +79,7 @@ def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
 def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     two = on_one_gpu(cases.same_bits)
-    [one] = mirrored.launch(cases.same_bits, devices=["cuda:0"], timeout=120)
+    [one] = mirrored.launch(cases.same_bits, devices=["cuda:0"], timeout=HANG)
     assert two == [one, one]
 
 
@@ -151,7 +152,7 @@ def test_digits_on_the_gpu(tmp_path: pathlib.Path) -> None:
     for package in ("tqdm", "matplotlib", "safetensors"):
         pytest.importorskip(package)
     words = [str(ROOT / "examples" / "digits.py"), "--devices", "cuda:0", "--output", str(tmp_path)]
-    result = run_program(words, timeout=300, env={"PYTHONPATH": str(ROOT)})
+    result = run_program(words, timeout=HANG, env={"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr
     match = re.search(r"test accuracy ([0-9.]+)%", result.stdout)
     assert match

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
 from tests.support.jobs import towers
+from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
@@ -20,7 +21,7 @@ from towers.mirroring.mirror import Named
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return mirrored.launch(_over_gloo, (fn, args), towers=2, timeout=60)
+    return mirrored.launch(_over_gloo, (fn, args), towers=2, timeout=HANG)
 
 
 def _over_gloo(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.jobs import assert_close, failures, make_data, make_mlp, towers
+from tests.support.waiting import HANG
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},
@@ -112,7 +113,7 @@ def test_a_gradient_that_is_changed_on_its_way_is_an_error(backend: str, replace
     with pytest.raises(
         mirrored.TowerFailedError, match=r"Sequential\.2\.weight.*was changed on tower \d during backward"
     ):
-        mirrored.launch(_one_changes_another, (backend, replace), devices=["cpu:0", "cpu:1"], timeout=30)
+        mirrored.launch(_one_changes_another, (backend, replace), devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def _penalty_on_gradients(strategy: mirrored.Strategy, sparse: bool) -> None:
@@ -182,7 +183,7 @@ def _frozen_on(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_parameter_that_is_frozen_on_one_tower_alone_is_an_error(backend: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=r"Sequential\.0\.weight is frozen .* on tower 1, but another"):
-        mirrored.launch(_frozen_on, (backend,), devices=["cpu:0", "cpu:1"], timeout=30)
+        mirrored.launch(_frozen_on, (backend,), devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def _frozen_between_forward_and_backward() -> list[list[Tensor | None]]:

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import make_mlp
 from tests.support.logs import Records
+from tests.support.waiting import HANG
 from towers.mirroring.extremes import extremes
 
 NAN, INF = float("nan"), float("inf")
 
 
 def on_towers(fn: Any, *args: Any, count: int = 2) -> list[Any]:
-    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=30)
+    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=HANG)
 
 
 def test_extremes() -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mirrored
 from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import HANG
 
 RUNS = 20
 SKIPS = {5: 0, 15: 1}
@@ -69,7 +70,7 @@ def test_a_backward_that_one_tower_leaves_out_is_an_error_in_that_step(
     setting: str, losses: int, accumulate: bool
 ) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(_skip_in_turn, (setting, losses, accumulate), devices=["cpu:0", "cpu:1"], timeout=60)
+        mirrored.launch(_skip_in_turn, (setting, losses, accumulate), devices=["cpu:0", "cpu:1"], timeout=HANG)
     errors = {failed.tower: failed.exception for failed in caught.value.failures}
     assert sorted(errors) == [0, 1]
     for error in errors.values():

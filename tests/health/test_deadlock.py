@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
-from tests.support.waiting import at_most
+from tests.support.waiting import HANG
 from towers.health.deadlock import Beat, find_cycle
 from towers.health.peers import Status, Wait
 
@@ -117,8 +117,8 @@ CASES += [("a loop that one tower leaves", "sharded"), ("a loss that reaches no 
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_towers_that_wait_for_each_other_end_at_once(name: str, backend: str) -> None:
     count = 3 if backend == "gloo" else 2
-    with at_most(40), pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(make_a_mistake, (name, backend), towers=count, timeout=90)
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(make_a_mistake, (name, backend), towers=count, timeout=HANG)
     causes = [failed.exception for failed in caught.value.failures if not failed.consequence]
     assert causes
     for error in causes:
@@ -132,11 +132,8 @@ def deadlock_across_hosts() -> None:
 
 
 def test_across_hosts() -> None:
-    with (
-        at_most(40),
-        pytest.raises(mirrored.TowerFailedError, match="deadlock: tower 0 is in step 4, averaging gradients"),
-    ):
-        mirrored.launch(deadlock_across_hosts, towers=3, timeout=90)
+    with pytest.raises(mirrored.TowerFailedError, match="deadlock: tower 0 is in step 4, averaging gradients"):
+        mirrored.launch(deadlock_across_hosts, towers=3, timeout=HANG)
 
 
 def beat_of(number: int, wait: tuple[str, int] | None, **begun: int) -> Beat:
@@ -205,8 +202,8 @@ def catch_and_go_on(backend: str, inside: bool) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_exception_in_backward_that_a_script_catches_ends_all(backend: str, inside: bool) -> None:
     words = "out of step|tower 1 broke off|ended in an exception|deadlock|ended while"
-    with at_most(40), pytest.raises(mirrored.TowerFailedError, match=words):
-        mirrored.launch(catch_and_go_on, (backend, inside), towers=2, timeout=90)
+    with pytest.raises(mirrored.TowerFailedError, match=words):
+        mirrored.launch(catch_and_go_on, (backend, inside), towers=2, timeout=HANG)
 
 
 def train_beside_a_fork(backend: str) -> tuple[str, list[Tensor]]:
@@ -236,7 +233,7 @@ def train_beside_a_fork(backend: str) -> tuple[str, list[Tensor]]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backward_of_a_forked_child_is_refused_and_does_no_harm(backend: str) -> None:
     expected = towers(train_undisturbed, count=1)[0]
-    for said, parameters in mirrored.launch(train_beside_a_fork, (backend,), towers=2, timeout=90):
+    for said, parameters in mirrored.launch(train_beside_a_fork, (backend,), towers=2, timeout=HANG):
         assert said.startswith("ForkedError: a collective (backward() of a mirrored model")
         for a, b in zip(parameters, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)

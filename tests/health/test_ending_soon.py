@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import pathlib
 import signal
 import threading
-import time
 
 import pytest
+import torch
 
 import mirrored
 from mirrored.checkpoint.stopping import StopSignals
 from tests.support.jobs import towers
+from tests.support.waiting import forever
 from towers.health import failure
 
 
@@ -44,9 +47,37 @@ def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(mon
         assert len(waited) == 1
 
 
+def test_a_report_says_when_the_exception_came(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(failure.clock, "wall_time", lambda: now[0])
+    monkeypatch.setattr(failure.clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    assert failure._report(mirrored.PeerLostError("gone"), str(tmp_path / "report"))
+    report = failure.FailureReport.read(tmp_path / "report")
+    assert report is not None
+    assert (report.time, report.consequence, now) == (1000.0, True, [1002.0])
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (mirrored.PeerLostError("gone"), True),
+        (torch.distributed.DistNetworkError("Broken pipe"), True),
+        (
+            RuntimeError("[/pytorch/third_party/gloo/transport/tcp/pair.cc:5] Connection closed by peer"),
+            True,
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (RuntimeError("Caught ConnectionResetError in DataLoader worker process 0.\nConnection reset by peer"), False),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), False),
+    ],
+)
+def test_only_errors_of_collectives_say_that_a_tower_is_lost(error: Exception, lost: bool) -> None:
+    assert failure.is_peer_lost(error) == lost
+
+
 def raise_beside_a_thread(strategy: mirrored.Strategy) -> None:
     if strategy.topology.index == 1:
-        threading.Thread(target=time.sleep, args=(60,)).start()
+        threading.Thread(target=forever).start()
         raise ValueError("boom")
     strategy.reduce("sum", 1)
 

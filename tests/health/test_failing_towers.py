@@ -1,4 +1,4 @@
-"""A tower that fails, dies or ends early: which one is named, where it was, and how soon all is over."""
+"""A tower that fails, dies or ends early: which one is named, and where it was."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch
 import mirrored
 from tests.support.clusters import start_workers
 from tests.support.jobs import run_program, towers
-from tests.support.unwell import TORCHRUN, UNWELL, unwell, within
+from tests.support.unwell import TORCHRUN, UNWELL, unwell
+from tests.support.waiting import HANG
 
 HERE = "in step 3, in the step's function"
+RESET = "Connection reset by peer"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ HERE = "in step 3, in the step's function"
 )
 @pytest.mark.row(42)
 def test_the_last_line_names_the_tower_and_its_place(towers: int, words: str, code: int, last: str) -> None:
-    result = within(5, towers, *words.split())
+    result, _ = unwell(towers, *words.split())
     assert result.returncode == code
     assert result.stderr.splitlines()[-1] == last
 
@@ -57,15 +59,16 @@ def test_launch_says_where_a_killed_tower_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tower", "how", "end"),
+    ("tower", "words", "end"),
     [
-        (0, "raise", "failed in step 3, in the step's function: ValueError: boom"),
-        (1, "die", "was ended by SIGKILL in step 3, in the step's function"),
+        (0, "raise 0 3 forward", "failed in step 3, in the step's function: ValueError: boom"),
+        (1, "die 1 3 forward", "was ended by SIGKILL in step 3, in the step's function"),
+        (1, "reset 1 2 data", f"failed after step 2, loading data: ConnectionResetError: [Errno 104] {RESET}"),
     ],
 )
-def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, end: str) -> None:
-    processes = start_workers(UNWELL, how, str(tower), "3", "forward")
-    errors = [process.communicate(timeout=60)[1] for process in processes]
+def test_every_worker_names_the_tower_that_failed_first(tower: int, words: str, end: str) -> None:
+    processes = start_workers(UNWELL, *words.split())
+    errors = [process.communicate(timeout=HANG)[1] for process in processes]
     for error in errors:
         assert f"tower {tower} on {socket.gethostname()} (worker {tower}) {end}" in error.splitlines()[-1]
     assert 0 not in [process.returncode for process in processes]
@@ -73,7 +76,7 @@ def test_every_worker_names_the_tower_that_failed_first(tower: int, how: str, en
 
 @pytest.mark.parametrize("how", ["thread", "pool", "atexit", "disk", "text"])
 def test_an_exception_ends_all_whatever_the_tower_still_does(how: str) -> None:
-    result = within(5, 2, how, "1", "3", "forward")
+    result, _ = unwell(2, how, "1", "3", "forward")
     assert result.returncode == 1
     what = "NoText: (its text cannot be had: RuntimeError)" if how == "text" else "ValueError: boom"
     if how == "disk":  # the report could not be written: the tower has printed it itself
@@ -84,15 +87,14 @@ def test_an_exception_ends_all_whatever_the_tower_still_does(how: str) -> None:
 
 
 def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
-    result, seconds = unwell(2, "thread", "1", "3", "forward", starter=TORCHRUN)
-    assert seconds < 30
+    result, _ = unwell(2, "thread", "1", "3", "forward", starter=TORCHRUN)
     assert result.returncode == 1
     assert "ValueError: boom" in result.stderr
 
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_tower_that_ends_early_is_named(code: int) -> None:
-    result = within(8, 2, f"exit{code}", "1", "3", "forward")
+    result, _ = unwell(2, f"exit{code}", "1", "3", "forward")
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     if code == 0:
@@ -105,7 +107,7 @@ def test_a_tower_that_ends_early_is_named(code: int) -> None:
 @pytest.mark.parametrize("code", [0, 75])
 def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
     workers = start_workers(UNWELL, f"exit{code}", "1", "3", "forward")
-    errors = [worker.communicate(timeout=60)[1] for worker in workers]
+    errors = [worker.communicate(timeout=HANG)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [1, 1], errors
     name = f"tower 1 on {socket.gethostname()} (worker 1) ended with exit code {code} {HERE}"
     for error in errors:
@@ -113,7 +115,7 @@ def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
 
 
 def test_what_a_tower_has_started_ends_with_the_job() -> None:
-    result = within(5, 2, "child", "1", "3", "forward")
+    result, _ = unwell(2, "child", "1", "3", "forward")
     child = re.search(r"child (\d+)", result.stderr)
     assert child
     status = pathlib.Path(f"/proc/{child[1]}/status")

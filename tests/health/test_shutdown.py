@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 from tests.support.jobs import ROOT, run_program
+from tests.support.waiting import HANG
 from towers.launching.job import Job, agent_command
 
 LEAVING = """
-import threading, time
+import threading
 from torch.distributed import TCPStore
 from towers.launching.agent import leave
 
@@ -20,10 +21,13 @@ store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 def ask() -> None:
     while True:
         store.check(["failure"])
+        asked.release()
 
+asked = threading.Semaphore(0)
 for _ in range(4):
     threading.Thread(target=ask, daemon=True).start()
-time.sleep(0.2)
+for _ in range(100):
+    asked.acquire()
 print("last words", flush=False)
 leave(3)
 """
@@ -48,7 +52,7 @@ ENDS = {
 
 def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -> None:
     """NCCL, whose groups wait for other towers, is played by what sleeps; one program plays all ends."""
-    result = run_program([str(ROOT / "tests" / "programs" / "shutdowns.py"), str(tmp_path), *ENDS], timeout=30)
+    result = run_program([str(ROOT / "tests" / "programs" / "shutdowns.py"), str(tmp_path), *ENDS], timeout=HANG)
     ends = {}
     for number, (how, code) in enumerate(zip(ENDS, result.stdout.split(), strict=True)):
         assert (tmp_path / f"{number}.out").read_text() == "last words\n", how
@@ -60,4 +64,4 @@ def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -
 def test_a_job_that_nobody_listens_to_ends_well() -> None:
     """Its starter has closed its outputs, as some schedulers do."""
     command = shlex.join(agent_command(Job(1), [sys.executable, "-c", "import sys"]))
-    assert subprocess.run(["sh", "-c", f"exec {command} >&- 2>&-"], timeout=60).returncode == 0
+    assert subprocess.run(["sh", "-c", f"exec {command} >&- 2>&-"], timeout=HANG).returncode == 0

@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.support.clusters import start_workers
 from tests.support.commands import Command, start_command
-from tests.support.jobs import ROOT
-from tests.support.waiting import at_most, wait_until
+from tests.support.jobs import ROOT, start_program
+from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
@@ -32,7 +32,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
         yield process, [int(word) for word in process.stdout.readline().split()]
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=HANG)
 
 
 @pytest.mark.parametrize("told", ["agree"], indirect=True)
@@ -40,7 +40,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
 def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals) -> None:
     process, _ = told
     process.send_signal(number)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=HANG)
     assert out.splitlines() == ["saved"]
     assert process.returncode == EXIT_PREEMPTED
     said = rf"towers: preempted by {number.name}: the towers ended after step \d+, with exit code 75"
@@ -51,7 +51,7 @@ def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals
 def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
     process, ids = told
     os.kill(ids[1], signal.SIGTERM)
-    out, error = process.communicate(timeout=30)
+    out, error = process.communicate(timeout=HANG)
     assert out.splitlines() == ["saved"]
     assert process.returncode == EXIT_PREEMPTED
     assert re.fullmatch(r"towers: preempted: .*", error.splitlines()[-1])
@@ -61,11 +61,10 @@ def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
 def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     process, ids = told
     process.terminate()
-    time.sleep(1.0)
+    assert process.stdout.readline() == "told\n"
     assert process.poll() is None
     process.terminate()
-    with at_most(5):
-        process.communicate(timeout=30)
+    process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGTERM
     assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
 
@@ -73,8 +72,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
-    with at_most(5):
-        _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=HANG)
     assert process.returncode == 1
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
 
@@ -86,7 +84,7 @@ def test_towers_of_a_killed_torchrun_end() -> None:
     towers = [int(word) for word in process.stdout.readline().split()]
     process.kill()
     process.wait()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers), 5)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
 
 
 @pytest.fixture
@@ -107,11 +105,47 @@ def test_a_program_that_launches_passes_signals_on(
     assert process.stdout is not None
     towers = [int(word) for word in process.stdout.readline().split()]
     process.terminate()
-    with at_most(10):
-        assert process.wait(30) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
+    assert process.wait(HANG) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
     assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
     assert not list(temporary.glob("towers-*"))
     assert saves == any(folder.glob("step-*"))
+
+
+PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
+STARTERS = {
+    "run": lambda words: [start_command(["mirrored", "run", "--towers", "2", PREFETCHES, *words])],
+    "torchrun": lambda words: [start_command(["torchrun", "--standalone", "--nproc-per-node=2", PREFETCHES, *words])],
+    "TF_CONFIG": lambda words: start_workers(PREFETCHES, *words),
+    "launch": lambda words: [start_program([PREFETCHES, *words, "launch"])],
+}
+
+
+@pytest.mark.parametrize(
+    ("starter", "kind", "where"),
+    [
+        ("run", "pool", "all"),
+        ("run", "thread", "1"),
+        ("launch", "thread", "all"),
+        ("torchrun", "pool", "1"),
+        ("TF_CONFIG", "pool", "1"),
+    ],
+)
+def test_who_has_saved_ends_beside_a_thread_that_goes_on(
+    starter: str, kind: str, where: str, tmp_path: pathlib.Path
+) -> None:
+    jobs = STARTERS[starter]([str(tmp_path / "run"), kind, where])
+    assert jobs[0].stdout is not None
+    while jobs[0].stdout.readline() != "step 3\n":
+        pass
+    for job in jobs:
+        job.terminate()
+    errors = [job.communicate(timeout=HANG)[1] for job in jobs]
+    assert list((tmp_path / "run").glob("step-*")), errors
+    if starter == "torchrun":  # which has a code of its own
+        assert jobs[0].returncode == 1
+    else:
+        assert {job.returncode for job in jobs} == {EXIT_PREEMPTED}, errors
+        assert starter == "launch" or all("towers: preempted by SIGTERM" in error for error in errors)
 
 
 def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:

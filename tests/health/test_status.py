@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mirrored
+from tests.support.waiting import HANG
 from towers.gradients.pairing import BackwardCounter
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path
@@ -148,7 +149,7 @@ def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
 
 
 def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
-    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=60)
+    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=HANG)
     for places, after in launch((str(tmp_path), 0)):
         assert places == [
             "in an evaluation before its first step",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import sys
+import threading
 import time
 
 import pytest
 import torch
 
 import mirrored
-from tests.support.unwell import TORCHRUN, unwell, within
-from tests.support.waiting import at_most
+from tests.support.meeting import say, shorten_deadlines, wait_for
+from tests.support.unwell import TORCHRUN, unwell
+from tests.support.waiting import HANG, forever
 from towers.collectives import nccl_watch, process_group
+from towers.health import heartbeat
 
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:
-    result = within(3 + 5, 3, "stop", "1", "3", "forward", "timeout_seconds=3")
+    result, _ = unwell(3, "stop", "1", "3", "forward", "timeout_seconds=3")
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
@@ -25,15 +29,22 @@ def test_a_stopped_tower_is_found_at_the_deadline() -> None:
 
 
 def wait_for_a_slow_tower(implementation: str) -> None:
-    options = mirrored.CommunicationOptions(implementation=implementation, timeout_seconds=1)
+    options = mirrored.CommunicationOptions(implementation=implementation)
     strategy = mirrored.MirroredStrategy(communication=options)
     with strategy.scope():
         weight = torch.nn.Linear(2, 1)
     slow = torch.ones(3, 2, requires_grad=True)
 
+    def stay(_: torch.Tensor) -> None:
+        say("tower 1 is slow")
+        forever()
+
     def step() -> None:
         if strategy.health.step == 2 and strategy.topology.index == 1:
-            slow.register_hook(lambda _: time.sleep(60))
+            slow.register_hook(stay)
+        elif strategy.health.step == 2:
+            wait_for("tower 1 is slow")
+            shorten_deadlines(1)
         weight(slow).mean().backward()
 
     strategy.run(step)
@@ -42,37 +53,58 @@ def wait_for_a_slow_tower(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
 def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: str) -> None:
-    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(wait_for_a_slow_tower, (implementation,), towers=3, timeout=60)
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(wait_for_a_slow_tower, (implementation,), towers=3, timeout=HANG)
     text = str(caught.value)
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
-    assert "time.sleep(60)" in text[text.index("tower 1, most recent call last:") :]
+    assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 
-def hang(strategy: mirrored.Strategy) -> None:
-    model = strategy.mirror(torch.nn.Linear(2, 1))
+def wait_for_a_late_answer() -> None:
+    """The thread that answers for tower 1 is held up; other threads of that tower go on."""
+    strategy = mirrored.MirroredStrategy()
+    strategy.reduce("sum", 1)
+    if strategy.topology.index == 1:
+        stack = heartbeat.main_stack
 
-    def step() -> None:
-        if strategy.health.step == 2 and strategy.topology.index == 1:
-            time.sleep(60)
-        strategy.reduce("sum", 1)
-        model(torch.ones(1, 2)).sum().backward()
+        def slowly() -> str:
+            time.sleep(2 * heartbeat._SILENT)
+            return stack()
 
-    strategy.run(step)
-    strategy.run(step)
+        heartbeat.main_stack = slowly
+        say("tower 1 is slow")
+        forever()
+    wait_for("tower 1 is slow")
+    shorten_deadlines(0.1)
+    strategy.reduce("sum", 1)
+
+
+def test_a_tower_that_lives_is_waited_for_until_it_answers() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="tower 1, most recent call last:"):
+        mirrored.launch(wait_for_a_late_answer, devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def hang_with_a_deadline() -> None:
-    hang(mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=2)))
+    strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=2))
+
+    def step() -> None:
+        if strategy.topology.index == 1:
+            say("tower 1 is in its step")
+            forever()
+        strategy.reduce("sum", 1)
+
+    if strategy.topology.index == 0:
+        wait_for("tower 1 is in its step")
+    strategy.run(step)
 
 
 def test_a_step_has_a_deadline() -> None:
-    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(hang_with_a_deadline, towers=2, timeout=60)
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(hang_with_a_deadline, towers=2, timeout=HANG)
     assert caught.value.tower == 1
-    assert str(caught.value).startswith("tower 1 of 2 failed, in step 2, in the step's function:")
-    assert "time.sleep(60)" in str(caught.value)
+    assert str(caught.value).startswith("tower 1 of 2 failed, in step 1, in the step's function:")
+    assert "forever()" in str(caught.value)
 
 
 def wait_for_a_gpu(found: str) -> None:
@@ -83,22 +115,22 @@ def wait_for_a_gpu(found: str) -> None:
             return self
 
         def get_error(self) -> Nccl:
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            self.name = found if frame.f_code is forever.__code__ else "SUCCESS"
             return self
 
-        name = "SUCCESS"
-
-    options = mirrored.CommunicationOptions(implementation="gloo", timeout_seconds=7)
-    strategy = mirrored.MirroredStrategy(communication=options)
+    strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(implementation="gloo"))
     nccl_watch.watch(process_group.failures)
 
     def step() -> None:
         if strategy.topology.index == 1 and found == "TIMEOUT":
             with strategy.health.during("saving"):
-                time.sleep(60)
+                say("tower 1 saves")
+                forever()
+        elif found == "TIMEOUT":
+            wait_for("tower 1 saves")
         strategy.communicator.backend, strategy.communicator._group = "nccl", Nccl()
-        time.sleep(2)
-        Nccl.name = found
-        time.sleep(50)
+        forever()
 
     strategy.run(step)
 
@@ -106,22 +138,22 @@ def wait_for_a_gpu(found: str) -> None:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        ("TIMEOUT", r"CollectiveTimeoutError: tower 0 waited 7 s .*; tower 1 is in step 1, saving, for \d+ s"),
+        ("TIMEOUT", r"CollectiveTimeoutError: tower 0 waited 600 s .*; tower 1 is in step 1, saving, for \d+ s"),
         ("COMM_ERROR", r"PeerLostError: tower [01] lost its connection to another tower in a collective \(NCCL: COMM"),
     ],
 )
 def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text: str) -> None:
-    with at_most(30), pytest.raises(mirrored.TowerFailedError, match=text) as caught:
-        mirrored.launch(wait_for_a_gpu, (found,), towers=2, timeout=40)
-    assert "time.sleep(50)" in str(caught.value)
+    with pytest.raises(mirrored.TowerFailedError, match=text) as caught:
+        mirrored.launch(wait_for_a_gpu, (found,), towers=2, timeout=HANG)
+    assert "forever()" in str(caught.value)
     assert all(failure.consequence == (found == "COMM_ERROR") for failure in caught.value.failures)
 
 
 def test_under_the_users_torchrun_the_others_say_where_it_hangs() -> None:
     result, _ = unwell(2, "sleep", "1", "3", "forward", "timeout_seconds=2", starter=TORCHRUN)
     assert result.returncode == 1
-    assert re.search(r"; tower 1 is in step 3, in the step's function, for \d s\. ", result.stderr)
-    assert "time.sleep(60)" in result.stderr
+    assert re.search(r"; tower 1 is in step 3, in the step's function, for \d+ s\. ", result.stderr)
+    assert "forever()" in result.stderr
 
 
 @pytest.mark.parametrize(("seconds", "good"), [(0, False), (math.nan, False), (math.inf, True), (5, True)])

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.jobs import ROOT
 from tests.support.sockets import family, ip, listening, unix_sockets
+from tests.support.waiting import HANG
 from towers.system.machine import address_towards, interface_of, interface_variables
 
 pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
@@ -64,12 +65,12 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
     guard.start()
     ready = "ready\n" in iter(process.stdout.readline, "")
     guard.cancel()
-    assert ready, process.communicate(timeout=20)[1]
+    assert ready, process.communicate(timeout=HANG)[1]
 
 
 def end(process: subprocess.Popen[str]) -> None:
     process.terminate()
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANG)
 
 
 @pytest.mark.parametrize(

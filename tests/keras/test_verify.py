@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from tests.support.commands import run_command
+from tests.support.waiting import HANG
 
 SCRIPT = """
 import mirrored.keras
@@ -42,7 +43,7 @@ model.fit(x, y, batch_size=16, epochs=2, verbose=0)
 def test_a_script_is_compared(tmp_path: pathlib.Path, settings: str, code: int, words: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("SETTINGS", settings))
-    result = run_command(["mirrored", "verify", str(script)], timeout=200)
+    result = run_command(["mirrored", "verify", str(script)], timeout=HANG)
     said = " ".join(result.stdout.split())
     assert words in said, result.stdout + result.stderr
     assert result.returncode == code

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import pytest
 import torch
 
 import mirrored
 from tests.support.jobs import ROOT, run_program
-from tests.support.waiting import at_most, wait_until
+from tests.support.waiting import HANG, forever, wait_until
 from towers import launch
 
 
@@ -92,7 +91,8 @@ def fail_on(which: int, how: str) -> int:
         if how == "exit":
             sys.exit(5)
         os.kill(os.getpid(), signal.SIGSEGV)
-    time.sleep(60 if how != "raise" else 0.2)
+    if how != "raise":
+        forever()
     return 1
 
 
@@ -101,7 +101,7 @@ def fail_on(which: int, how: str) -> int:
     [("raise", "KeyError: 'the cause'"), ("exit", "SystemExit: 5"), ("die", "ended by SIGSEGV")],
 )
 def test_the_failing_towers_traceback(how: str, words: str) -> None:
-    with at_most(15), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(fail_on, (1, how))
     error = caught.value
     assert str(error).startswith("tower 1 of 2 failed:\n")
@@ -120,7 +120,7 @@ def lose_a_peer(strategy: mirrored.Strategy | None = None) -> None:
 
 
 def test_the_first_cause_is_told_not_its_consequences() -> None:
-    with at_most(15), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(lose_a_peer, towers=3)
     assert caught.value.tower == 1
     assert str(caught.value).endswith("ValueError: the first cause")
@@ -128,13 +128,9 @@ def test_the_first_cause_is_told_not_its_consequences() -> None:
     assert all(failure.consequence for failure in others)
 
 
-def sleep_long() -> None:
-    time.sleep(60)
-
-
 def test_a_job_that_takes_too_long_is_ended() -> None:
-    with at_most(20), pytest.raises(mirrored.TowerFailedError, match=r"not done after 1 s \(not done: towers 0, 1\)"):
-        launch(sleep_long, timeout=1)
+    with pytest.raises(mirrored.TowerFailedError, match=r"not done after 1 s \(not done: towers 0, 1\)"):
+        launch(forever, timeout=1)
 
 
 def test_a_job_may_have_no_time_limit() -> None:
@@ -227,7 +223,7 @@ SCRIPT = """
 
     def work(folder):
         open(os.path.join(folder, os.environ["RANK"]), "w").write(str(os.getpid()))
-        time.sleep(60)
+        time.sleep(100_000)
 
     if __name__ == "__main__":
         launch(work, (sys.argv[1],))
@@ -243,11 +239,11 @@ def test_nothing_is_left_running(number: int, tmp_path: pathlib.Path) -> None:
         [sys.executable, str(script), str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 30)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     towers = [int(file.read_text()) for file in files]
     process.send_signal(number)
-    process.wait(timeout=15)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in towers), 10)
+    process.wait(timeout=HANG)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in towers))
 
 
 NOTEBOOK = """
@@ -274,18 +270,19 @@ def test_functions_from_standard_input() -> None:
     assert result.stdout == "[22, 22]\n", result.stderr
 
 
-def leave_a_child_behind() -> None:
+def leave_a_child_behind(path: str) -> None:
     if tower() == 1:
-        if os.fork() == 0:
-            time.sleep(20)
-            os._exit(0)
+        if (child := os.fork()) == 0:
+            forever()
+        pathlib.Path(path).write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    forever()
 
 
-def test_a_dead_tower_is_seen_while_its_child_lives() -> None:
-    with at_most(10), pytest.raises(mirrored.TowerFailedError, match="tower 1 ended by SIGKILL"):
-        launch(leave_a_child_behind)
+def test_a_dead_tower_is_seen_while_its_child_lives(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="tower 1 ended by SIGKILL"):
+        launch(leave_a_child_behind, (str(tmp_path / "child"),))
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def end_by_a_signal_without_a_name() -> None:
@@ -301,7 +298,7 @@ def write_later(path: str) -> None:
     """As a logger or a checkpoint in the background does."""
 
     def write() -> None:
-        time.sleep(1.0)
+        threading.main_thread().join()
         pathlib.Path(f"{path}{tower()}").write_text("done")
 
     threading.Thread(target=write).start()
@@ -325,8 +322,7 @@ class Closed(io.StringIO):
 
 def test_output_that_nobody_reads_stops_no_tower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Closed())
-    with at_most(15):
-        assert launch(talk, timeout=20) == [0, 1]
+    assert launch(talk, timeout=HANG) == [0, 1]
 
 
 def test_a_fork_server_that_has_used_cuda_is_an_error(tmp_path: pathlib.Path) -> None:

@@ -12,7 +12,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from mirrored import cli
 from tests.support.clusters import free_port, torchrun_variables
 from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program, start_program
-from tests.support.waiting import at_most, wait_until
+from tests.support.waiting import HANG, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
 from towers.launching.job import _find_program, own_command
@@ -90,10 +89,9 @@ def test_the_process_itself_becomes_the_launcher() -> None:
     assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
     for number, wanted in 2 * [(signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"})]:
         process.send_signal(number)
-        wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted, 10)  # type: ignore[misc]
+        wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted)  # type: ignore[misc]
     process.send_signal(signal.SIGINT)
-    with at_most(15):
-        process.communicate(timeout=20)
+    process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGINT
     assert not os.path.exists(f"/proc/{tower}")
 
@@ -116,8 +114,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_first_exception_comes_last_and_whole() -> None:
-    with at_most(20):
-        result = run_command([*RUN, REPORT, "fail"])
+    result = run_command([*RUN, REPORT, "fail"])
     assert result.returncode == 1
     text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
@@ -151,8 +148,7 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
 
 
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
-    with at_most(20):
-        result = run_command([*RUN, REPORT, "exit"])
+    result = run_command([*RUN, REPORT, "exit"])
     assert result.returncode == 7
     assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
 
@@ -238,7 +234,7 @@ def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     }
     losses = {}
     for way, words in ways.items():
-        result = run_program(words, timeout=120)
+        result = run_program(words, timeout=HANG)
         assert result.returncode == 0, f"{way}: {result.stderr}"
         losses[way] = final_loss(result.stdout)
     losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
@@ -262,7 +258,7 @@ def test_srun(tmp_path: pathlib.Path) -> None:
             "SLURM_STEP_ID": "0",
         }
         processes.append(start_program([REPORT], env=variables))
-    outputs = [process.communicate(timeout=60) for process in processes]
+    outputs = [process.communicate(timeout=HANG) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
     assert outputs[1][1] == ""
@@ -281,15 +277,14 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
             assert process.stdout is not None
             assert json.loads(process.stdout.readline())["towers"] == 2
         refused = start(1)
-        with at_most(20):
-            _, text = refused.communicate(timeout=20)
+        _, text = refused.communicate(timeout=HANG)
         assert refused.returncode == 1
         assert "HandshakeError: tower 1 is already taken by a process on" in text
         assert first.poll() is second.poll() is None, "the others go on"
     finally:
         for process in (first, second):
             process.kill()
-            process.communicate(timeout=20)
+            process.communicate(timeout=HANG)
 
 
 def test_mirrored_strategy_does_not_read_tf_config() -> None:
@@ -355,27 +350,30 @@ strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__
 """
     )
     config = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
-    with at_most(20):
-        result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
     assert result.stdout == f"2 {kind}\n", result.stderr
 
 
-def test_nohup_is_kept_and_nothing_is_left_when_the_launcher_is_killed() -> None:
+def test_nohup_is_kept(tmp_path: pathlib.Path) -> None:
     """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
-    command = ["nohup", sys.executable, REPORT, "two", "wait"]
+    command = ["nohup", sys.executable, REPORT, "two", f"until={tmp_path / 'end'}"]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=pipe, stderr=null, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        tower = json.loads(process.stdout.readline())["pid"]
-        os.kill(process.pid, signal.SIGHUP)
-        time.sleep(2.0)
-        assert process.poll() is None
-        assert os.path.exists(f"/proc/{tower}")
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
-    wait_until(lambda: not os.path.exists(f"/proc/{tower}"), 10)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["towers"] == 2
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "end").touch()
+    process.communicate(timeout=HANG)
+    assert process.returncode == 0
+
+
+def test_nothing_is_left_when_the_launcher_is_killed() -> None:
+    process = start_program([REPORT, "two", "wait"])
+    assert process.stdout is not None
+    tower = json.loads(process.stdout.readline())["pid"]
+    process.kill()
+    process.communicate(timeout=HANG)
+    wait_until(lambda: not os.path.exists(f"/proc/{tower}"))
 
 
 def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 
 import mirrored
+from tests.support.waiting import forever
 
 strategy = mirrored.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"] if "two" in sys.argv else None)
 tower = strategy.topology.index
@@ -34,7 +35,7 @@ if "exit" in sys.argv and tower == 1:
 if "die" in sys.argv and tower == 1:
     os.kill(os.getpid(), 9)
 if "wait" in sys.argv:
-    time.sleep(60)
+    forever()
 for word in sys.argv:
     while word.startswith("until=") and not os.path.exists(word[6:]):
         time.sleep(0.05)

@@ -4,6 +4,7 @@ agree: end the step, agree that one was told, and end with exit code 75 at diffe
 stubborn: ignore them. stubborn-fail: and tower 1 fails after three steps.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -32,9 +33,12 @@ def handle(*_: object) -> None:
 signal.signal(signal.SIGTERM, handle)
 signal.signal(signal.SIGINT, handle)
 processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
-for step in range(1000):
+for step in itertools.count():
     strategy.run(train_step)
     someone = strategy.reduce("max", int(told))
+    if someone and sys.argv[1] == "stubborn":
+        strategy.print("told", flush=True)
+        told = False
     if step == 3:
         strategy.print(*processes, flush=True)
         if sys.argv[1] == "stubborn-fail" and strategy.topology.index == 1:

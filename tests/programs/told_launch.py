@@ -1,5 +1,6 @@
 """Started by the tests: a program that calls launch, whose towers save when they are told to end."""
 
+import itertools
 import os
 import sys
 import time
@@ -7,6 +8,7 @@ import time
 import torch
 
 import mirrored
+from tests.support.waiting import forever
 
 
 def train(folder: str) -> None:
@@ -15,10 +17,10 @@ def train(folder: str) -> None:
         model = torch.nn.Linear(2, 1)
     if folder == "none":
         strategy.print(*strategy.gather(torch.tensor([os.getpid()])).tolist(), flush=True)
-        time.sleep(60)
+        forever()
     checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": model})
     with checkpoints.resume():
-        for step in range(1000):
+        for step in itertools.count():
             strategy.run(time.sleep, args=(0.05,))
             if step == 3:
                 strategy.print(*strategy.gather(torch.tensor([os.getpid()])).tolist(), flush=True)

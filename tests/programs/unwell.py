@@ -2,14 +2,16 @@
 
     mirrored run --towers N unwell.py HOW TOWER STEP PHASE [key=value …]
 
-The last words are options of CommunicationOptions. HOW: raise, die, stop, sleep; exit0, exit75 (at once); thread, pool,
-atexit (raise, where something else never ends); text (raise what has no text); disk (raise where no file can be
-written); child (die, with a child of its own). PHASE: data, forward, backward, end, between; or optimizer, for which
-alone there is one, since a first torch.optim loads torch's compiler, which takes as long as all else here.
+The last words are options of CommunicationOptions; timeout_seconds begins when it has happened. HOW: raise, reset
+(raise what a lost connection to something else raises), die, stop, sleep; exit0, exit75 (at once); thread, pool, atexit
+(raise, where something else never ends); text (raise what has no text); disk (raise where no file can be written);
+child (die, with a child of its own). PHASE: data, forward, backward, end, between; or optimizer, for which alone there
+is one, since a first torch.optim loads torch's compiler, which takes as long as all else here.
 """
 
 import atexit
 import concurrent.futures
+import errno
 import os
 import resource
 import signal
@@ -21,9 +23,12 @@ import time
 import torch
 
 import mirrored
+from tests.support.meeting import say, shorten_deadlines, wait_for
+from tests.support.waiting import forever
 
 how, chosen, step, phase, *rest = sys.argv[1:]
 options = {key: float(value) if key.endswith("seconds") else value for key, value in (w.split("=") for w in rest)}
+deadline = options.pop("timeout_seconds", None)
 strategy = mirrored.MultiWorkerMirroredStrategy(
     communication=mirrored.CommunicationOptions(**options),
     mirror_check_interval=None,
@@ -37,25 +42,34 @@ class NoText(Exception):
 
 
 def something_happens(now: str) -> None:
-    if (tower, strategy.health.step, now) != (int(chosen), int(step), phase):
+    if (strategy.health.step, now) != (int(step), phase):
+        return
+    if tower != int(chosen):
+        if deadline is not None:
+            wait_for("it happens")
+            shorten_deadlines(deadline)
         return
     print(f"{time.time()}", file=sys.stderr, flush=True)
+    if deadline is not None:
+        say("it happens")
     if how in ("exit0", "exit75"):
         os._exit(int(how[4:]))
     if how == "thread":
-        threading.Thread(target=time.sleep, args=(60,)).start()
+        threading.Thread(target=forever).start()
     if how == "pool":
-        concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 60)
+        concurrent.futures.ThreadPoolExecutor().submit(forever)
     if how == "atexit":
-        atexit.register(time.sleep, 60)
+        atexit.register(forever)
     if how == "disk":
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if how == "reset":
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
     if how == "text":
         raise NoText
     if how in ("raise", "thread", "pool", "atexit", "disk"):
         raise ValueError("boom")
     if how == "child":
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "infinity"])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "die":
@@ -63,7 +77,7 @@ def something_happens(now: str) -> None:
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "sleep":
-        time.sleep(60)
+        forever()
 
 
 class Slow(torch.autograd.Function):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.features import mlp
+from tests.support.meeting import meet
 from tests.support.sharded import launch, parameters, strategy_of
-from tests.support.waiting import at_most
 from towers.collectives.shared_memory import regions
 
 
@@ -61,8 +60,7 @@ def ask_on_the_chief_after_three_models() -> int:
 
 
 def test_the_chief_alone_can_ask_where_other_regions_have_lain() -> None:
-    with at_most(20):
-        assert launch(ask_on_the_chief_after_three_models) == [1, 0]
+    assert launch(ask_on_the_chief_after_three_models) == [1, 0]
 
 
 def come_for_nothing_that_has_a_name() -> str:
@@ -75,14 +73,13 @@ def come_for_nothing_that_has_a_name() -> str:
             barrier.wait()
             barrier.wait()
     except mirrored.TowersError as error:
-        time.sleep(0.5)
+        meet("the end")
         return str(error)
     return "nothing noticed"
 
 
 def test_a_tower_that_comes_for_something_without_a_name_finds_out() -> None:
-    with at_most(20):
-        first, second = launch(come_for_nothing_that_has_a_name)
+    first, second = launch(come_for_nothing_that_has_a_name)
     assert "tower 0 steps Adam, tower 1 does something else" in first
     assert "tower 0 broke off a collective" in second
 
@@ -103,7 +100,7 @@ def read_on_the_chief_only() -> None:
 
 
 def test_a_gradient_that_one_tower_alone_reads_is_an_error_on_all() -> None:
-    with at_most(20), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(read_on_the_chief_only)
     assert len(caught.value.failures) == 2
     for failure in caught.value.failures:
@@ -135,7 +132,7 @@ def die_in_the_step() -> None:
 
 
 def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
-    with at_most(10), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(die_in_the_step, count=3)
     assert caught.value.tower == 1
     for failure in caught.value.failures:
@@ -162,6 +159,6 @@ def come_one_meeting_late() -> None:
 
 
 def test_towers_that_meet_one_meeting_apart_find_out() -> None:
-    with at_most(30), pytest.raises(mirrored.TowerFailedError) as caught:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(come_one_meeting_late)
     assert isinstance(caught.value.__cause__, mirrored.DisagreementError)

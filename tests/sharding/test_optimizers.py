@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pathlib
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,7 @@ import mirrored
 from tests.support.features import mlp
 from tests.support.jobs import assert_close, make_data
 from tests.support.sharded import assert_same_state, both, launch, parameters, strategy_of, tensors
+from tests.support.waiting import wait_until
 from towers.sharding.optimizer import OptimizerSharder
 
 
@@ -197,10 +198,11 @@ def train_in_two_halves(
 
     for batch in batches[3:] if given is not None else batches[:3]:
         strategy.run(step, batch)
+    processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
     if chief_alone and not strategy.is_chief:
         return {}, {}, []
     if chief_alone:
-        time.sleep(1.0)  # the others have ended
+        wait_until(lambda: not any(os.path.exists(f"/proc/{other}") for other in processes[1:]))
     inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if shard else optimizer
     held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in inner.state.values()]
     return model.state_dict(), optimizer.state_dict(), held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,7 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
 from tests.support.logs import Records
-from tests.support.waiting import at_most
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
+from tests.support.waiting import HANG
 
 
 def train_nothing(strategy: mirrored.Strategy, frozen: bool) -> tuple[list[float], str, list[str]]:
@@ -271,7 +263,7 @@ def convert(when: str, options: dict[str, Any]) -> None:
 )
 def test_models_that_are_converted_on_the_way(when: str, words: str, options: dict[str, Any]) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=words):
-        mirrored.launch(convert, (when, options), towers=2, timeout=60)
+        mirrored.launch(convert, (when, options), towers=2, timeout=HANG)
 
 
 def sparse_by_hand(strategy: mirrored.Strategy) -> None:

@@ -15,14 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 import mirrored
 from tests.support.jobs import failures, towers
 from tests.support.logs import Records
-from tests.support.waiting import at_most
-
-
-@pytest.fixture(autouse=True)
-def quickly() -> Iterator[None]:
-    """No bad input may hang."""
-    with at_most(20):
-        yield
 
 
 def disagree(strategy: mirrored.Strategy, call: str, row: int) -> list[str]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import pathlib
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import mirrored
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import HANG, wait_until
 
 
 def look_around() -> tuple[bool, bool, bool, int]:
@@ -285,7 +286,7 @@ def use_all(folder: pathlib.Path, settings: dict[str, Any], default: str) -> lis
 def test_another_default_device(settings: dict[str, Any], tmp_path: pathlib.Path) -> None:
     """As in the scope of a strategy on a GPU, where tensors are made there if nobody says where."""
     results = {
-        default: mirrored.launch(use_all, (tmp_path / default, settings, default), towers=2, timeout=60)
+        default: mirrored.launch(use_all, (tmp_path / default, settings, default), towers=2, timeout=HANG)
         for default in ("cpu", "meta")
     }
     for actual, expected in zip(results["meta"], results["cpu"], strict=True):
@@ -303,7 +304,14 @@ def make_strategies(how_many: int) -> list[tuple[int, int]]:
         del strategy, model
         gc.collect()
         if number in (3, how_many):
-            time.sleep(1.5)  # threads look once a second whether they are still wanted
+            # Threads look once a second whether they are still wanted.
+            wait_until(
+                lambda: (
+                    not any(
+                        thread.name in ("towers-heartbeat", "towers-step-deadline") for thread in threading.enumerate()
+                    )
+                )
+            )
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return found
 
@@ -311,6 +319,6 @@ def make_strategies(how_many: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("count", [1, 2])
 def test_strategies_that_are_dropped_leave_nothing(count: int) -> None:
     names = [f"cpu:{tower}" for tower in range(count)]
-    for few, many in mirrored.launch(make_strategies, (13,), devices=names, timeout=60):
+    for few, many in mirrored.launch(make_strategies, (13,), devices=names, timeout=HANG):
         assert many[0] - few[0] < 10
         assert many[1] - few[1] < 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.jobs import failures, towers
+from tests.support.meeting import say, shorten_deadlines, wait_for
+from tests.support.waiting import HANG, forever
 
 
 def each(strategy: mirrored.Strategy) -> object:
@@ -250,22 +251,24 @@ def test_values_from_function() -> None:
 
 
 def call_on_one_tower(strategy: mirrored.Strategy | None = None) -> None:
-    options = mirrored.CommunicationOptions(timeout_seconds=2)
-    strategy = mirrored.MirroredStrategy(communication=options)
+    strategy = mirrored.MirroredStrategy()
     if strategy.is_chief:
+        wait_for("the other does something else")
+        shorten_deadlines(2)
         strategy.reduce("sum", 1)
     else:
-        time.sleep(15)
+        say("the other does something else")
+        forever()
 
 
 def test_a_collective_that_one_tower_makes_alone_is_explained() -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(call_on_one_tower, devices=["cpu:0", "cpu:1"], timeout=20)
+        mirrored.launch(call_on_one_tower, devices=["cpu:0", "cpu:1"], timeout=HANG)
     text = str(caught.value)
     assert "tower 0 waited 2 s for tower 1 in a collective (before its first step, at reduce" in text
     assert "; tower 1 is before its first step, for " in text
     assert ". Every tower must make the same calls" in text
-    assert "time.sleep(15)" in text[text.index("tower 1, most recent call last:") :]
+    assert "forever()" in text[text.index("tower 1, most recent call last:") :]
     assert isinstance(caught.value.__cause__, mirrored.CollectiveTimeoutError)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.support.jobs import assert_close, make_data, parameters_of, towers
+from tests.support.waiting import HANG
 from towers.collectives import values
 
 CPUS = ["cpu:0", "cpu:1"]
@@ -96,7 +97,7 @@ def train_with(setting: str, how: str) -> dict[str, Any]:
 )
 def test_an_empty_share_is_not_computed_and_contributes_nothing(setting: str, how: str) -> None:
     alone = train(mirrored.OneDeviceStrategy(), how)
-    results = mirrored.launch(train_with, (setting, how), devices=CPUS, timeout=60)
+    results = mirrored.launch(train_with, (setting, how), devices=CPUS, timeout=HANG)
     for result in results:
         assert_close(result["parameters"], alone["parameters"], 1e-12)
         assert_close(result["found"], alone["found"], 1e-12)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
+from tests.support.waiting import HANG
 
 
 def _loss(model: nn.Module, strategy: mirrored.Strategy) -> Tensor:
@@ -58,7 +59,7 @@ def _gradients_from_elsewhere(how: str, shared_out: bool) -> None:
 @pytest.mark.parametrize("shared_out", [False, True])
 def test_a_step_on_gradients_that_were_not_averaged_is_refused(how: str, shared_out: bool) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(_gradients_from_elsewhere, (how, shared_out), towers=2, timeout=30)
+        mirrored.launch(_gradients_from_elsewhere, (how, shared_out), towers=2, timeout=HANG)
     found = [str(failed.exception) for failed in caught.value.failures if not failed.consequence]
     assert found
     for text in found:
@@ -203,9 +204,9 @@ def _keras(built: bool, inside: bool) -> list[float]:
 )
 def test_keras_layers_that_nobody_averages_are_refused(built: bool, inside: bool, words: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=rf"MirrorError: backward\(\) on tower \d reached .*{words}"):
-        mirrored.launch(_keras, (built, inside), devices=["cpu:0", "cpu:1"], timeout=100)
+        mirrored.launch(_keras, (built, inside), devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def test_a_keras_layer_that_was_built_in_the_scope_stays_equal() -> None:
-    first, second = mirrored.launch(_keras, (True, True), devices=["cpu:0", "cpu:1"], timeout=100)
+    first, second = mirrored.launch(_keras, (True, True), devices=["cpu:0", "cpu:1"], timeout=HANG)
     assert first == second

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 
 from tests.support.commands import run_command
 from tests.support.jobs import ROOT
+from tests.support.meeting import FOLDER
 
 UNWELL = str(ROOT / "tests" / "programs" / "unwell.py")
 
@@ -21,16 +23,8 @@ def unwell(
     towers: int, *words: str, starter: Sequence[str] = MIRRORED_RUN
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """Run the program on so many towers; its result, and the seconds from what happened to the end of all."""
-    result = run_command([*starter, str(towers), UNWELL, *words])
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_command([*starter, str(towers), UNWELL, *words], env={FOLDER: folder})
     happened = re.search(r"^(?:\[tower \d\] )?([0-9]+\.[0-9]+)$", result.stderr, re.MULTILINE)
     assert happened, result.stderr
     return result, time.time() - float(happened[1])
-
-
-def within(seconds: float, towers: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """As :func:`unwell`, over within so many seconds: the first time or, when other tests are in the way, the next."""
-    result, took = unwell(towers, *words)
-    if took >= seconds:
-        result, took = unwell(towers, *words)
-    assert took < seconds
-    return result

@@ -8,11 +8,13 @@ user's own torchrun the report gives torchrun's summary its traceback.
 and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
 s after the report, or 2.5 s after it where only exit handlers and the interpreter's end are left, which takes a second
 of a core with torch. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
-agent. Reports are written under another name and renamed, so that they are whole or absent.
+agent. Reports are written under another name and renamed, so that they are whole or absent. A tower that was told to
+end and has saved does not wait for such threads for longer, either: the others and the scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
-told it to end: then it has seen the cause.
+told it to end: then it has seen the cause. Errors of c10d and of its Gloo say that another tower is gone; the errors of
+a script's own connections, to a database or an object store, are causes.
 """
 
 from __future__ import annotations
@@ -36,14 +38,16 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
+from torch.distributed import DistError
+
 from towers.errors import PeerLostError
 from towers.system.log import get_logger
-from towers.system.timeouts import Deadline, clock
+from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import AGENT, ERROR_FILE, RUN_ID, STARTED_BY, STATUS_RECORD
 
 _SHORT = 200  # characters
 
-_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+_PEER_LOST = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 
 _LAUNCHER_SECONDS = 2.0
 _LAST_SECONDS = 1.5  # what threads of a process that has failed may take
@@ -65,7 +69,9 @@ def is_peer_lost(error: BaseException) -> bool:
     """Whether ``error`` only says that another tower went away: a consequence, not a cause."""
     if isinstance(error, PeerLostError):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(text in _text_of(error) for text in _PEER_LOST)
+    text = _text_of(error).lower()
+    of_c10d = isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport" in text)
+    return of_c10d and any(said in text for said in _PEER_LOST)
 
 
 def signal_name(number: int) -> str:
@@ -127,7 +133,7 @@ class FailureReport:
         """Write the report whole, in torchrun's form with a finer clock, or not at all; whether it was written."""
         extra = {
             "py_callstack": self.trace,
-            "timestamp": str(int(self.time)),
+            "timestamp": str(int(clock.wall_time())),
             "time": self.time,
             "consequence": self.consequence,
         }
@@ -183,9 +189,10 @@ def mark_seen_by_launcher(error: BaseException) -> None:
 
 def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
     """Leave a report in ``path``, if there is one; whether it was written. See [Note: consequences wait]."""
-    if is_peer_lost(error) and not getattr(error, "seen_by_launcher", False):
+    report = FailureReport.of(error, trace)
+    if report.consequence and not getattr(error, "seen_by_launcher", False):
         clock.sleep(_LAUNCHER_SECONDS)
-    return path is not None and FailureReport.of(error, trace).write(path)
+    return path is not None and report.write(path)
 
 
 # -- the end of a process ------------------------------------------------------------------------------------
@@ -288,6 +295,24 @@ def end_soon() -> None:
         end_in(_LAST_SECONDS)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
+
+
+def end_soon_preempted() -> None:
+    """See that this process, which has saved and is about to end by itself, ends with :data:`EXIT_PREEMPTED`.
+
+    Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing.
+    """
+    script_ended, threads_ended = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        script_ended.wait()
+        wait_until(lambda: not _saves, SAVING_SECONDS)
+        if not threads_ended.wait(_LAST_SECONDS):
+            leave(EXIT_PREEMPTED)
+
+    threading.Thread(target=watch, name="towers-end", daemon=True).start()
+    threading._register_atexit(script_ended.set)  # type: ignore[attr-defined]  # before threads and pools are waited for
+    atexit.register(threads_ended.set)
 
 
 def leave(code: int) -> NoReturn:

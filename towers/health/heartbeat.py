@@ -9,6 +9,10 @@ second. Towers make more requests only while they keep waiting, when the chief l
 [Note: hosts' clocks are not compared] A tower on another host counts as silent for as long as this tower has watched
 its newest heartbeat stay the newest.
 
+[Note: who answers is waited for] A tower that has failed has time for the other's answer, which may take long on a host
+that does much else. It waits as long as heartbeats of the other one come. Answers come from the thread that sends
+those, not from the script's. A tower that is stopped or gone is given up after 2.5 seconds.
+
 [Note: the deadline of a step] A thread watches it, so code that holds the interpreter's lock is found only by the other
 towers' collectives.
 """
@@ -47,12 +51,9 @@ INTERVAL = 1.0
 _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
-_ANSWER = 1.6  # seconds in which a tower that lives answers, which it does at its next heartbeat
-_SILENT_ON_HOST = (
-    2.5  # seconds without a heartbeat after which a tower of this host that does not answer counts as gone
-)
-_SILENT = 1.3  # the same where heartbeats come through the store, which are watched while an answer is awaited
-_STORE_SECONDS = 0.5  # seconds for the store beyond that
+_SILENT = 2.5  # seconds without a heartbeat after which a tower that does not answer counts as gone
+_LONGEST = 30.0  # seconds that a tower which lives may take to answer
+_STORE_SECONDS = 0.5  # seconds for a request of the store
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
 _HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
@@ -207,17 +208,16 @@ class Heartbeat:
         return [tower for tower in range(self._topology.size) if tower != self._topology.index]
 
     def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
-        """What is known of other towers, within two seconds or so.
+        """What is known of other towers.
 
         Args:
-            stacks: ask them for their stacks, too.
+            stacks: ask them for their stacks, too; see [Note: who answers is waited for].
         """
         peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
         if not asked:
             return peers
-        # A store whose host is gone may not answer at all.
-        answers = in_time(_ANSWER + _STORE_SECONDS, lambda: self._ask(asked)) or {}
+        answers = self._ask(asked)
         return [dataclasses.replace(peer, stack=answers.get(peer.tower, "")) for peer in self._peers(towers)]
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
@@ -229,24 +229,42 @@ class Heartbeat:
                 status = record.read()
                 seconds = now - status.since if status.since else 0.0
                 silent = now - record.last_beat
-                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_SILENT_ON_HOST)
+                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_SILENT)
             peers.append(peer)
         return peers
 
     def _ask(self, towers: Sequence[int]) -> dict[int, str]:
-        store = self._store
-        if store is None:
-            return {}
-        queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
         answers: dict[int, str] = {}
-        deadline = Deadline(_ANSWER)
-        while len(answers) < len(queries) and not deadline.has_passed():
-            clock.sleep(0.05)
-            for tower, query in queries.items():
-                answer = store.read(f"answer{tower}") if tower not in answers else None
-                if answer is not None and answer["query"] >= query:
-                    answers[tower] = answer["stack"]
-        return answers
+        store, asked = self._store, clock.monotonic()
+        if store is None:
+            return answers
+
+        records = {tower: self._record.of_peer(tower) for tower in towers}
+
+        def last_heard_of(tower: int) -> float:
+            record, (_, seen) = records[tower], self._newest.get(tower, (0, asked))
+            return max(asked, seen, record.last_beat if record is not None else asked)
+
+        def awaited() -> list[int]:
+            since = clock.monotonic() - _SILENT
+            return [tower for tower in towers if tower not in answers and last_heard_of(tower) > since]
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, OSError):  # the store has ended
+                queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
+                while waits_for := awaited():
+                    self._read_beats(waits_for)
+                    for tower in waits_for:
+                        answer = store.read(f"answer{tower}")
+                        if answer is not None and answer["query"] >= queries[tower]:
+                            answers[tower] = answer["stack"]
+                    clock.sleep(0.05)
+
+        # By a thread: a store whose host is gone may not answer at all.
+        thread = threading.Thread(target=ask, name="towers-ask", daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive() or not awaited(), _LONGEST)
+        return dict(answers)
 
     def _silence(self, tower: int, number: int) -> float:
         """For how many seconds this heartbeat has been a tower's newest; see [Note: hosts' clocks are not compared]."""

@@ -21,12 +21,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO, TextIO
 
-from towers.system.timeouts import clock
-
 Sink = Callable[[str], None]
 
-_PREFIX = "towers-"
-_NEW = 60.0  # seconds in which a directory that was just made is not taken for a killed relay's
+_PREFIX = "towers-job-"
 
 
 def standard(stream: str) -> Sink:
@@ -157,9 +154,10 @@ class Relay:
 
     def __init__(self) -> None:
         _remove_leftovers()
-        self.directory = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._held = os.open(self.directory, os.O_RDONLY)
+        made = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+        self._held = os.open(made, os.O_RDONLY)
         fcntl.flock(self._held, fcntl.LOCK_EX)
+        self.directory = made.rename(made.with_name(made.name[1:]))  # from now on others would see that nobody holds it
         self._pipes: list[_Pipe] = []
         self._stop_reader, self._stop_writer = os.pipe()
         self._selector = selectors.DefaultSelector()  # takes pipes, too, while the thread waits for it
@@ -207,8 +205,7 @@ def _remove_leftovers() -> None:
         with contextlib.suppress(OSError):
             held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                old = clock.wall_time() - os.fstat(held).st_mtime > _NEW and os.fstat(held).st_uid == os.getuid()
-                if old:
+                if os.fstat(held).st_uid == os.getuid():
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(directory, ignore_errors=True)
             finally:

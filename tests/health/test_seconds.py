@@ -1,0 +1,79 @@
+"""How soon all is over: what ``docs/failures.md`` promises in seconds. What is said then is tested beside this."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.commands import start_command
+from tests.support.jobs import ROOT
+from tests.support.unwell import unwell
+from tests.support.waiting import wait_until
+from towers.health.failure import EXIT_PREEMPTED
+
+pytestmark = pytest.mark.seconds
+
+Promise = Callable[[float, float], None]
+PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
+TOLD = str(ROOT / "tests" / "programs" / "told.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        ("raise 1 3 forward", 5),
+        ("die 1 3 backward", 5),
+        ("thread 1 3 forward", 5),  # which does not end by itself
+        ("atexit 1 3 forward", 5),
+        ("exit0 1 3 forward", 8),
+        ("stop 1 3 forward timeout_seconds=3", 3 + 5),
+    ],
+)
+def test_a_job_ends_soon_after_a_tower_has(words: str, limit: float, promise: Promise) -> None:
+    result, took = unwell(3, *words.split())
+    assert result.returncode != 0
+    promise(took, limit)
+
+
+@pytest.mark.parametrize("mode", ["stubborn", "stubborn-fail"])
+def test_a_job_ends_soon_though_its_towers_handle_signals(mode: str, promise: Promise) -> None:
+    process = start_command(["mirrored", "run", "--towers", "2", TOLD, mode])
+    process.stdout.readline()
+    if mode == "stubborn":
+        process.terminate()
+        assert process.stdout.readline() == "told\n"
+        process.terminate()
+    began = time.monotonic()
+    process.communicate()
+    promise(time.monotonic() - began, 5)
+
+
+def test_a_job_that_has_saved_ends_soon_though_a_pool_of_each_tower_goes_on(
+    tmp_path: pathlib.Path, promise: Promise
+) -> None:
+    process = start_command(["mirrored", "run", "--towers", "2", PREFETCHES, str(tmp_path / "run"), "pool", "all"])
+    while process.stdout.readline() != "step 3\n":
+        pass
+    process.terminate()
+    began = time.monotonic()
+    process.communicate()
+    assert process.returncode == EXIT_PREEMPTED
+    promise(time.monotonic() - began, 8)
+
+
+def test_towers_end_soon_after_the_death_of_their_torchrun(promise: Promise) -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    towers = [int(word) for word in process.stdout.readline().split()]
+    began = time.monotonic()
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
+    promise(time.monotonic() - began, 5)
