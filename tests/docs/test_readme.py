@@ -25,7 +25,9 @@ def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
     script = tmp_path / "train.py"
     script.write_text(program)
     found = []
-    for result in (run_program([str(script)]), run_command(["mirrored", "run", "--towers", "2", str(script)])):
+    one = run_program([str(script)], cwd=str(tmp_path))
+    two = run_command(["mirrored", "run", "--towers", "2", str(script)], cwd=str(tmp_path))
+    for result in (one, two):
         assert result.returncode == 0, result.stderr
         found.append([float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.e-]+)", result.stdout)])
         assert len(found[-1]) == 5
