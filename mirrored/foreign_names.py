@@ -34,8 +34,8 @@ _INSTEAD = {
         "experimental_make_numpy_dataset": "strategy.distribute_dataset((inputs, labels), global_batch_size)",
         "prepare": "model and optimizer in strategy.scope(), data by strategy.distribute_dataset(…)",
         "unwrap": "the model is not wrapped",
-        "barrier": "strategy.reduce('sum', 0) returns when all towers have called it",
-        "wait_for_everyone": "strategy.reduce('sum', 0) returns when all towers have called it",
+        "unwrap_model": "the model is not wrapped",
+        "wait_for_everyone": "strategy.barrier()",
     },
     "DistributedDataset": {
         "set_epoch": _EPOCHS,

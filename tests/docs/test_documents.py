@@ -3,6 +3,7 @@
 A comment above a program says how it runs; without one it is a whole program, which runs on two towers.
 
 * ``within: FILE``: it stands in the middle of a program of tests/docs/within/.
+* ``equal: TOLERANCE``: it trains to the parameters of one tower.
 * ``run by: python``: as a program of its own, not in towers; ``run by: pytest``: its tests are run.
 * ``name: FILE``, ``beside: FILE``: it is a file that another program of the page needs.
 * ``needs: PACKAGE``: it is left out where that is not installed.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import io
 import pathlib
@@ -40,7 +42,7 @@ WITHIN = pathlib.Path(__file__).parent / "within"
 PLACE = "# The document's lines come here.\n"
 
 _BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_KEY = r"(within|run by|name|beside|needs|prints): "
+_KEY = r"(within|equal|run by|name|beside|needs|prints): "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Program:
 
     def __str__(self) -> str:
         return f"{self.document.relative_to(ROOT)}-{self.number}"
+
+    def marks(self) -> list[pytest.MarkDecorator]:
+        long = self.words.get("run by") == "python" or "from transformers " in self.source()
+        return [pytest.mark.slow] if long else []
 
     def source(self) -> str:
         if "within" not in self.words:
@@ -85,7 +91,7 @@ def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
     return [parameter.detach() for parameter in parameters], printed.getvalue()
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", [pytest.param(p, id=str(p), marks=p.marks()) for p in PROGRAMS])
 def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one and on two towers; what stands in a program of ours trains to the same parameters on both."""
     words = program.words
@@ -93,11 +99,16 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         pytest.skip(f"{words['needs']} is not installed")
     monkeypatch.chdir(tmp_path)
     if words.get("run by") == "pytest":
-        [other] = [p for p in programs_of(program.document) if p.words.get("name") == words["beside"]]
-        (tmp_path / words["beside"]).write_text(repaired(other.text))
-        tests: dict[str, Any] = {}
-        exec(program.text, tests)
-        for name in [name for name in tests if name.startswith("test_")]:
+        for other in programs_of(program.document):
+            if "name" in other.words and other.words["name"] == words.get("beside"):
+                (tmp_path / words["beside"]).write_text(repaired(other.text))
+        monkeypatch.syspath_prepend(tmp_path)  # towers import what they are to call
+        module = f"page_{program.document.stem}_{program.number}"
+        (tmp_path / f"{module}.py").write_text(program.text)
+        tests = vars(importlib.import_module(module))
+        names = [name for name in tests if name.startswith("test_")]
+        assert names
+        for name in names:
             tests[name]()
         return
     if words.get("run by") == "python":
@@ -106,17 +117,39 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         assert result.returncode == 0, result.stderr
         assert words.get("prints", "") in result.stdout
         return
-    (first, printed), (second, _) = run_on(2, program)
+    (first, printed), (second, _) = run_on(2, program, tmp_path)
     assert words.get("prints", "") in printed
     assert_close(first, second, 0)
-    if "within" in words:
-        [(one, _)] = run_on(1, program)
-        assert_close(first, one, 1e-2 if "autocast" in program.text else 1e-5)
+    if "within" in words or "equal" in words:
+        [(one, _)] = run_on(1, program, tmp_path)
+        assert one or "within" in words, "there is no model to compare"
+        assert_close(first, one, float(words.get("equal", 1e-2 if "autocast" in program.text else 1e-5)))
 
 
-def run_on(count: int, program: Program) -> list[tuple[list[torch.Tensor], str]]:
+def run_on(count: int, program: Program, folder: pathlib.Path) -> list[tuple[list[torch.Tensor], str]]:
+    """In a folder of its own, so that no run goes on from another's checkpoint."""
     devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(in_towers, (program.source(),), devices=devices)
+    place = folder / f"on-{count}"
+    place.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return mirrored.launch(in_towers, (program.source(),), devices=devices)
+
+
+def test_the_ddp_script_trains_as_the_one_that_replaces_it(tmp_path: pathlib.Path) -> None:
+    """As docs/from-ddp.md says: on two devices, where both take the examples in one order."""
+    trained = []
+    for program in programs_of(ROOT / "docs/from-ddp.md")[:2]:
+        assert program.text.count("shuffle=True") == 1
+        ordered = dataclasses.replace(program, text=program.text.replace("shuffle=True", "shuffle=False"))
+        (tmp_path / str(len(trained))).mkdir()
+        (first, printed), (second, _) = run_on(2, ordered, tmp_path / str(len(trained)))
+        assert_close(first, second, 0)
+        trained.append((first, printed))
+    (before, printed_before), (after, printed_after) = trained
+    assert_close(before, after, 1e-5)
+    assert printed_before == printed_after
+    assert "epoch 2: " in printed_after
 
 
 def repaired(script: str) -> str:

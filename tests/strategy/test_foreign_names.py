@@ -17,6 +17,8 @@ from tests.support.jobs import run_program
         ("extended", "the strategy has its methods itself"),
         ("experimental_run_v2", r"strategy\.run\("),
         ("world_size", r"strategy\.num_replicas_in_sync"),
+        ("wait_for_everyone", r"strategy\.barrier\(\)$"),
+        ("unwrap_model", "the model is not wrapped"),
     ],
 )
 def test_a_strategy_says_what_to_write_for_a_name_of_others(name: str, instead: str) -> None:
