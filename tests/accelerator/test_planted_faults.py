@@ -14,6 +14,8 @@ from tests.accelerator import cases, stream_cases
 from tests.accelerator.plant import with_fault
 from tests.accelerator.server import Server
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"bucket_bytes": 512}
 
 

@@ -13,7 +13,10 @@ from tests.support.waiting import HANG
 
 SCRIPT = str(ROOT / "tests" / "programs" / "simulated.py")
 
-pytestmark = pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(simulated_device.why_not()))
+pytestmark = [
+    pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(simulated_device.why_not())),
+    pytest.mark.slow,
+]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import torch
 from tests.accelerator import cases, keras_cases, stream_cases
 from tests.accelerator.server import Server
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"bucket_bytes": 512}  # several buckets
 
 

@@ -17,6 +17,8 @@ import mirrored
 from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, parameters_of, towers
 
+pytestmark = pytest.mark.slow
+
 SHARES = {1: [11], 2: [7, 4], 3: [5, 0, 6], 5: [1, 1, 1, 1, 0]}
 """How many examples each tower has, by the number of towers."""
 

@@ -17,6 +17,8 @@ from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, towers
 from tests.support.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 
 def sizes_of_pictures(strategy: mirrored.Strategy) -> list[Tensor]:
     [layer] = in_scope(strategy, fresh)

@@ -13,6 +13,8 @@ import mirrored
 from tests.support.commands import run_command
 from tests.support.jobs import ROOT, failures, make_data, make_mlp
 
+pytestmark = pytest.mark.slow
+
 DRIFTS = str(ROOT / "tests" / "programs" / "drifts.py")
 
 

@@ -16,6 +16,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, Mul
 import mirrored
 from tests.support.jobs import failures, make_data, make_mlp, towers
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES, BATCH = 66, 32
 """The last batch has 2 examples, fewer than there are towers in most of these tests."""
 

@@ -21,6 +21,8 @@ from tests.support.logs import Records
 from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Two layers, one of them large enough to be folded."""

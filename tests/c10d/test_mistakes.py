@@ -96,6 +96,7 @@ def wait_in_vain() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_is_told() -> None:
     ranks(wait_in_vain)
 

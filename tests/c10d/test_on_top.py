@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tests.c10d.ranks import ranks
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
 
+pytestmark = pytest.mark.slow
+
 
 class WithEmbedding(nn.Module):
     def __init__(self) -> None:

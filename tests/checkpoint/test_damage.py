@@ -42,6 +42,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "how"), DAMAGES)
 @pytest.mark.row(45)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
@@ -130,6 +131,7 @@ def test_a_name_cannot_leave_the_folder(folder: pathlib.Path, name: Any) -> None
     assert sorted(p.name for p in folder.iterdir()) == [".lock"]
 
 
+@pytest.mark.slow
 @pytest.mark.row(47)
 def test_links_out_of_the_folder_are_not_followed(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     manager, _ = one_tower(folder)
@@ -187,6 +189,7 @@ def test_the_state_of_another_optimizer_changes_nothing(folder: pathlib.Path) ->
         come_back(folder, torch.optim.SGD(model.parameters()), torch.optim.Adam(model.parameters()))
 
 
+@pytest.mark.slow
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=300)
 def test_a_manifest_with_anything_in_it_is_refused_by_one_error(

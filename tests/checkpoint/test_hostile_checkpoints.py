@@ -100,6 +100,7 @@ RANDOM_STATES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["outside", "inside"])
 @pytest.mark.parametrize("kind", RANDOM_STATES)
 def test_a_state_at_which_no_generator_can_stand_is_refused(folder: pathlib.Path, kind: str, stream: str) -> None:

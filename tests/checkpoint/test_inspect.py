@@ -20,6 +20,8 @@ from mirrored.checkpoint.manifest import name_of
 from mirrored.checkpoint.table import inspect
 from tests.support.hostile_checkpoints import forge, forge_manifest
 
+pytestmark = pytest.mark.slow
+
 NASTY = "a\x1b[2J\x1b]0;title\x07\r\nb\u202e\ud800\x9b31m"
 
 

@@ -9,9 +9,13 @@ import pathlib
 import threading
 from collections.abc import Callable
 
+import pytest
+
 import mirrored
 from mirrored.checkpoint.disk import Disk, take_lock
 from tests.support.waiting import HANG
+
+pytestmark = pytest.mark.slow
 
 
 def manager(folder: pathlib.Path, disk: Disk | None = None) -> mirrored.CheckpointManager:

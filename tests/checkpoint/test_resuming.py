@@ -20,6 +20,8 @@ from tests.support.checkpoints import one_tower
 from tests.support.jobs import towers
 from towers.system.timeouts import clock
 
+pytestmark = pytest.mark.slow
+
 STEPS = steps_of()
 
 

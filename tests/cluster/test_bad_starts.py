@@ -21,6 +21,8 @@ from towers.joining.store import serve_store
 from towers.launching.job import Job
 from towers.system.timeouts import Deadline
 
+pytestmark = pytest.mark.slow
+
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
 
 

@@ -18,6 +18,7 @@ def see_gpus(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
 
 
+@pytest.mark.slow
 @pytest.mark.row(21)
 def test_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_program(

@@ -22,6 +22,8 @@ from towers import errors as towers_errors
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 
+pytestmark = pytest.mark.slow
+
 
 def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
     """All towers draw all towers' values, so each knows the reference; returns the digests of the results."""

@@ -58,6 +58,7 @@ def from_loaders(strategy: mirrored.Strategy, kind: str) -> list[object]:
     return [len(data), *epochs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["plain", "shuffled", "workers", "collate", "weighted", "batch sampler", "random batch sampler", "no batches"],

@@ -91,6 +91,7 @@ def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
     return [parameter.detach() for parameter in parameters], printed.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [pytest.param(p, id=str(p), marks=p.marks()) for p in PROGRAMS])
 def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one and on two towers; what stands in a program of ours trains to the same parameters on both."""

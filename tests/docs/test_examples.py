@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tests.support.commands import Command, run_command
 from tests.support.jobs import ROOT, run_program
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ROOT / "examples"
 
 

@@ -6,8 +6,12 @@ import os
 import pathlib
 import re
 
+import pytest
+
 from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program
+
+pytestmark = pytest.mark.slow
 
 README = (ROOT / "README.md").read_text()
 

@@ -25,6 +25,8 @@ from tests.support.jobs import ROOT
 from tests.support.waiting import HANG
 from towers.system.timeouts import clock, run_with_timeout
 
+pytestmark = pytest.mark.slow
+
 NOWHERE = "no-such-host.invalid"
 
 

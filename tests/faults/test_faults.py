@@ -17,6 +17,8 @@ from tests.support.clusters import start_workers
 from tests.support.commands import Command, start_command
 from tests.support.waiting import HANG, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from tests.support.waiting import HANG
 from towers.health.deadlock import Beat, find_cycle
 from towers.health.peers import Status, Wait
 
+pytestmark = pytest.mark.slow
+
 BACKENDS: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo")},

@@ -17,6 +17,8 @@ from tests.support.jobs import run_program, towers
 from tests.support.unwell import TORCHRUN, UNWELL, unwell
 from tests.support.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 HERE = "in step 3, in the step's function"
 RESET = "Connection reset by peer"
 

@@ -7,9 +7,13 @@ import shlex
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.jobs import ROOT, run_program
 from tests.support.waiting import HANG
 from towers.launching.job import Job, agent_command
+
+pytestmark = pytest.mark.slow
 
 LEAVING = """
 import threading

@@ -20,6 +20,8 @@ from tests.support.jobs import ROOT, start_program
 from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
+pytestmark = pytest.mark.slow
+
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
 Told = tuple[Command, list[int]]
 

@@ -18,6 +18,8 @@ from tests.support.waiting import HANG, forever
 from towers.collectives import nccl_watch, process_group
 from towers.health import heartbeat
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     result, _ = unwell(3, "stop", "1", "3", "forward", "timeout_seconds=3")

@@ -254,6 +254,7 @@ def _suspended(seconds: float, timeout: float) -> float:
     return float(strategy.reduce("sum", 1.0))
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None:
     assert mirrored.launch(_suspended, (12.0, 10.0), towers=2, devices=["cpu:0", "cpu:1"], timeout=HANG) == [2.0, 2.0]
 
@@ -273,6 +274,7 @@ def _stopped() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_stopped_tower_is_woken_to_hear_that_the_others_end() -> None:
     """torchrun would wait half a minute for it to end."""
     first, second = mirrored.launch(_stopped, towers=2, devices=["cpu:0", "cpu:1"], timeout=HANG)

@@ -42,6 +42,7 @@ def start(*words: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, WAITS, *words], env=environ, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
     variables = torchrun_variables(MASTER_PORT=str(free_port()), **{JOB_TOKEN: "right"})
     first = start("end", **variables)
@@ -64,6 +65,7 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
         first.communicate(timeout=HANG)
 
 
+@pytest.mark.slow
 def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
     job = start("two")
     try:

@@ -21,7 +21,10 @@ from tests.support.sockets import family, ip, listening, unix_sockets
 from tests.support.waiting import HANG
 from towers.system.machine import address_towards, interface_of, interface_variables
 
-pytestmark = pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets")
+pytestmark = [
+    pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="reads Linux's tables of sockets"),
+    pytest.mark.slow,
+]
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

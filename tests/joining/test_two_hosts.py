@@ -19,6 +19,8 @@ from tests.support.sockets import family, ip, listening
 from tests.support.waiting import HANG, wait_until
 from towers.launching.job import Job, agent_command
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, str]]]:

@@ -10,6 +10,8 @@ import pytest
 import mirrored
 from tests.keras import cases
 
+pytestmark = pytest.mark.slow
+
 Results = dict[str, dict[str, Any]]
 
 

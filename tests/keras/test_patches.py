@@ -6,7 +6,11 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.jobs import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def run(program: str, backend: str | None = None) -> subprocess.CompletedProcess[str]:

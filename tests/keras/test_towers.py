@@ -13,6 +13,8 @@ import pytest
 import mirrored
 from tests.keras import behaviours
 
+pytestmark = pytest.mark.slow
+
 
 def test_moving_statistics_are_averaged_and_dropout_is_each_towers_own() -> None:
     one, other = mirrored.launch(behaviours.own_batch_norm_and_dropout, devices=behaviours.TOWERS)

@@ -13,6 +13,8 @@ from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import wait_until
 from towers.launching import console
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -20,6 +20,8 @@ from tests.support.jobs import ROOT, run_program
 from tests.support.waiting import HANG, forever, wait_until
 from towers import launch
 
+pytestmark = pytest.mark.slow
+
 
 def tower() -> int:
     return int(os.environ["RANK"])

@@ -26,6 +26,8 @@ from towers import CannotStartError
 from towers.collectives import process_group
 from towers.launching.job import _find_program, own_command
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["two", "a b", "", "--flag=x y", '"$HOME"', "a$$b ${local_rank}"]
 
 REPORT = str(ROOT / "tests" / "programs" / "report.py")

@@ -16,6 +16,8 @@ import mirrored
 from tests.support.jobs import ROOT
 from tests.support.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 _PARTS = ("mirrored", "towers", "pyproject.toml", "README.md", "LICENSE")
 
 

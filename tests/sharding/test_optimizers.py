@@ -23,6 +23,8 @@ from tests.support.sharded import assert_same_state, both, launch, parameters, s
 from tests.support.waiting import wait_until
 from towers.sharding.optimizer import OptimizerSharder
 
+pytestmark = pytest.mark.slow
+
 
 def edit_groups(what: str, shard: bool) -> list[Tensor]:
     """Parameters that leave their group, come back, or change places: their state stays theirs."""

@@ -20,6 +20,8 @@ import mirrored
 from tests.support.jobs import make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def look_around() -> tuple[bool, bool, bool, int]:
     context = mirrored.get_replica_context()

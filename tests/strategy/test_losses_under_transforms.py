@@ -16,6 +16,8 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.jobs import make_data, make_mlp, towers
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = 7
 
 Parameters = dict[str, Tensor]

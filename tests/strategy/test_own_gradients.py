@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.jobs import assert_close, failures, make_data, make_mlp, towers
 
+pytestmark = pytest.mark.slow
+
 Inputs = list[Tensor]
 
 

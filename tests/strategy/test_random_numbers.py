@@ -16,6 +16,8 @@ import mirrored
 from mirrored import generators
 from tests.support.jobs import make_data, make_mlp, towers
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

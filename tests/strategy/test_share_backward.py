@@ -16,6 +16,8 @@ from tests.support.jobs import assert_close, make_data, parameters_of, towers
 from tests.support.waiting import HANG
 from towers.collectives import values
 
+pytestmark = pytest.mark.slow
+
 CPUS = ["cpu:0", "cpu:1"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "shared memory": {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
+import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
@@ -12,6 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 import mirrored
 from tests.support.jobs import run_program, towers
 from towers.system.profiling import begin_range, end_range, range_
+
+pytestmark = pytest.mark.slow
 
 
 def trace_of(strategy: mirrored.Strategy, path: str) -> list[tuple[str, float, float]]:

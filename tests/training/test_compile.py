@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.jobs import assert_close, parameters_of
 
+pytestmark = pytest.mark.slow
+
 Step = Callable[[Tensor, Tensor], Tensor]
 RUNS, EXAMPLES = 4, 7
 

@@ -12,6 +12,8 @@ import mirrored
 from tests.support.features import FEATURES, Result, mlp, train, with_feature
 from tests.support.jobs import assert_close, make_data, parameters_of, towers
 
+pytestmark = pytest.mark.slow
+
 
 def compare(results: list[Result], expected: Result, tolerance: float) -> None:
     for result in results:

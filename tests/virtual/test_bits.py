@@ -18,6 +18,8 @@ from tests.support.jobs import assert_close, make_data, make_mlp
 from tests.support.virtual import V, digest, failures_of, one_digest, virtual
 from towers.gradients.tree_sum import Subtree
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("model", "optimizer", "others"),

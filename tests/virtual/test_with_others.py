@@ -19,6 +19,8 @@ import mirrored
 from tests.support.jobs import assert_close, make_data, make_mlp
 from tests.support.virtual import V, counting, digest, failures_of, one_digest, virtual
 
+pytestmark = pytest.mark.slow
+
 
 def usual_step(strategy: mirrored.Strategy, kind: str) -> str:
     """Three steps of ragged batches with one of the usual extras."""
