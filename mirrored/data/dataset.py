@@ -8,6 +8,7 @@ data is loaded with the CPU as default device.
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from mirrored.foreign_names import missing
 from mirrored.observer import observer
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
-from towers.health.status import LOADING
+from towers.health.status import LOADING, BatchInHand
 from towers.system.log import get_logger
 from towers.system.profiling import range_
 
@@ -70,22 +71,29 @@ class DistributedDataset(ABC):
             )
         self._saved_order = None
         log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
-        in_hand_outside = self._known.in_hand
+        health, known = self._comm.health, self._known
+        in_hand_outside, batch_outside = known.in_hand, health.batch
+        in_script = threading.current_thread() is threading.main_thread()
+        health.loops = loop = health.loops + 1
         try:
-            for batch, share in self._comm.health.each(LOADING, self._batches(drawn, epoch, step)):
+            for batch, share in health.each(LOADING, self._batches(drawn, epoch, step)):
+                if in_script:
+                    health.batch = BatchInHand(loop, epoch, step)
                 step += 1
                 if self._drawn is drawn:
                     self._step = step
-                self._known.drop(drawn)
+                known.drop(drawn)
                 if isinstance(batch, Joined):
-                    self._known.hold(drawn, *batch)
+                    known.hold(drawn, *batch)
                     batch = batch.whole
-                self._known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
-                self._known.in_hand = share
+                known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
+                known.in_hand = share
                 yield batch
         finally:
-            self._known.in_hand = in_hand_outside
-            self._known.drop(drawn)
+            known.in_hand = in_hand_outside
+            if in_script:
+                health.batch = batch_outside
+            known.drop(drawn)
         if self._drawn is drawn:
             self._epoch, self._step, self._drawn = epoch + 1, 0, None
 

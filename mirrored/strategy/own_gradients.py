@@ -17,6 +17,7 @@ from torch import Tensor
 from mirrored.strategy.calls import CheckedCalls
 from towers.collectives.agreement import announce
 from towers.gradients.averages import average
+from towers.health.status import with_batch
 from towers.system.memory_layout import is_dense
 
 
@@ -128,7 +129,9 @@ class OwnGradients(CheckedCalls):
                 f"{call} averages over the towers, but in no_sync() gradients are each tower's own: call it outside, "
                 "or torch.autograd.grad inside"
             )
-        self.communicator.health.train()
+        health = self.communicator.health
+        health.train()
+        call = with_batch(call, health.batch)
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
         self.engine.averager.note_averaged(tensors)
         return means

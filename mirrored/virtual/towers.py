@@ -47,6 +47,7 @@ from towers.collectives.communicator import as_bytes
 from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
 from towers.gradients.tree_sum import Subtree, TreeSum
+from towers.health.status import with_batch
 from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
@@ -245,6 +246,7 @@ class VirtualTowers:
         reports = [mine]
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
+            call = with_batch(call, self._comm.health.batch)
             announcements = announce(self._comm, call, dataclasses.asdict(mine))
             reports = [_Report(**announcement.details) for announcement in announcements]
         if len({report.layout for report in reports}) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +82,86 @@ def test_a_backward_that_one_tower_leaves_out_is_an_error_in_that_step(
         if setting == "sharded" and losses == 2:  # found in step 5 on both, where the optimizer's step begins
             assert "tower 0 steps SGD" in text
             assert "tower 1 uses the averaged gradients" in text
+        elif setting == "virtual towers":
+            call = f"strategy.backward() number {5 * losses} of 4 virtual towers"
+            assert f"tower 1 {call} with batch 4 of epoch 0" in text
+            assert f"tower 0 {call} with batch 5 of epoch 0" in text
         else:
-            assert "backward() 1 of step 6 on tower 0" in text
-            assert f"backward() {losses} of step 5 on tower 1" in text
+            loop = "(loop 1 over distributed data)"
+            assert f"backward() 1 of step 6 with batch 5 of epoch 0 {loop} on tower 0" in text
+            assert f"backward() {losses} of step 5 with batch 4 of epoch 0 {loop} on tower 1" in text
+
+
+def _extra_run(setting: str) -> None:
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **SETTINGS[setting])
+    with strategy.scope():
+        model = make_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), y, reduction="none")
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        if strategy.virtual_towers is not None:
+            strategy.backward(loss_fn, x, y)
+        else:
+            mirrored.compute_average_loss(loss_fn(x, y)).backward()
+        optimizer.step()
+
+    data = strategy.distribute_dataset(torch.utils.data.TensorDataset(*make_data(8 * RUNS)), 8)
+    for number, batch in enumerate(data):
+        strategy.run(step, args=batch)
+        if number == 4 and strategy.topology.index == 0:
+            strategy.run(step, args=batch)  # for which the other tower has the next batch
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_that_one_tower_makes_once_more_is_an_error_in_that_step(setting: str) -> None:
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        mirrored.launch(_extra_run, (setting,), devices=["cpu:0", "cpu:1"], timeout=HANG)
+    errors = {failed.tower: failed.exception for failed in caught.value.failures}
+    assert sorted(errors) == [0, 1]
+    for error in errors.values():
+        assert isinstance(error, mirrored.DisagreementError), error
+        assert "batch 4 of epoch 0" in str(error)
+        assert "batch 5 of epoch 0" in str(error)
+
+
+def _several_loops(implementation: str) -> int:
+    """Batches in hand that are not those of the step: a thread takes them ahead, or a tower trains on earlier ones."""
+    options = mirrored.CommunicationOptions(implementation=implementation)
+    strategy = mirrored.MirroredStrategy(seed=0, communication=options)
+    model = strategy.mirror(make_mlp())
+
+    def step(x: Tensor, y: Tensor) -> None:
+        mirrored.compute_average_loss(nn.functional.cross_entropy(model(x), y, reduction="none")).backward()
+
+    dataset = torch.utils.data.TensorDataset(*make_data(24))
+    train, other = (strategy.distribute_dataset(dataset, size) for size in (8, 4))
+    earlier = []
+    for batch, own in zip(train, other, strict=False):  # the loop over the second is left early
+        strategy.run(step, args=batch)
+        strategy.run(step, args=own)
+        earlier.append(batch)
+        strategy.run(step, args=earlier[strategy.topology.index % len(earlier)])
+    for batch in earlier[strategy.topology.index :] + earlier[: strategy.topology.index]:
+        strategy.run(step, args=batch)
+
+    taken: queue.Queue[Any] = queue.Queue()
+    ahead = threading.Thread(target=lambda: [taken.put(batch) for batch in train])
+    ahead.start()
+    if strategy.topology.index == 0:
+        ahead.join()  # this tower is at the last batch before its first step, the others are where they are
+    for _ in range(len(train)):
+        strategy.run(step, args=taken.get())
+    ahead.join()
+    return strategy.health.run
+
+
+@pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
+def test_a_tower_may_have_other_batches_at_hand(implementation: str) -> None:
+    assert mirrored.launch(_several_loops, (implementation,), devices=["cpu:0", "cpu:1"], timeout=HANG) == [15, 15]
 
 
 def _one_more(strategy: mirrored.Strategy) -> None:

@@ -20,7 +20,7 @@ import pathlib
 import struct
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from towers.errors import DeadlockError
 from towers.health import failure
@@ -129,6 +129,27 @@ def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="ignore")
 
 
+class BatchInHand(NamedTuple):
+    """The global batch that a script is at, the same on all towers, each of which has its share of it.
+
+    Attributes:
+        loop: counts the loops over distributed data, which all towers begin together.
+        epoch, step: of the data, from 0.
+    """
+
+    loop: int
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"batch {self.step} of epoch {self.epoch} (loop {self.loop} over distributed data)"
+
+
+def with_batch(call: str, batch: BatchInHand | None) -> str:
+    """What a call is said to be, and the batch that it belongs to."""
+    return call if batch is None else f"{call} with {batch}"
+
+
 class Counted(Protocol):
     """A communicator, which counts the collectives that this tower has begun.
 
@@ -150,6 +171,9 @@ class Health:
             A run is a training step when it has a backward or an optimizer's step; at one tower each is.
         evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
         phase: what the tower does now; empty where it is in the script's own code.
+        loops: how many loops over distributed data have begun.
+        batch: the newest batch of distributed data that the main thread has taken, until it asks for another one. None
+            where there is none; what another thread takes ahead says nothing of where a script is.
         record: where other processes read it; None where there are none, and nothing is written.
         heartbeat: the other towers, where there are any.
         exit_code: what this tower is about to end with, without having failed.
@@ -162,6 +186,8 @@ class Health:
         self.step = 0
         self.evaluates = False
         self.phase = ""
+        self.loops = 0
+        self.batch: BatchInHand | None = None
         self.record = record
         self.heartbeat: Peers | None = None
         self.exit_code = 0
