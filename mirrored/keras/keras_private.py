@@ -33,6 +33,7 @@ __all__ = [
     "current_device",
     "data_adapters",
     "first_epoch",
+    "function_of",
     "is_of_activities",
     "losses",
     "random_ops",
@@ -50,6 +51,11 @@ SUMS_ACTIVITIES = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 def is_of_activities(caller: types.FrameType) -> bool:
     """Whether a layer's ``add_loss`` was called for the regulariser of its activities."""
     return caller.f_code.co_name == "__call__" and caller.f_globals.get("__name__") == keras.Layer.__module__
+
+
+def function_of(metric: Any) -> Any:
+    """What computes the values of which a metric is the mean; its type where it computes them itself."""
+    return getattr(metric, "_fn", type(metric))
 
 
 def variables_of_trained_layers(model: Any) -> Iterator[tuple[Any, Any]]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mirrored.data.shares import Share
 from mirrored.keras.keras_private import reduction_metrics
+from mirrored.keras.metric_probe import probe_first_update
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current
 from towers.collectives.communicator import Communicator
@@ -161,6 +162,7 @@ def _check(metric: Any) -> None:
                     "towers have counted cannot be combined: make it by self.add_variable(..., aggregation='sum'), "
                     "'mean' or 'only_first_replica'"
                 )
+        probe_first_update(each)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mirrored
 import mirrored.keras
 from tests.keras.cases import classes, dense, numbers
+from tests.keras.own_metrics import Extreme
 
 TOWERS = ["cpu:0", "cpu:1"]
 
@@ -219,6 +220,26 @@ def metric_that_is_not_combined(strategy: mirrored.Strategy) -> None:
             return self.newest
 
     dense(strategy, metrics=[Newest()]).fit(numbers(8), classes(), verbose=0)
+
+
+def metric_of_a_maximum(strategy: mirrored.Strategy) -> None:
+    dense(strategy, metrics=["accuracy", Extreme()]).fit(numbers(8), classes(), verbose=0)
+
+
+def metric_of_mean_maxima(strategy: mirrored.Strategy) -> None:
+    model = dense(strategy, metrics=[Extreme("mean")])
+    model.evaluate(numbers(8), classes(), verbose=0)
+
+
+def metric_of_the_last_value(strategy: mirrored.Strategy) -> None:
+    dense(strategy, metrics=[Extreme(last=True)]).train_on_batch(numbers(8)[:2], classes()[:2])
+
+
+def metric_that_is_a_function(strategy: mirrored.Strategy) -> None:
+    def largest(y: Any, p: Any) -> Any:
+        return ops.max(p)
+
+    dense(strategy, metrics=[largest]).fit(numbers(8), classes(), verbose=0)
 
 
 def checkpoints_of_a_generator(strategy: mirrored.Strategy) -> None:

@@ -28,7 +28,14 @@ def one() -> Results:
 
 OF_SHARES = [
     *("shuffled", "recurrent", "weights_of_samples_and_classes", "loss_of_ones_own", "fewer_examples_than_towers"),
-    *("metrics_that_are_no_means", "loader", "distributed_dataset", "generator", "single_batches"),
+    *(
+        "metrics_that_are_no_means",
+        "metrics_of_ones_own",
+        "loader",
+        "distributed_dataset",
+        "generator",
+        "single_batches",
+    ),
 ]
 """Cases in which it matters how many towers get fewer examples than others, or none: five towers do no others."""
 

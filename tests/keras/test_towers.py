@@ -65,6 +65,10 @@ MISTAKES = {
     behaviours.other_data_on_each_tower: r"DisagreementError: the first batch of an epoch is another one on tower 1",
     behaviours.metric_without_variables: r"TypeError: the metric 'counts' \(Counts\) has no variables",
     behaviours.metric_that_is_not_combined: r"TypeError: the variable 'newest/newest' .* has aggregation='none'",
+    behaviours.metric_of_a_maximum: r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong",
+    behaviours.metric_of_mean_maxima: r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong",
+    behaviours.metric_of_the_last_value: r"TypeError: the metric 'extreme' .* of 2 examples .*strategy.gather\(y_pred",
+    behaviours.metric_that_is_a_function: r"TypeError: the metric 'largest' \(MeanMetricWrapper\) of several",
     behaviours.gradients_of_its_own: r"MirrorError: SGD.step\(\) on tower \d on gradients that no backward",
     behaviours.checkpoints_of_a_generator: r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle",
 }

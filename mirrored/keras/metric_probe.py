@@ -1,0 +1,139 @@
+"""A probe of metrics that a script has written: whether what towers count by them can be combined.
+
+The variables of a metric say how by their ``aggregation``, nearly always by Keras' default, ``"sum"``. A maximum, a
+last value and a quotient of each batch do not add up. So the first update of a metric in a step is made on the two
+halves of this tower's examples too, whose states are combined as those of two towers; then the metric has its own state
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from mirrored.keras.keras_private import function_of
+from mirrored.keras.patching import around
+from mirrored.keras.steps import current
+from mirrored.strategy.base import Strategy
+from towers.system.torch_private import disable_dynamo
+
+_TOLERANCE = 1e-3  # of float32 sums, relative to the largest number
+
+
+def probe_first_update(metric: Any) -> None:
+    """Let the first update of ``metric`` in a step show whether states of several towers can be combined.
+
+    Metrics of Keras can, and so can one whose variables are all of the first tower.
+    """
+    aggregations = {variable.aggregation for variable in metric.variables}
+    if (_of_keras(type(metric)) and _of_keras(function_of(metric))) or aggregations <= {"only_first_replica"}:
+        return
+    update = metric.update_state
+
+    @disable_dynamo
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        before = _state(metric)
+        result = update(*args, **kwargs)
+        step = current()
+        if step is not None and step.share.local and not _close(before, _state(metric), 0.0):
+            del metric.update_state
+            _probe(metric, before, (args, kwargs))
+        return result
+
+    metric.update_state = update_state
+
+
+def _probe(metric: Any, before: Sequence[Tensor], given: Any) -> None:
+    """Update a metric by halves of what it was given.
+
+    Raises:
+        TypeError: the states of the halves, combined, are not that of the whole.
+    """
+    after = _state(metric)
+    sizes = {len(leaf) for leaf in keras.tree.flatten(given) if getattr(leaf, "shape", ())}
+    if len(sizes) != 1 or len(before) != len(after):
+        return
+    half = max(1, sizes.pop() // 2)
+
+    def updated(start: int, end: int) -> list[Tensor]:
+        _set(metric, before)
+        args, kwargs = keras.tree.map_structure(lambda leaf: _rows(leaf, start, end), given)
+        metric.update_state(*args, **kwargs)
+        return _state(metric)
+
+    with torch.no_grad():
+        try:
+            first, second, whole = updated(0, half), updated(half, 2 * half), updated(0, 2 * half)
+            expected = _numbers(metric.result())
+        except Exception:  # it cannot be updated by another number of examples
+            _set(metric, after)
+            return
+        combined = [
+            one + other - base if variable.aggregation == "sum" else (one + other) / 2
+            for variable, base, one, other in zip(metric.variables, before, first, second, strict=True)
+        ]
+        _set(metric, combined)
+        found = _numbers(metric.result())
+        _set(metric, after)
+    if _close(combined, whole, _TOLERANCE) or _close(found, expected, _TOLERANCE):
+        return
+    raise TypeError(
+        f"the metric {metric.name!r} ({type(metric).__name__}) of several towers would be wrong: of {2 * half} "
+        f"examples it gives {_text(expected)}, but {_text(found)} where two towers have half of them each and their "
+        "variables are combined by their aggregation. Sums and numbers of examples add up (aggregation='sum', the "
+        "default), 'mean' is for means over examples, and a function has to return one value for each example. For "
+        "anything else, such as a maximum, let update_state gather the examples of all towers (y_pred = "
+        "strategy.gather(y_pred)), and make the variables by self.add_variable(..., aggregation='only_first_replica')"
+    )
+
+
+def _of_keras(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "keras"
+
+
+def _rows(leaf: Any, start: int, end: int) -> Any:
+    """Some rows of an array; of a single row, that one."""
+    if not getattr(leaf, "shape", ()):
+        return leaf
+    return leaf[start:end] if len(leaf) > 1 else torch.cat([torch.as_tensor(leaf)] * (end - start))
+
+
+def _state(metric: Any) -> list[Tensor]:
+    return [variable.value.detach().clone() for variable in metric.variables]
+
+
+def _set(metric: Any, state: Sequence[Tensor]) -> None:
+    for variable, value in zip(metric.variables, state, strict=True):
+        variable.value.detach().copy_(value)
+
+
+def _numbers(result: Any) -> list[Tensor]:
+    return [keras.ops.convert_to_tensor(value).detach().clone() for value in keras.tree.flatten(result)]
+
+
+def _close(state: Sequence[Tensor], other: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether some tensors are equal, but for a part of the largest number in each."""
+    return len(state) == len(other) and all(
+        torch.allclose(a.double(), b.double(), 0.0, tolerance * float(b.double().abs().max()), equal_nan=True)
+        for a, b in zip(state, other, strict=True)
+        if b.numel()
+    )
+
+
+def _text(numbers: Sequence[Tensor]) -> str:
+    return ", ".join(f"{float(value):.6g}" for value in numbers if value.numel() == 1) or "other numbers"
+
+
+@around(Strategy, "gather")
+def _gather(original: Any, strategy: Strategy, value: Any, axis: int = 0) -> Any:
+    """Nothing of a stand-in; and what is given, where Keras only looks for shapes."""
+    step = current()
+    if isinstance(value, Tensor) and value.is_meta:
+        return value
+    if step is not None and not step.share.local and axis == 0:
+        value = keras.tree.map_structure(lambda leaf: leaf[:0] if getattr(leaf, "shape", ()) else leaf, value)
+    return original(strategy, value, axis)
