@@ -85,8 +85,9 @@ from mirrored.keras import (  # noqa: E402, F401  (they patch)
     trainer,
 )
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
+from mirrored.keras.tensorboard import TensorBoard  # noqa: E402
 from mirrored.strategy.engine import untraced  # noqa: E402
 
 untraced.traced |= {f"{__name__}.{part}" for part in ("batch_norm", "losses", "metrics", "patching", "steps")}
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "TensorBoard"]

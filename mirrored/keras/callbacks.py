@@ -7,18 +7,21 @@ takes the others along: at the end of the epoch, and of each batch where a callb
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import keras
 
 from mirrored.keras.keras_private import CallbackList, first_epoch, write_nothing
 from mirrored.keras.saving import read_in_turn
+from mirrored.keras.tensorboard import TensorBoard
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 
 _ORBAX: tuple[Any, ...] = tuple(kind for name, kind in vars(keras.callbacks).items() if name == "OrbaxCheckpoint")
-_ONLY_WRITE = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor, keras.callbacks.TensorBoard, *_ORBAX)
+_BOARDS = (TensorBoard, keras.callbacks.TensorBoard)
+_ONLY_WRITE = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor, *_BOARDS, *_ORBAX)
 _OF_KERAS = {base for each in vars(keras.callbacks).values() if isinstance(each, type) for base in each.__mro__}
 _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end")
 
@@ -28,8 +31,13 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
 
     Args:
         fits: whether it is ``fit``, after whose epochs and batches the towers agree on whether to go on.
+
+    Raises:
+        ImportError: one needs TensorFlow, which is not there.
     """
     given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
+    if any(isinstance(each, keras.callbacks.TensorBoard) for each in given) and find_spec("tensorflow") is None:
+        raise ImportError("keras.callbacks.TensorBoard needs TensorFlow; mirrored.keras.TensorBoard needs tensorboard")
     chosen = [callback for callback in given if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
     for callback in chosen:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -56,7 +64,7 @@ def read_batches(callbacks: Any) -> bool:
 def _reads_batches(callback: Any) -> bool:
     if isinstance(callback, Agreement):
         return callback.batches_are_read
-    if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard, *_ORBAX)):
+    if isinstance(callback, (keras.callbacks.ModelCheckpoint, *_BOARDS, *_ORBAX)):
         return "epoch" not in (getattr(callback, "save_freq", None), getattr(callback, "update_freq", None))
     if isinstance(callback, keras.callbacks.TerminateOnNaN):
         return True

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import torch
 from keras import layers, ops
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 import mirrored
@@ -73,6 +74,35 @@ def own_batch_norm_and_dropout() -> dict[str, Any]:
     model.fit(x, y, batch_size=4, epochs=1, verbose=0)
     ways = {how: float(variable.numpy()) for how, variable in counting.ways.items()}
     return {"weights": model.get_weights(), "drawn": np.array(kept.drawn), "ways": ways}
+
+
+def boards(folder: str) -> dict[str, Any]:
+    """What of TensorBoard's files can be read, and what Keras' callback says."""
+    strategy = begin()
+    model = dense(strategy)
+    callbacks = [
+        mirrored.keras.TensorBoard(folder, histogram_freq=2, update_freq=5),
+        keras.callbacks.CSVLogger(os.path.join(folder, "log.csv")),
+        mirrored.keras.Checkpoints(os.path.join(folder, "checkpoints")),
+    ]
+    x, y = numbers(8), classes()
+    for epochs in (2, 3):  # the second goes on
+        model.fit(x, y, batch_size=16, epochs=epochs, validation_split=0.2, callbacks=callbacks, verbose=0)
+    strategy.barrier()
+    found: dict[str, Any] = {"error": error_with_board(model)}
+    for part in ("train", "validation"):
+        events = EventAccumulator(os.path.join(folder, part)).Reload()
+        found[part] = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+        found[f"histograms of {part}"] = len(events.Tags()["histograms"])
+    return found
+
+
+def error_with_board(model: keras.Model) -> str:
+    try:
+        model.fit(numbers(8), classes(), callbacks=[keras.callbacks.TensorBoard()], verbose=0)
+    except ImportError as error:
+        return str(error)
+    return "nothing"
 
 
 def callbacks_and_files(folder: str) -> dict[str, Any]:

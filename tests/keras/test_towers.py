@@ -46,6 +46,16 @@ def test_files_and_the_progress_bar_are_the_chiefs(tmp_path: pathlib.Path) -> No
     assert all(np.isfinite(weight).all() for weight in weights)
 
 
+def test_tensorboard_is_written_by_the_chief_alone(tmp_path: pathlib.Path) -> None:
+    for found in mirrored.launch(behaviours.boards, (str(tmp_path),), devices=behaviours.TOWERS):
+        epochs, batches = [0, 1, 2], [5, 10, 15]
+        assert found["validation"] == {"epoch_accuracy": epochs, "epoch_loss": epochs}
+        assert found["train"].pop("epoch_learning_rate") == epochs
+        assert found["train"] == found["validation"] | {"batch_accuracy": batches, "batch_loss": batches}
+        assert found["histograms of train"] == 4
+        assert "mirrored.keras.TensorBoard" in found["error"]
+
+
 def test_compiled_eager_and_mixed_precision() -> None:
     first, second = mirrored.launch(behaviours.settings_of_compile, devices=behaviours.TOWERS)
     for name, values in first.items():
