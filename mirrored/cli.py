@@ -36,11 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_checkpoint(commands)
     _add_doctor(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["verify"]:
-        ours, others = _split(words)
-        parsed, unknown = parser.parse_known_args(ours)
-        return _verify(parser, parsed, [*unknown, *others])
+    words, others = _split(words) if words[:1] == ["verify"] else (words, [])
     parsed = parser.parse_args(words)
+    if parsed.command == "verify":
+        return _verify(parser, parsed, others)
     if parsed.command == "doctor":
         return _doctor(parsed)
     if parsed.command == "checkpoint":

@@ -11,38 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.torch import random as random_ops
-from keras.src.backend.torch.core import get_device as current_device
-from keras.src.backend.torch.trainer import TorchEpochIterator, TorchTrainer
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.losses import loss as losses
-from keras.src.metrics import reduction_metrics
-from keras.src.trainers import data_adapters
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.trainer import Trainer
-
-__all__ = [
-    "SUMS_ACTIVITIES",
-    "ArrayDataAdapter",
-    "CallbackList",
-    "DataAdapter",
-    "TorchEpochIterator",
-    "TorchTrainer",
-    "Trainer",
-    "current_device",
-    "data_adapters",
-    "first_epoch",
-    "function_of",
-    "is_of_activities",
-    "losses",
-    "random_ops",
-    "reduction_metrics",
-    "set_first_epoch",
-    "variables_of_trained_layers",
-    "write_nothing",
-]
-
+from keras.src.backend.torch import random as random
+from keras.src.backend.torch.core import get_device as get_device
+from keras.src.backend.torch.trainer import TorchEpochIterator as TorchEpochIterator
+from keras.src.backend.torch.trainer import TorchTrainer as TorchTrainer
+from keras.src.callbacks.callback_list import CallbackList as CallbackList
+from keras.src.losses import loss as loss
+from keras.src.metrics import reduction_metrics as reduction_metrics
+from keras.src.trainers import data_adapters as data_adapters
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.trainer import Trainer as Trainer
 
 SUMS_ACTIVITIES = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 14)
 """Whether a regulariser of activities adds up the examples."""

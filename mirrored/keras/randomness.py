@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from mirrored.keras.keras_private import random_ops
+from mirrored.keras.keras_private import random as random_ops
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
 from mirrored.observer import observer

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from mirrored.keras import data
-from mirrored.keras.keras_private import current_device
+from mirrored.keras.keras_private import get_device as current_device
 from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables

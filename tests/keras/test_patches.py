@@ -78,6 +78,6 @@ def test_what_is_replaced_calls_the_original() -> None:
     import mirrored.keras.keras_private as private
     import mirrored.keras.losses  # noqa: F401  (replaces it)
 
-    replaced = private.losses.reduce_values
+    replaced = private.loss.reduce_values
     assert inspect.unwrap(replaced).__module__ == "keras.src.losses.loss"
     assert inspect.signature(replaced) == inspect.signature(inspect.unwrap(replaced))

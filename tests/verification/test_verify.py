@@ -246,6 +246,7 @@ def test_the_command() -> None:
         (["--timeout", "0", __file__], "timeout is 0.0, but must be more than 0"),
         (["tests"], "there is no file tests"),
         (["-m", "mirrored.nowhere"], "there is no module mirrored.nowhere"),
+        (["--exakt", __file__], "unrecognized arguments: --exakt"),
     ],
 )
 def test_wrong_usage_is_code_2(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
