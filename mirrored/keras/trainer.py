@@ -115,8 +115,10 @@ def _reset_metrics(original: Any, model: Any) -> None:
 @around(Trainer, "_get_metrics_result_or_logs")
 def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
     training = _training_of(model)
-    if training is not None and training.several and data.active is training.strategy:
-        logs = training.reduce() or logs
+    if training is not None and data.active is training.strategy:
+        reduced = training.reduce() if training.several else {}
+        # There are none in an epoch all of whose batches a checkpoint has.
+        logs = reduced or logs or model.get_metrics_result()
     return original(model, logs)
 
 

@@ -342,7 +342,7 @@ def a_loop_of_ones_own(folder: str, steps: int) -> list[Any]:
 
 
 def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, Any]:
-    """Trains five epochs of seven batches; tower 0 is killed in a batch."""
+    """Trains five epochs of seven batches; tower 0 is killed in a batch, or once an epoch's last one is saved."""
     strategy = begin()
     with strategy.scope():
         model = keras.Sequential(
@@ -353,8 +353,15 @@ def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, An
 
     class Dies(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self.model.optimizer.iterations == killed_in and strategy.is_chief:
+            if self.model.optimizer.iterations == killed_in != 28 and strategy.is_chief:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if self.model.optimizer.iterations == killed_in:
+                assert checkpoints.manager is not None
+                checkpoints.manager.wait()
+                if strategy.is_chief:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     x: Any = numbers(8).astype("float32")
     y: Any = classes()
@@ -362,8 +369,9 @@ def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, An
     if kind == "loader":
         x = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=16, shuffle=True)
         y = batch_size = None
+    checkpoints = mirrored.keras.Checkpoints(folder, every_steps=4)
     callbacks = [
-        mirrored.keras.Checkpoints(folder, every_steps=4),
+        checkpoints,
         Dies(),
         keras.callbacks.ReduceLROnPlateau("loss", patience=1),
         keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),

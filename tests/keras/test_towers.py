@@ -91,7 +91,7 @@ def test_mistakes_are_errors_on_all_towers(mistake: Callable[[mirrored.Strategy]
 
 
 @pytest.mark.parametrize("kind", ["arrays", "loader"])
-@pytest.mark.parametrize("killed_in", [10, 14])  # in the middle of an epoch, and in its last batch
+@pytest.mark.parametrize("killed_in", [10, 14, 28])  # in the middle of an epoch, in its last batch, and after it
 def test_a_killed_fit_goes_on_to_the_same_weights(tmp_path: pathlib.Path, kind: str, killed_in: int) -> None:
     def fit(folder: str, killed_in: int) -> Any:
         return mirrored.launch(
