@@ -70,20 +70,31 @@ def running(step: Step) -> Iterator[None]:
         _current = outer
 
 
+_in_backward = False
+"""Whether a weight was applied already: under ``torch.device``, and in reentrant checkpoints, backward calls itself."""
+
+
 @around(torch.autograd, "backward")
 def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs) if _current is None else _backward_of(_current, original, *args, **kwargs)
+    if _current is None or _in_backward:
+        return original(*args, **kwargs)
+    return _backward_of(_current, original, *args, **kwargs)
 
 
 @disable_dynamo
 def _backward_of(step: Step, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+    global _in_backward
     if (weight := step.part * step.strategy.num_replicas_in_sync) != 1:
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
         if grad_tensors is None or isinstance(grad_tensors, Tensor):
             grad_tensors = (grad_tensors,) * len(tensors)
         grad_tensors = _weighted(tensors, grad_tensors, weight)
-    return original(tensors, grad_tensors, *args, **kwargs)
+    _in_backward = True
+    try:
+        return original(tensors, grad_tensors, *args, **kwargs)
+    finally:
+        _in_backward = False
 
 
 def _weighted(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], weight: float) -> list[Tensor | None]:

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import torch
 from keras import layers, ops
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mirrored
@@ -192,15 +193,17 @@ def loss_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
 
 @case
 def step_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """Whose backward calls itself: in a reentrant checkpoint, and for the mode that ``torch.device`` is."""
+
     class Model(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.out = layers.Dense(1)
+            self.hidden, self.out = layers.Dense(4), layers.Dense(1)
             self.tracker = keras.metrics.Mean(name="tracked")
             self.mae = keras.metrics.MeanAbsoluteError(name="mae")
 
         def call(self, x: Any) -> Any:
-            return self.out(x)
+            return checkpoint(self.out, self.hidden(x), use_reentrant=True)
 
         @property
         def metrics(self) -> list[Any]:
@@ -222,7 +225,8 @@ def step_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
     with strategy.scope():
         model = Model()
         model.compile(optimizer="adam")
-    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
+    with torch.device("cpu"):
+        history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
     return seen(model, history)
 
 
