@@ -27,10 +27,8 @@ _CHECKS: Mapping[str, Check] = {
     "variables": launchers.check_variables,
     "host name": network.check_names,
     "interfaces": network.check_interfaces,
-    "ports": network.check_loopback,
     "TF_CONFIG": launchers.check_tf_config,
     "launcher": launchers.check_launcher,
-    "shared memory": resources.check_shared_memory,
     "CPU towers": jobs.check_cpu_towers,  # see [Note: checks that try]
     "GPU towers": jobs.check_gpu_towers,
 }

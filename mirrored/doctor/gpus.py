@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
-from towers.system import accelerator, devices, machine
+from towers.system import accelerator, devices
 
 _SUBJECT = "GPUs"
 _VERSION = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Names, memory, driver, a computation on each, and how they reach each other."""
+    """Names, memory, driver, a computation on each."""
     if (kind := devices.accelerator_kind()) not in ("cpu", "cuda"):
         names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
         yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
@@ -59,7 +59,6 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield ok(_SUBJECT, f"{count}, {versions}, NCCL {_nccl()}")
     for number in range(count):
         yield _try(number)
-    yield from _check_together(count)
 
 
 def _on_machine() -> str:
@@ -104,26 +103,3 @@ def _try(number: int) -> Finding:
     if free < 0.5 * size:
         return warning(subject, f"{what}: another program uses it", "nvidia-smi names it; end it, or choose other GPUs")
     return ok(subject, what)
-
-
-def _check_together(count: int) -> Iterator[Finding]:
-    """Several GPUs: models, peer access, and cores to feed them."""
-    if count < 2:
-        return
-    names = {torch.cuda.get_device_name(number) for number in range(count)}
-    if len(names) > 1:
-        yield note(_SUBJECT, f"they differ ({', '.join(sorted(names))}): the slowest sets the pace")
-    pairs = [(a, b) for a in range(count) for b in range(count) if a < b]
-    no_access = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    if no_access:
-        some = "no pair" if len(no_access) == len(pairs) else f"all but {', '.join(no_access[:8])}"
-        yield note(
-            "peer access",
-            f"{some} can read each other's memory; the others send through the host's",
-            "where the cards could: see the BIOS (ACS, IOMMU), and nvidia-smi topo -p2p r",
-        )
-    else:
-        yield ok("peer access", "all GPUs reach each other's memory")
-    cores = machine.cores()
-    if cores < 2 * count:
-        yield warning(_SUBJECT, f"{count} GPUs, but {cores} cores to feed them", "ask for two cores or more for each")

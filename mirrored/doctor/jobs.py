@@ -33,7 +33,8 @@ def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield problem(
             subject,
             f"two towers cannot work together on this machine: {_reason(error)}",
-            "fix the other problems and warnings first, above all those of the network: they often cause this one",
+            "fix the other problems and warnings first, and see that programs reach each other at 127.0.0.1, where "
+            "towers rendezvous (ip link set lo up; a firewall)",
         )
         return
     if why_not:

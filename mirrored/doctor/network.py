@@ -122,40 +122,6 @@ def _check_chosen(variable: str, chosen: Sequence[str], interfaces: Mapping[str,
     return ok(variable, what)
 
 
-def check_loopback(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """A connection through loopback, and one through each address of the host's name."""
-    if error := _connect("127.0.0.1"):
-        yield problem(
-            "loopback",
-            f"a program cannot be reached at 127.0.0.1: {error}",
-            "towers rendezvous there: bring the interface up (ip link set lo up), or let the firewall pass it",
-        )
-    else:
-        yield ok("loopback", "programs reach each other at 127.0.0.1")
-    (addresses,) = look_up([socket.gethostname()])
-    for address in () if isinstance(addresses, OSError) else addresses:  # check_names reports the error
-        if address == "127.0.0.1" or not is_local(address):
-            continue
-        if error := _connect(address):
-            yield warning(
-                "own address",
-                f"a program cannot be reached at {address}, to which this machine's name resolves: {error}",
-                "clusters that know this machine by it cannot rendezvous here: see its interfaces and its firewall",
-            )
-        else:
-            yield ok("own address", f"programs reach each other at {address}")
-
-
-def _connect(address: str) -> str:
-    """Why a program that listens on ``address`` cannot be reached there; empty when it can."""
-    try:
-        with socket.create_server((address, 0), family=_family(address)) as listener:
-            socket.create_connection(listener.getsockname()[:2], timeout=_CONNECT_SECONDS).close()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
-
-
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 

@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
-from towers.collectives.shared_memory import semaphores
-from towers.collectives.shared_memory.segment import Segment
 from towers.system import machine
 
 _MB, _GB = 2**20, 2**30
@@ -22,7 +20,6 @@ _DEV_SHM = "/dev/shm"
 _LONGEST = 60  # characters; Python's fork server adds some 40, and the kernel takes 107 in a socket's address
 _FILES = 1024
 _INFINIBAND = pathlib.Path("/sys/class/infiniband")
-_PTRACE_SCOPE = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 _MEMBERSHIP = pathlib.Path("/proc/self/cgroup")
 
@@ -161,43 +158,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / _GB:.1f} GB" if nbytes >= _GB else f"{nbytes / _MB:.0f} MB"
 
 
-def check_shared_memory(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """memfd_create, /proc, semaphores and pidfd_open, by which CPU towers of one host share memory."""
-    subject, missing = "shared memory", []
-    try:
-        segment = Segment.create(1, reserve=True)
-        Segment.open(os.getpid(), segment.file)
-    except OSError as error:
-        missing.append(f"memory from memfd_create, opened by /proc/{os.getpid()}/fd ({error})")
-    if not semaphores.available():
-        missing.append("POSIX semaphores that processes share")
-    if missing:
-        yield warning(
-            subject,
-            f"not on this system: {'; '.join(missing)}. CPU towers use Gloo, which is slower",
-            "mount /proc, and let the sandbox or the seccomp profile allow memfd_create",
-        )
-    else:
-        yield ok(subject, "memfd_create, /proc and semaphores work")
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError) as error:
-        yield note(
-            "pidfd_open",
-            f"is not available ({error}): towers see by the process id that another has ended",
-            "nothing needs to be done; Linux 5.3 and a newer seccomp profile have it",
-        )
-    if environ.get("NCCL_HOSTID"):
-        yield note(
-            "NCCL_HOSTID",
-            f"is {environ['NCCL_HOSTID']!r}: only towers with the same value share memory with each other",
-            "unset NCCL_HOSTID unless it was set on purpose",
-        )
-    # Yama restricts attaching to a process, not the reading that opening its /proc/…/fd asks for.
-    if _PTRACE_SCOPE.exists() and (scope := _PTRACE_SCOPE.read_text().strip()) != "0":
-        yield ok("ptrace_scope", f"is {scope}, which does not affect shared memory (only debuggers, such as py-spy)")
-
-
 def check_disk(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether files can be made in the current and the temporary directory, and how much space is left."""
     try:
@@ -248,22 +208,13 @@ def _check_folder(subject: str, folder: str, meaning: str, fix: str) -> Finding:
 
 
 def check_limits(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """``ulimit``: open files, CPU time, sizes of files and memory; locked memory where a network card needs it."""
+    """``ulimit``: open files; locked memory where a network card needs it."""
     files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _FILES:
         fix = "ulimit -n 4096" if hard < 0 or hard >= 4096 else "as root raise the hard limit (ulimit -Hn), then it"
         yield warning("open files", f"at most {files}; that is little for data loaders' workers and many towers", fix)
     else:
         yield ok("open files", "no limit" if files < 0 else f"at most {files:,}")
-    for subject, number, why, fix in (
-        ("file size", resource.RLIMIT_FSIZE, "shared memory and checkpoints are files", "ulimit -f unlimited"),
-        ("address space", resource.RLIMIT_AS, "CUDA and shared memory map more than they use", "ulimit -v unlimited"),
-        ("data segment", resource.RLIMIT_DATA, "torch allocates what it needs at once", "ulimit -d unlimited"),
-        ("CPU time", resource.RLIMIT_CPU, "SIGXCPU ends a training that has used it up", "ulimit -t unlimited"),
-    ):
-        soft, _ = resource.getrlimit(number)
-        if soft >= 0:
-            yield warning(subject, f"is limited to {soft:,} {'s' if subject == 'CPU time' else 'bytes'}: {why}", fix)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked >= 0 and _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()):
         yield warning(

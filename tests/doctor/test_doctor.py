@@ -58,7 +58,7 @@ def test_two_towers_of_this_machine_work_together() -> None:
     assert report["healthy"] == (code == 0) == all(f["severity"] != "problem" for f in found.values())
     assert found["CPU towers"]["severity"] == "ok"
     assert "shared memory" in found["CPU towers"]["what"]
-    for subject in ("Python", "torch", "numpy", "safetensors", "loopback", "TF_CONFIG", "launcher"):
+    for subject in ("Python", "torch", "numpy", "safetensors", "TF_CONFIG", "launcher"):
         assert found[subject]["severity"] == "ok", found[subject]
     assert errors == ""
 
