@@ -39,8 +39,11 @@ class Observer:
         """Whether a dropout of ``value`` by other means than torch's is to be left out."""
         return False
 
+    def drew(self, by: str) -> None:
+        """Random numbers are drawn by other means than torch's generators."""
+
     def returned(self, call: str, result: Any) -> None:
-        """``strategy.reduce`` or ``strategy.gather`` returns ``result``."""
+        """``strategy.reduce`` or ``strategy.gather`` returns ``result``, or what ``call`` says."""
 
 
 _observer: Observer | None = None

@@ -25,6 +25,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.data.shares import Share, bounds
 from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
 from mirrored.keras.patching import around
+from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -127,12 +128,13 @@ class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
 @around(TorchEpochIterator, "_get_iterator")
 def _get_iterator(original: Any, iterator: Any) -> Any:
-    loader = original(iterator)
-    if active is None or active.num_replicas_in_sync == 1 or isinstance(loader, DistributedDataset):
+    loader, strategy, watching = original(iterator), active, observer()
+    if strategy is None or isinstance(loader, DistributedDataset):
         return loader
-    if isinstance(iterator.data_adapter, ArrayDataAdapter):
-        return _own_examples(active, loader)
-    return _own_rows(active, loader)
+    if strategy.num_replicas_in_sync > 1:
+        owned = _own_examples if isinstance(iterator.data_adapter, ArrayDataAdapter) else _own_rows
+        loader = owned(strategy, loader)
+    return loader if watching is None else watching.batches(iterator, lambda first: iter(loader), 0)
 
 
 @around(TorchEpochIterator, "__next__")

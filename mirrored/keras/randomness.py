@@ -23,6 +23,8 @@ from mirrored.seeds import mix
 def _draw_seed(original: Any, seed: Any) -> Any:
     drawn = original(seed)
     step = current()
+    if step is not None and (watching := observer()) is not None:
+        watching.drew("keras.random")
     if step is None or not step.strategy.topology.index or isinstance(seed, int):
         return drawn
     numbers = [int(number) for number in drawn]

@@ -104,7 +104,7 @@ class Backward(CheckedCalls):
             loss.backward()
         mean = sum_of_some(self.communicator, "strategy.backward()", loss)
         if (watching := observer()) is not None:
-            watching.returned("reduce('sum')", mean)
+            watching.returned("strategy.reduce('sum')", mean)
         return mean
 
     def state_dict(self) -> dict[str, int]:

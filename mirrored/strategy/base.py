@@ -236,7 +236,7 @@ class Strategy(OwnGradients, Backward):
         with range_("mirrored::reduce"):
             result = values.reduce(self.communicator, operation_name(op), value, axis)
         if (watching := observer()) is not None:
-            watching.returned(f"reduce({operation_name(op)!r})", result)
+            watching.returned(f"strategy.reduce({operation_name(op)!r})", result)
         return result
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -252,7 +252,7 @@ class Strategy(OwnGradients, Backward):
         with range_("mirrored::gather"):
             result = values.gather(self.communicator, value, axis)
         if (watching := observer()) is not None:
-            watching.returned("gather()", result)
+            watching.returned("strategy.gather()", result)
         return result
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

@@ -105,7 +105,7 @@ def nothing_compared(one: Trace) -> Explanation:
     if any(call.trained for call in one.calls):
         what = "no step was compared: the script calls backward, but no optimizer of torch.optim makes a step"
     if one.results:
-        what += f". Of {len(one.results)} results of reduce and gather none differs"
+        what += f". Of {len(one.results)} results that are reduced or gathered none differs"
     else:
         what += ", and calls neither strategy.reduce nor strategy.gather"
     return Explanation(Cause.NOTHING_TRAINED, what, "give verify a script that trains by an optimizer of torch.optim")
@@ -195,6 +195,21 @@ def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
     return None
 
 
+def pairs_of_examples(one: Trace, many: Trace, what: str) -> Explanation | None:
+    """The loss compares the examples of a batch with each other: those of a share only with each other."""
+    for line, examples in many.pairs.items():
+        if one.pairs.get(line, examples) != examples:
+            return Explanation(
+                Cause.PAIRS_OF_EXAMPLES,
+                f"{what}. The script compares examples of a batch with each other{at_line(line)}: {one.pairs[line]} on "
+                f"one tower, {examples} of a share. Such a loss is no mean over examples",
+                "compare each with the examples of all towers: the replica context's all_gather brings them together, "
+                "and is differentiable (docs/recipes.md#contrastive-losses)",
+                "the shape of what that line makes; no factor makes the losses equal",
+            )
+    return None
+
+
 def shared_stream(many: Sequence[Trace]) -> Explanation | None:
     """All towers draw the same random numbers for different examples."""
     for calls in zip(*(trace.calls for trace in many), strict=False):
@@ -221,7 +236,12 @@ def _size(call: RunCall) -> int:
     return call.shares[0][0] if call.shares else len(call.examples)
 
 
-# -- other examples, other buffers -----------------------------------------------------------------------
+# -- other parameters, examples and buffers -----------------------------------------------------------------------
+
+
+def other_start(one: Trace, again: Trace) -> bool:
+    """Whether two runs on one tower do not begin their first step with the same parameters."""
+    return any(step.before != other.before for step, other in zip(one.steps[:1], again.steps, strict=False))
 
 
 def other_data(comparison: RunComparison) -> Explanation | None:

@@ -317,7 +317,7 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
         if line in unsteady:
             continue
         if alone.count != together.count:
-            if line[0].startswith("gather") and together.count == len(comparison.many) * alone.count:
+            if line[0].startswith("strategy.gather") and together.count == len(comparison.many) * alone.count:
                 continue
             return alone, together
         for dtype, amount in zip(alone.dtypes, amounts(alone, together), strict=False):

@@ -111,7 +111,10 @@ def _beside_rounding(comparison: RunComparison, rerun: Rerun, interventions: Int
     """The comparison, beside a run that was moved by rounding where that might explain the difference."""
     if comparison.first is None or comparison.first.kind not in _ROUNDED or comparison.perturbed is not None:
         return comparison
-    return dataclasses.replace(comparison, perturbed=_alone(rerun, dataclasses.replace(interventions, rounding=True)))
+    perturbed = _alone(rerun, dataclasses.replace(interventions, rounding=True))
+    if perturbed is None or causes.other_start(comparison.one, perturbed):
+        return comparison  # which does not measure rounding
+    return dataclasses.replace(comparison, perturbed=perturbed)
 
 
 def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: Rerun) -> Explanation | None:
@@ -123,7 +126,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
     pair = differing_result(comparison, _alone(rerun, _NONE))
     if pair is None:
         return None
-    what = f"what strategy.{pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
+    what = f"what {pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
     return _random(comparison, what, pair[1].steps) or reported_value(comparison, pair, proven)
 
 
@@ -216,6 +219,7 @@ def _candidates(
         LossFactor.DIVISOR: bool(uneven_divisors(many, at)),
         LossFactor.TOWERS: True,
         LossFactor.BOTH: uneven,
+        LossFactor.INVERSE: uneven,
     }
     terms = batch_terms(first_loss(one, at), first_loss(many[0], at))
     for base in bases:
@@ -242,6 +246,8 @@ def _unexplained(
     random = _random(comparison, what, at)
     if random is not None:
         return random
+    if (pairs := causes.pairs_of_examples(one, many[0], what)) is not None:
+        return pairs
     loss = first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
     return Explanation(
@@ -262,7 +268,8 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
         Cause.RANDOM_IN_RUN,
         f"{what}, and {local.by}{at_line(local.line)} draws random numbers inside run: {len(comparison.many)} "
         "towers draw others than one, as they should, so this script cannot be compared",
-        "draw them in the dataset, where they are seeded per example, or leave them out for the comparison",
+        "draw them in the dataset, where they are seeded per example, or leave them out for the comparison; what mixes "
+        "the examples of a batch is the same on any number of virtual towers (docs/recipes.md#mixup)",
     )
 
 

@@ -42,10 +42,13 @@ class LossFactor(enum.Enum):
     SHARE = "towers · its examples / all examples"
     TOWERS = "the number of towers"
     BOTH = "towers · towers · its examples / all examples"
+    INVERSE = "all examples / its examples"  # of a sum in Keras' fit, which weighs by examples
     DIVISOR = "towers · what it is divided by / the sum of that over the towers"
 
     def of(self, towers: int, local: int, total: int) -> float:
         """The factor on one tower in one step; ``DIVISOR`` has a factor for each summand (:func:`divisor_factors`)."""
+        if self is LossFactor.INVERSE:
+            return total / local if local else 1.0
         share = towers * local / total if total and self in (LossFactor.SHARE, LossFactor.BOTH) else 1.0
         return share * (towers if self in (LossFactor.TOWERS, LossFactor.BOTH) else 1)
 

@@ -262,7 +262,7 @@ def reported_value(
     one, many = told_apart(a, b)
     if alone.count != together.count:
         one, many = str(alone.count), f"{together.count} values"
-    call = f"strategy.{together.call}{at_line(together.line)} after step {together.steps}"
+    call = f"{together.call}{at_line(together.line)} after step {together.steps}"
     differs = f"{call} gives {many} on {towers} towers, but {one} on one"
     evaluation = _evaluation(comparison, differs)
     if evaluation is not None:

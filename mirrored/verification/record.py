@@ -252,6 +252,10 @@ class TraceRecorder(StepLimit):
     def drops(self, dropout: str, value: Any) -> bool:
         return self._watcher.leave_out(dropout, value)
 
+    def drew(self, by: str) -> None:
+        if self._recording.call is not None:
+            self._recording.call.draws.append(Draw(by, script_line(), ""))
+
     def returned(self, call: str, result: Any) -> None:
         if self.beyond:
             return
@@ -295,7 +299,8 @@ class TraceRecorder(StepLimit):
         steps = len(self.trace.steps)
         self.trace.evaluated.setdefault(steps, []).extend(examples)
         if (steps, name) not in self.trace.evaluated_models:
-            digests = {f"{name}.{path}": digest_of(p) for path, p in module.named_parameters() if has_values(p)}
+            parameters = nn.Module.named_parameters(module)  # Keras' own makes them, where a layer is being built
+            digests = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
             self.trace.evaluated_models[steps, name] = digests
         if recording.call is not None:
             self._evaluates = True

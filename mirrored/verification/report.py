@@ -39,6 +39,7 @@ class Cause(enum.Enum):
     FAILS_WHEN_WATCHED = "fails-when-watched"
     NO_TOWERS = "no-towers"
     NOT_REPRODUCIBLE = "not-reproducible"
+    NOT_COMPARABLE = "not-comparable"
     NOTHING_TRAINED = "nothing-trained"
     LOCAL_MEAN = "local-mean"
     SUM_LOSS = "sum-loss"
@@ -49,6 +50,7 @@ class Cause(enum.Enum):
     BATCH_NORM = "batch-norm"
     SHARED_RANDOM_STREAM = "shared-random-stream"
     RANDOM_IN_RUN = "random-in-run"
+    PAIRS_OF_EXAMPLES = "pairs-of-examples"
     OUTSIDE_SCOPE = "outside-scope"
     CHANGED_ON_ONE_TOWER = "changed-on-one-tower"
     BUFFER = "buffer"
@@ -147,8 +149,8 @@ class VerificationReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1: also where nothing can be said, as with no step to compare."""
-        return 0 if self.equal else 1
+        """0 when equal, else 1: also where nothing can be said: no step to compare, an end in an exception."""
+        return 0 if self.equal and self.ended is None else 1
 
     def __str__(self) -> str:
         limit = "to the bit" if self.exact else f"within {self.tolerance:g}"
@@ -160,7 +162,10 @@ class VerificationReport:
             lines += ["", note] if applies else []
         if self.ended is not None:
             where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
-            text = f"{where}: verify ends the loop after the last step; --steps compares more."
+            text = (
+                f"{where}. What follows was not compared. It may want the whole loop, which verify ends after the last "
+                "step: --steps compares more. Otherwise the script fails without verify, too."
+            )
             lines += ["", *_wrapped("The script ends in ", text)]
         if self.equal:
             lines += ["", *self._equality(limit)]
@@ -181,7 +186,7 @@ class VerificationReport:
         if self.rounding is not None:
             text = f"from step {self.rounding + 1} on rounding alone makes more than {self.tolerance:g}. {_ROUNDING}"
             return _wrapped("The same, as far as rounding lets one see: ", text)
-        others = [f"the {self.results} results of reduce and gather"] if self.results else []
+        others = [f"the {self.results} results that are reduced or gathered"] if self.results else []
         others += [plural(self.buffers, "buffer")] if self.buffers else []
         also = f", and so are {' and '.join(others)}" if others else ""
         losses = "losses, " if any(row.loss != (None, None) for row in self.rows) else ""
@@ -241,5 +246,6 @@ def _wrapped(head: str, text: str) -> list[str]:
         if paragraph.startswith(" "):  # a traceback's line
             lines.append(first + paragraph)
         else:
-            lines += textwrap.wrap(paragraph, _WIDTH, initial_indent=first, subsequent_indent="  ")
+            wrapper = textwrap.TextWrapper(_WIDTH, first, "  ", break_long_words=False, break_on_hyphens=False)
+            lines += wrapper.wrap(paragraph)
     return lines

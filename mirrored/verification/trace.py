@@ -290,7 +290,7 @@ class Result:
     """What ``strategy.reduce`` or ``strategy.gather`` returned.
 
     Attributes:
-        call: as a message calls it: "reduce('sum')".
+        call: as a message calls it: "strategy.reduce('sum')".
         line: of the script.
         steps: optimizer steps done before.
         values: the first ones of each tensor.
@@ -338,6 +338,8 @@ class Trace:
         evaluated_models: for each outermost module that was called outside of training, by the number of steps done
             before and its name: digests of its parameters.
         results: of ``strategy.reduce`` and ``strategy.gather``.
+        pairs: the lines of the script that make a number of each pair of this tower's examples in ``run``, and how many
+            examples these are.
         dropouts: how many calls of a dropout were left out.
         refused_by: the batch norm layer that could not normalise a share of one example.
         counts_towers: the lines of the script that name ``num_replicas_in_sync``.
@@ -357,6 +359,7 @@ class Trace:
     evaluated: dict[int, list[str]] = dataclasses.field(default_factory=dict)
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
+    pairs: dict[int | None, int] = dataclasses.field(default_factory=dict)
     dropouts: int = 0
     refused_by: str | None = None
     counts_towers: list[int] = dataclasses.field(default_factory=list)

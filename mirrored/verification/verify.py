@@ -19,6 +19,7 @@ import torch
 
 from mirrored import seeds
 from mirrored.observer import observe
+from mirrored.verification import causes, kept_files
 from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
 from mirrored.verification.interventions import Interventions, shapes_of
@@ -32,6 +33,7 @@ from towers.system import devices as towers_devices
 from towers.system import machine
 
 _SEED = 0
+_KEPT = "kept-files"
 
 
 def verify(
@@ -117,7 +119,13 @@ def verify(
     except errors.TowerFailedError as error:
         nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)
         return make_report(name, nothing, [_ended(count, error)])
-    return make_report(name, *explain(compare(one, many, tolerance, exact), rerun))
+    comparison, found = compare(one, many, tolerance, exact), list[Explanation]()
+    if not job.kept:
+        comparison, found = explain(comparison, rerun)
+    if job.kept:  # now, or by a further run
+        failed = causes.failure(comparison)
+        found = [kept_files.not_comparable(job.kept), *([failed] if failed is not None else [])]
+    return make_report(name, comparison, found)
 
 
 def _module_file(name: str) -> str:
@@ -159,6 +167,8 @@ class ScriptJob:
         threads: of each tower, in both runs: another number adds up in another order.
         timeout: seconds for each run.
         show: whether the script's output is shown.
+        begins: when each run began, in seconds since the epoch by the clock of files.
+        kept: files that a run has left and a later one has read.
     """
 
     script: str
@@ -169,6 +179,8 @@ class ScriptJob:
     threads: int
     timeout: float
     show: bool
+    begins: list[float] = dataclasses.field(default_factory=list)
+    kept: list[str] = dataclasses.field(default_factory=list)
 
     def run(self, towers: int, interventions: Interventions | None = None) -> list[Trace]:
         """Run the script on so many towers, and return the trace of each.
@@ -177,8 +189,12 @@ class ScriptJob:
             TowerFailedError: a tower died, or the time was over.
         """
         with tempfile.TemporaryDirectory(prefix="mirrored-verify-") as folder:
+            self.begins.append(os.stat(folder).st_mtime)
             arguments = (self, folder, interventions or Interventions())
-            return launch(_run, arguments, devices=self.devices[:towers], timeout=self.timeout)
+            traces = launch(_run, arguments, devices=self.devices[:towers], timeout=self.timeout)
+            with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, _KEPT), encoding="utf-8") as notes:
+                self.kept.extend(dict.fromkeys(notes.read().splitlines()))
+            return traces
 
 
 def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
@@ -198,6 +214,7 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting
+    kept_files.watch(os.path.join(folder, _KEPT), job.begins[0], job.begins[-1])
     try:
         with recorder.watching:
             if job.module:

@@ -237,7 +237,11 @@ class Watcher(TorchFunctionMode):
             recording.trace.local_changes.append(self._event(name))
             if recording.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
-        return func(*args, **named)
+        result = func(*args, **named)
+        local = len(recording.call.examples) if recording.call is not None else 0
+        if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
+            recording.trace.pairs.setdefault(script_line(), local)
+        return result
 
     def _event(self, what: str) -> Event:
         return Event(what, script_line(), len(self._recording.trace.steps))

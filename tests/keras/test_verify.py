@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from tests.support.commands import run_command
+from tests.support.jobs import ROOT
 from tests.support.waiting import HANG
 
 SCRIPT = """
@@ -44,6 +45,29 @@ def test_a_script_is_compared(tmp_path: pathlib.Path, settings: str, code: int, 
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("SETTINGS", settings))
     result = run_command(["mirrored", "verify", str(script)], timeout=HANG)
+    said = " ".join(result.stdout.split())
+    assert words in said, result.stdout + result.stderr
+    assert result.returncode == code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "towers", "code", "words"),
+    [
+        ("unbuilt", 3, 0, "parameters are equal within 0.0001, and so are the 1 results that are reduced or gathered"),
+        ("metric", 2, 1, "[reported-value]: training is equal, but the logs of Keras' loop"),
+        ("noise", 2, 1, "[random-in-run]: the loss at step 1 differs by"),
+        ("contrastive", 2, 1, "[pairs-of-examples]: the loss at step 1 differs"),
+        ("sum", 3, 1, "[sum-loss]: on tower 0 the loss"),
+        ("backup, norm", 3, 1, "[batch-norm]: batch norm (batch_normalization) takes the statistics"),
+        ("kept backup", 2, 1, "[not-comparable]: nothing can be said of this script"),
+        ("weights", 2, 1, "[not-reproducible]: two runs on one tower differ, too"),
+    ],
+)
+def test_what_keras_scripts_hold(tmp_path: pathlib.Path, kind: str, towers: int, code: int, words: str) -> None:
+    script = ROOT / "tests" / "programs" / "verification" / "keras_fit.py"
+    command = ["mirrored", "verify", "--towers", str(towers), str(script), kind, str(tmp_path)]
+    result = run_command(command, timeout=HANG)
     said = " ".join(result.stdout.split())
     assert words in said, result.stdout + result.stderr
     assert result.returncode == code

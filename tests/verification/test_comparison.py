@@ -62,7 +62,7 @@ def test_no_step_to_compare_is_no_success() -> None:
     _, [explanation] = explained(one, tower, tower)
     assert explanation.cause is Cause.NOTHING_TRAINED
     assert "no step was compared" in explanation.what
-    assert "Of 1 results of reduce and gather none differs" in explanation.what
+    assert "Of 1 results that are reduced or gathered none differs" in explanation.what
 
 
 def test_what_only_watching_breaks_is_not_blamed_on_the_script() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 
 import pytest
@@ -95,7 +96,7 @@ def test_two_mistakes_are_both_named() -> None:
 @pytest.mark.parametrize(
     ("script", "steps", "compared", "words"),
     [
-        ("right_ragged", 5, 5, "and so are the 5 results of reduce and gather"),
+        ("right_ragged", 5, 5, "and so are the 5 results that are reduced or gathered"),
         ("right_everything", 5, 5, "Dropout is left out of both runs"),
         ("right_two_models", 5, 10, "Adam 1"),
         ("right_padded", 5, 5, "The same"),
@@ -166,14 +167,14 @@ def test_other_causes(kind: str, cause: Cause, words: str) -> None:
         ("stack and time first", "Random numbers that run draws come from one stream"),
         ("mean and next", "The script ends in StopIteration (line {next})"),
         ("mean and count", "The script ends in AssertionError (line {count})"),
-        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2: verify ends the loop"),
+        ("catch all", "The script ends in SystemExit (line {catch}), on one tower as on 2. What follows was not"),
         ("times", "and so are the 10 results"),
     ],
 )
 def test_what_only_looks_like_a_mistake(kind: str, words: str) -> None:
     report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
     assert report.causes == (), report
-    assert report.exit_code == 0
+    assert report.exit_code == (1 if words.startswith("The script ends") else 0)
     assert len(report.rows) == 5
     lines = {
         "next": line_of("right_but", "next(batches)"),
@@ -281,3 +282,33 @@ def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str,
     report = mirrored.verify(SCRIPTS / f"{script}.py", [kind], steps=1)
     assert report.causes == (cause,), report
     assert words in plain(report)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "checkpoint",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("pickle", "epoch", "log", "data", "memory map", "mean", "data base", "descriptor", "process")
+        ),
+    ],
+)
+def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(SCRIPTS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
+    assert report.causes == (Cause.NOT_COMPARABLE,), report
+    assert report.exit_code == 1
+    assert f"did not start alike: {tmp_path / 'kept'}." in plain(report)
+    assert "The same" not in plain(report)
+
+
+@pytest.mark.parametrize("kind", ["writes only", pytest.param("appends only", marks=pytest.mark.slow)])
+def test_files_that_no_run_reads_are_no_obstacle(kind: str, tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(SCRIPTS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
+    assert report.causes == (Cause.SUM_LOSS,), report
+
+
+def test_files_from_before_are_read_by_all_runs_alike(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kept").write_text("a step\na step\n")
+    report = mirrored.verify(SCRIPTS / "keeps_files.py", ["log that stays", str(tmp_path)], steps=2)
+    assert report.causes == (Cause.SUM_LOSS,), report
