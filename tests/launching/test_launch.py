@@ -287,6 +287,17 @@ def test_a_dead_tower_is_seen_while_its_child_lives(tmp_path: pathlib.Path) -> N
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
+def close_everything_and_end() -> None:
+    os.closerange(3, 1024)
+    threading.Event().wait(2.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_exit_code_is_waited_for() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match="tower 0 ended by SIGKILL"):
+        launch(close_everything_and_end, towers=1)
+
+
 def end_by_a_signal_without_a_name() -> None:
     os.kill(os.getpid(), signal.SIGRTMIN + 6)
 

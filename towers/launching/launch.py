@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up when it was given no timeout."""
 
 _GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
-_END = 1.0  # seconds between asking a tower to end and killing it
+_END, _EXITED = 1.0, 30.0  # seconds between asking a tower to end and killing it; until its exit code is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,8 +326,8 @@ def _await(
 def _receive(tower: int, process: ForkServerProcess, connection: Connection) -> tuple[Any] | Failure:
     try:
         kind, data = connection.recv()
-    except EOFError:  # the process is gone without a reply
-        process.join(_END)
+    except EOFError:  # the process is gone without a reply; on a busy machine its exit code takes seconds to come
+        process.join(_EXITED)
         code = process.exitcode
         how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
         hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
