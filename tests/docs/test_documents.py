@@ -81,9 +81,17 @@ def programs_of(document: pathlib.Path) -> list[Program]:
 PROGRAMS = [program for document in DOCUMENTS for program in programs_of(document)]
 
 
+_globals: list[dict[str, Any]] = []
+
+
 def in_towers(source: str) -> tuple[list[torch.Tensor], str]:
-    """Run a program in a tower: the parameters of its ``model``, and what it printed."""
+    """Run a program in a tower: the parameters of its ``model``, and what it printed.
+
+    Its globals live as long as the process, as a script's do. A DDP model that is freed after its group holds the
+    interpreter's lock while it joins Gloo's thread, which may wait for that lock (torch 2.13: hangs for ever).
+    """
     variables: dict[str, Any] = {"__name__": "__main__"}
+    _globals.append(variables)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(source, "a document", "exec"), variables)
     model = variables.get("model")
