@@ -143,7 +143,7 @@ class MirrorCheck:
         if earlier is not None:
             self._judge(earlier)
         if self._next(run - 1) == run:
-            check = self._start(f"run() number {run}", f"when run {run} began", quick=run not in _EARLY)
+            check = self._start(f"run() number {run}", f"when run {run} began")
             if self._read_later:
                 self._under_way = check
                 self.due = min(self.due, run + _READ_AFTER)
@@ -161,7 +161,7 @@ class MirrorCheck:
         """
         when = f"after run {self._runs} had begun" if self._runs else "before the first run"
         with range_("mirrored::mirror-check"):
-            self._judge(self._start(call, when, quick=False))
+            self._judge(self._start(call, when))
 
     # -- what --------------------------------------------------------------------------------------------
 
@@ -181,12 +181,12 @@ class MirrorCheck:
         self._parameters = [(name, reference) for name, reference in self._parameters if reference() is not None]
         return [(name, p) for name, reference in self._parameters if _has_bits(p := reference())]
 
-    def _start(self, call: str, when: str, *, quick: bool) -> _Check:
+    def _start(self, call: str, when: str) -> _Check:
         held = self.held()
         if self._barrier is not None:
             self._barrier(f"comes to {call}")
         log.debug("%s: comparing %d tensors and settings with the other towers", call, len(held))
-        comparison = start_comparison(self._comm, call, held, quick=quick)
+        comparison = start_comparison(self._comm, call, held)
         stepped = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p.detach()) for name, p in self._living() if id(p) in stepped]
         highest = HostCopy(extremes([p for _, p in trained]))

@@ -127,6 +127,7 @@ STARTERS = {
     [
         ("run", "pool", "all"),
         ("run", "thread", "1"),
+        ("run", "handler", "all"),
         ("launch", "thread", "all"),
         ("torchrun", "pool", "1"),
         ("TF_CONFIG", "pool", "1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import sys
@@ -63,28 +64,33 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: s
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 
-def wait_for_a_late_answer() -> None:
-    """The thread that answers for tower 1 is held up; other threads of that tower go on."""
+def wait_for_a_late_answer(held: str) -> None:
+    """Tower 1's answer comes after the limit of a process that cannot run: its thread, or all of it, is held up."""
     strategy = mirrored.MirroredStrategy()
     strategy.reduce("sum", 1)
+    seconds = 2 * heartbeat._SILENT_AND_STOPPED
     if strategy.topology.index == 1:
         stack = heartbeat.main_stack
 
         def slowly() -> str:
-            time.sleep(2 * heartbeat._SILENT)
+            time.sleep(seconds)
             return stack()
 
-        heartbeat.main_stack = slowly
+        if held == "the thread that answers":
+            heartbeat.main_stack = slowly
         say("tower 1 is slow")
+        if held == "the interpreter's lock":
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         forever()
     wait_for("tower 1 is slow")
     shorten_deadlines(0.1)
     strategy.reduce("sum", 1)
 
 
-def test_a_tower_that_lives_is_waited_for_until_it_answers() -> None:
+@pytest.mark.parametrize("held", ["the thread that answers", "the interpreter's lock"])
+def test_a_tower_that_lives_is_waited_for_until_it_answers(held: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match="tower 1, most recent call last:"):
-        mirrored.launch(wait_for_a_late_answer, devices=["cpu:0", "cpu:1"], timeout=HANG)
+        mirrored.launch(wait_for_a_late_answer, (held,), devices=["cpu:0", "cpu:1"], timeout=HANG)
 
 
 def hang_with_a_deadline() -> None:

@@ -58,20 +58,6 @@ def test_order_counts(distance: int, values: tuple[float, float]) -> None:
     assert fingerprint(one) != fingerprint(other)
 
 
-def test_quick_fingerprints_see_changes_but_no_swap_of_neighbours() -> None:
-    tensor = torch.randn(BIG, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def quick(*places: tuple[int, int]) -> int:
-        other = tensor.clone()
-        for place, source in places:
-            other[place] = tensor[source]
-        return int(fingerprints([other], quick=True)[0])
-
-    assert quick((5, 6)) != quick()
-    assert quick((5, 5 + COLUMNS), (5 + COLUMNS, 5)) != quick()
-    assert quick((5, 6), (6, 5)) == quick()
-
-
 def test_a_fingerprint_is_of_the_tensor_alone() -> None:
     matrix = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     alone = fingerprint(matrix)

@@ -1,10 +1,11 @@
-"""Started by the tests: trains until it is told to end, beside a thread or a pool that never ends.
+"""Started by the tests: trains until it is told to end, beside a thread, a pool or an exit handler that never ends.
 
-    prefetches.py FOLDER thread|pool 1|all [launch]
+    prefetches.py FOLDER thread|pool|handler 1|all [launch]
 
 The number is that of the tower that has it.
 """
 
+import atexit
 import concurrent.futures
 import itertools
 import sys
@@ -26,6 +27,8 @@ def train() -> None:
     if where in ("all", str(strategy.topology.index)):
         if kind == "thread":
             threading.Thread(target=forever).start()
+        elif kind == "handler":
+            atexit.register(forever)
         else:
             concurrent.futures.ThreadPoolExecutor().submit(forever)
     checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": model})

@@ -52,6 +52,7 @@ _PEER_LOST = ("connection closed by peer", "connection reset by peer", "connecti
 _LAUNCHER_SECONDS = 2.0
 _LAST_SECONDS = 1.5  # what threads of a process that has failed may take
 _EXIT_SECONDS = 2.5  # the same with exit handlers and the interpreter, whose end takes a second of a core with torch
+_SAVED_EXIT_SECONDS = 5.0  # what exit handlers and child processes may take where the tower has saved
 
 SAVING_SECONDS = 30.0
 """How long a checkpoint that is being written may still take when the job has failed."""
@@ -300,15 +301,17 @@ def end_soon() -> None:
 def end_soon_preempted() -> None:
     """See that this process, which has saved and is about to end by itself, ends with :data:`EXIT_PREEMPTED`.
 
-    Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing.
+    Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing. Then
+    its exit handlers have 5 s, those that send a tracker's last lines and those that wait for child processes.
     """
     script_ended, threads_ended = threading.Event(), threading.Event()
 
     def watch() -> None:
         script_ended.wait()
         wait_until(lambda: not _saves, SAVING_SECONDS)
-        if not threads_ended.wait(_LAST_SECONDS):
-            leave(EXIT_PREEMPTED)
+        if threads_ended.wait(_LAST_SECONDS):
+            clock.sleep(_SAVED_EXIT_SECONDS)  # this thread ends with the interpreter
+        leave(EXIT_PREEMPTED)
 
     threading.Thread(target=watch, name="towers-end", daemon=True).start()
     threading._register_atexit(script_ended.set)  # type: ignore[attr-defined]  # before threads and pools are waited for

@@ -10,8 +10,9 @@ second. Towers make more requests only while they keep waiting, when the chief l
 its newest heartbeat stay the newest.
 
 [Note: who answers is waited for] A tower that has failed has time for the other's answer, which may take long on a host
-that does much else. It waits as long as heartbeats of the other one come. Answers come from the thread that sends
-those, not from the script's. A tower that is stopped or gone is given up after 2.5 seconds.
+that does much else. It waits as long as heartbeats of the other one come, or its process can run. Answers come from the
+thread that sends those, not from the script's. A process that is stopped or gone is given up after 2.5 seconds, a tower
+whose process cannot be seen 10 seconds after its last heartbeat.
 
 [Note: the deadline of a step] A thread watches it, so code that holds the interpreter's lock is found only by the other
 towers' collectives.
@@ -51,9 +52,11 @@ INTERVAL = 1.0
 _FAST = 0.25  # seconds between two heartbeats while some tower keeps waiting
 _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 
-_SILENT = 2.5  # seconds without a heartbeat after which a tower that does not answer counts as gone
-_LONGEST = 30.0  # seconds that a tower which lives may take to answer
-_STORE_SECONDS = 0.5  # seconds for a request of the store
+_SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
+_SILENT_AND_STOPPED = 2.5  # the same where its process is seen to be stopped or gone
+_LONGEST = 30.0  # the same where its process can run; and seconds that a tower which lives may take to answer
+_STORE_SECONDS = 10.0  # seconds for a request of the store, whose host may do much else
+_LEAVING = 0.5  # seconds for the request that goes on when the interpreter ends
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
 _HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
@@ -102,7 +105,7 @@ class Heartbeat:
     def _stop(self) -> None:
         """A thread inside the store would be in the way of an interpreter that is taken down."""
         self._calls.put(None)
-        self._thread.join(_STORE_SECONDS)
+        self._thread.join(_LEAVING)
 
     # -- sending -----------------------------------------------------------------------------------------
 
@@ -197,8 +200,7 @@ class Heartbeat:
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
         self._calls.put(leave)
-        if self._thread.is_alive():
-            done.wait(_STORE_SECONDS + (_SERVING if self._topology.serves_store else 0.0))
+        wait_until(lambda: done.is_set() or not self._thread.is_alive(), _LONGEST)
         return messages if len(messages) == self._topology.size else None
 
     # -- querying ----------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class Heartbeat:
                 status = record.read()
                 seconds = now - status.since if status.since else 0.0
                 silent = now - record.last_beat
-                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_SILENT)
+                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_silence_limit(record))
             peers.append(peer)
         return peers
 
@@ -246,8 +248,9 @@ class Heartbeat:
             return max(asked, seen, record.last_beat if record is not None else asked)
 
         def awaited() -> list[int]:
-            since = clock.monotonic() - _SILENT
-            return [tower for tower in towers if tower not in answers and last_heard_of(tower) > since]
+            now = clock.monotonic()
+            limits = {tower: _silence_limit(records[tower]) for tower in towers if tower not in answers}
+            return [tower for tower, limit in limits.items() if now - last_heard_of(tower) < limit]
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError, OSError):  # the store has ended
@@ -287,6 +290,13 @@ class Heartbeat:
                     tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT
                 )
         return peers
+
+
+def _silence_limit(record: StatusRecord | None) -> float:
+    """Seconds without a heartbeat after which a tower with this record, if it has one here, counts as gone."""
+    if record is None:
+        return _SILENT
+    return _LONGEST if record.process_can_run() else _SILENT_AND_STOPPED
 
 
 def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:

@@ -7,7 +7,7 @@ towers, and by towers that wait for this one (:mod:`towers.health.heartbeat`).
 (``TOWERS_STATUS_RECORD``, which our launchers set), mapped into the tower: what the tower has written stays when it is
 killed, for half a microsecond a change. Other hosts, and towers under the user's own torchrun, learn it from heartbeats
 through the store. At one tower nothing is written. A tower that holds the interpreter's lock sends no heartbeat and
-answers no query, so it reads as stopped.
+answers no query; after 30 seconds (10 where its process cannot be seen) it reads as stopped.
 """
 
 from __future__ import annotations
@@ -112,6 +112,13 @@ class StatusRecord:
     def last_beat(self) -> float:
         """When the tower had its last heartbeat, in ``clock.monotonic()`` seconds of its host."""
         return float(_BEAT.unpack_from(self._memory)[1])
+
+    def process_can_run(self) -> bool:
+        """Whether the tower's process is there and not stopped, as far as the system says."""
+        with contextlib.suppress(OSError):
+            stat = pathlib.Path(f"/proc/{_BEAT.unpack_from(self._memory)[0]}/stat").read_text()
+            return stat.rpartition(") ")[2][0] not in "TtZX"
+        return False
 
     def read(self) -> Status:
         """What the tower does, or did when it ended."""

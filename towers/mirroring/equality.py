@@ -73,21 +73,18 @@ class Comparison:
         return self._found
 
 
-def start_comparison(comm: Communicator, call: str, held: Sequence[Held], *, quick: bool = False) -> Comparison:
+def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Comparison:
     """Compare what this tower holds with what the others do; all towers call it.
 
     Fingerprints of tensors on the communicator's device are made there and gathered from there, which on a GPU nobody
     waits for. What some towers do not hold at all is not compared: garbage is collected on some earlier than on others.
-
-    Args:
-        quick: by the quicker :func:`fingerprints`.
 
     Raises:
         DisagreementError: on all towers, when some call something else.
     """
     near = [one for one in held if isinstance(one.value, Tensor) and one.value.device == comm.device]
     far = [one for one in held if not isinstance(one.value, Tensor) or one.value.device != comm.device]
-    prints = fingerprints([one.value for one in near if isinstance(one.value, Tensor)], quick=quick)
+    prints = fingerprints([one.value for one in near if isinstance(one.value, Tensor)])
     texts = _texts(far)
     description = json.dumps([[(one.name, one.kind) for one in held], texts])
     digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()

@@ -25,13 +25,11 @@ _WORDS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 _GOLDEN, _FIRST, _SECOND = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """One fingerprint for each tensor; it depends on the bits and their order, not on strides or on other tensors.
 
     Args:
         tensors: strided, on one device, of any dtype and shape.
-        quick: leave the sums of columns out, which take most of the time on a CPU: of a large tensor, words that were
-            swapped within a row are then not seen, nor are changes of a row that cancel.
 
     Returns:
         int64, shape ``(len(tensors),)``, on the tensors' device. Nothing waits for a GPU.
@@ -41,7 +39,7 @@ def fingerprints(tensors: Sequence[Tensor], *, quick: bool = False) -> Tensor:
     device = tensors[0].device
     by_size: dict[int, list[_Piece]] = {size: [] for size in _WORDS}
     for owner, tensor in enumerate(tensors):
-        for piece in _pieces(owner, tensor, quick):
+        for piece in _pieces(owner, tensor):
             by_size[piece.words.element_size()].append(piece)
     pieces = [piece for group in by_size.values() for piece in group]
     if not pieces:
@@ -68,7 +66,7 @@ class _Piece:
         self.owner, self.words, self.offset = owner, words, offset
 
 
-def _pieces(owner: int, tensor: Tensor, quick: bool) -> list[_Piece]:
+def _pieces(owner: int, tensor: Tensor) -> list[_Piece]:
     """What of a tensor is mixed: all of a small one; of a large one its folded part and the rest."""
     memory = as_bytes(tensor)
     if memory.storage_offset() % 8:
@@ -79,9 +77,7 @@ def _pieces(owner: int, tensor: Tensor, quick: bool) -> list[_Piece]:
         return [_Piece(owner, memory.view(_WORDS[width]), 0)] if memory.numel() else []
     folded = 8 * COLUMNS * rows
     matrix = memory[:folded].view(torch.int64).view(rows, COLUMNS)
-    pieces = [_Piece(owner, matrix.sum(1), 1 << 41)]
-    if not quick:
-        pieces.append(_Piece(owner, matrix.sum(0), 1 << 40))
+    pieces = [_Piece(owner, matrix.sum(0), 1 << 40), _Piece(owner, matrix.sum(1), 1 << 41)]
     if folded < memory.numel():
         pieces.append(_Piece(owner, memory[folded:].view(_WORDS[width]), 0))
     return pieces
