@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from mirrored.checkpoint import LoadReport as LoadReport
     from mirrored.checkpoint import Preempted as Preempted
     from mirrored.checkpoint import load_weights as load_weights
-    from mirrored.cluster import ClusterError as ClusterError
-    from mirrored.cluster import ClusterResolver as ClusterResolver
-    from mirrored.cluster import LocalClusterResolver as LocalClusterResolver
-    from mirrored.cluster import SlurmClusterResolver as SlurmClusterResolver
-    from mirrored.cluster import TFConfigClusterResolver as TFConfigClusterResolver
-    from mirrored.cluster import TorchrunClusterResolver as TorchrunClusterResolver
+    from mirrored.cluster.resolver import ClusterError as ClusterError
+    from mirrored.cluster.resolver import ClusterResolver as ClusterResolver
+    from mirrored.cluster.resolver import LocalClusterResolver as LocalClusterResolver
+    from mirrored.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
+    from mirrored.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+    from mirrored.cluster.torchrun import TorchrunClusterResolver as TorchrunClusterResolver
     from mirrored.context import ReplicaContext as ReplicaContext
     from mirrored.context import get_replica_context as get_replica_context
     from mirrored.context import has_strategy as has_strategy
@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "mirrored.checkpoint": "CheckpointError CheckpointManager LoadReport Preempted load_weights",
-    "mirrored.cluster": (
-        "ClusterError ClusterResolver LocalClusterResolver SlurmClusterResolver TFConfigClusterResolver "
-        "TorchrunClusterResolver"
-    ),
+    "mirrored.cluster.resolver": "ClusterError ClusterResolver LocalClusterResolver",
+    "mirrored.cluster.slurm": "SlurmClusterResolver",
+    "mirrored.cluster.tf_config": "TFConfigClusterResolver",
+    "mirrored.cluster.torchrun": "TorchrunClusterResolver",
     "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
     "mirrored.data.dataset": "DistributedDataset",
     "mirrored.data.input_context": "InputContext ValueContext",

@@ -162,15 +162,11 @@ class BatchNorms:
         return name
 
 
-def takes_statistics_of_all_towers(module: nn.Module) -> bool:
-    """Whether a layer's running statistics are those of the global batch."""
-    return isinstance(module, (_OverAllTowers, nn.SyncBatchNorm))
-
-
 class _OverAllTowers(BatchNormBase):
     """Comes before a class of BatchNorm layers in :func:`_over_all_towers`."""
 
     plain: ClassVar[type[BatchNormBase]]
+    takes_statistics_of_all_towers: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training:

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mirrored.attached.batch_norm import takes_statistics_of_all_towers
 from towers.system.torch_private import NormBase
+
+
+def takes_statistics_of_all_towers(module: nn.Module) -> bool:
+    """Whether a layer's running statistics are those of the global batch."""
+    return isinstance(module, nn.SyncBatchNorm) or getattr(module, "takes_statistics_of_all_towers", False)
 
 
 class KeptStatistics:

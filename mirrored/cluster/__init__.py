@@ -1,33 +1,22 @@
-"""The ways in which a cluster introduces itself, each read by one small class."""
+"""The ways in which a cluster introduces itself, each read by one small class of a module of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mirrored.cluster import slurm, tf_config, torchrun
+from mirrored.cluster import torchrun
 from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalClusterResolver
-from mirrored.cluster.slurm import SlurmClusterResolver
-from mirrored.cluster.tf_config import TFConfigClusterResolver
-from mirrored.cluster.torchrun import TorchrunClusterResolver
-
-__all__ = [
-    "ClusterError",
-    "ClusterResolver",
-    "LocalClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "TorchrunClusterResolver",
-    "from_launcher",
-    "resolve",
-]
 
 
 def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
     """The launcher that started this process as one of its towers (torchrun, srun); None when there is none."""
     if torchrun.present(environ):
-        return TorchrunClusterResolver(environ)
-    if slurm.present(environ):
-        return SlurmClusterResolver(environ)
+        return torchrun.TorchrunClusterResolver(environ)
+    if "SLURM_PROCID" in environ:
+        from mirrored.cluster import slurm
+
+        if slurm.present(environ):
+            return slurm.SlurmClusterResolver(environ)
     return None
 
 
@@ -43,8 +32,11 @@ def resolve(environ: Mapping[str, str], given: ClusterResolver | None = None) ->
         ClusterError: either is wrong, or the two contradict each other; then the message names both.
     """
     described = given
-    if described is None and tf_config.present(environ):
-        described = TFConfigClusterResolver(environ)
+    if described is None and "TF_CONFIG" in environ:
+        from mirrored.cluster import tf_config
+
+        if tf_config.present(environ):
+            described = tf_config.TFConfigClusterResolver(environ)
     launcher = from_launcher(environ)
     if described is None:
         return launcher or LocalClusterResolver()

@@ -21,7 +21,6 @@ from mirrored.data.examples import Joined, Request, SeededCollate, SeededExample
 from mirrored.data.order import Drawn, Order
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
-from mirrored.foreign_names import missing
 from mirrored.observer import observer
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
@@ -100,6 +99,8 @@ class DistributedDataset(ABC):
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name):
+            from mirrored.foreign_names import missing
+
             raise missing("DistributedDataset", name)
 
     def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
-from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import as_slices
-from mirrored.data.order import Order, is_plain
+from mirrored.data.order import Order, is_plain, is_ready_made
 from mirrored.data.shares import Distribution
-from mirrored.data.streams import StreamDataset, is_ready_made
 from towers.system.log import get_logger
+
+if TYPE_CHECKING:
+    from mirrored.data.batch_dims import Dims
 
 log = get_logger("mirrored")
 
@@ -105,6 +106,8 @@ def _from_loader(
             settings["sampler"] = type(loader.sampler).__name__
             with contextlib.suppress(TypeError):  # data without a length
                 settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
+        from mirrored.data.streams import StreamDataset
+
         return StreamDataset(distribution, loader, seed, settings, stand_in, batch_dims)
     sampler = loader.sampler if size is not None else loader.batch_sampler  # the user's own batches, if these
     if is_plain(sampler, loader.dataset):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, SequentialSampler, Subset
 
 from mirrored import seeds
 
@@ -149,6 +149,11 @@ def tell_epoch(source: object, epoch: int) -> None:
         set_epoch = getattr(owner, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+
+
+def is_ready_made(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's batches are made by its dataset."""
+    return loader.batch_size is None and loader.batch_sampler is None
 
 
 def is_plain(sampler: Any, dataset: Any) -> bool:

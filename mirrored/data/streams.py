@@ -14,7 +14,7 @@ from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
-from mirrored.data.order import Drawn, draw, tell_epoch
+from mirrored.data.order import Drawn, draw, is_ready_made, tell_epoch
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -153,11 +153,6 @@ class _Replay:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.order or [])
-
-
-def is_ready_made(loader: DataLoader[Any]) -> bool:
-    """Whether a loader's batches are made by its dataset."""
-    return loader.batch_size is None and loader.batch_sampler is None
 
 
 class ReadyMade:

@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from mirrored import cluster
-from mirrored.cluster import ClusterError, ClusterResolver, TFConfigClusterResolver, slurm, torchrun
+from mirrored.cluster import slurm, torchrun
+from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.doctor import network
 from mirrored.doctor.findings import Finding, Severity, note, ok, problem, warning
 from towers.system.machine import loopback_interface
@@ -30,7 +32,7 @@ def check_launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _check_topology(launcher)
     if torchrun.present(environ) and slurm.present(environ):  # one agent per task of srun is common: RANK counts then
         with contextlib.suppress(ClusterError):
-            workers = cluster.SlurmClusterResolver(environ).workers
+            workers = slurm.SlurmClusterResolver(environ).workers
             if workers != launcher.workers:
                 what = f"{launcher.origin} speak of {launcher.workers} workers, SLURM's of {workers}; the former count"
                 yield note(_LAUNCHER, what)

@@ -10,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mirrored.cluster import ClusterResolver
+from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
-from mirrored.data.batch_dims import Dims
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
-from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.data.shares import Distribution, KnownShares, cut_for
-from mirrored.data.streams import PipelineDataset
-from mirrored.foreign_names import missing
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
@@ -35,6 +31,10 @@ from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
 from towers.system.profiling import begin_range, end_range, range_
 from towers.topology import Topology
+
+if TYPE_CHECKING:
+    from mirrored.data.batch_dims import Dims
+    from mirrored.data.input_context import InputContext, ValueContext
 
 log = get_logger("mirrored")
 
@@ -264,6 +264,8 @@ class Strategy(OwnGradients, Backward):
     @instead_of(value_fn="fn=")
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """This tower's ``fn(ValueContext)``."""
+        from mirrored.data.input_context import ValueContext
+
         return fn(ValueContext(self.topology.index, self.num_replicas_in_sync))
 
     experimental_distribute_values_from_function = distribute_values_from_function
@@ -282,6 +284,8 @@ class Strategy(OwnGradients, Backward):
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
         def __getattr__(self, name):
+            from mirrored.foreign_names import missing
+
             raise missing("Strategy", name)
 
     def __repr__(self) -> str:
@@ -362,6 +366,9 @@ class Strategy(OwnGradients, Backward):
         Raises:
             TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
         """
+        from mirrored.data.input_context import InputContext
+        from mirrored.data.streams import PipelineDataset
+
         towers = self._distribution.comm.size
         pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
         seed = self._seed if self._seed is not None else 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mirrored.attached import metrics
-from mirrored.attached.batch_norm import BatchNorms, takes_statistics_of_all_towers
-from mirrored.attached.kept_statistics import KeptStatistics
+from mirrored.attached.kept_statistics import KeptStatistics, takes_statistics_of_all_towers
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.data.shares import Distribution
@@ -22,19 +21,19 @@ from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
-from mirrored.virtual.towers import VirtualTowers
 from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.gradients.averager import GradientAverager
-from towers.gradients.nonfinite import LoneWatch, watch_for
 from towers.mirroring import mirror
 from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
-from towers.sharding.exchange import Exchange, exchange_for
-from towers.sharding.optimizer import OptimizerSharder
 from towers.system.log import get_logger
 from towers.system.profiling import range_
 from towers.system.uncompiled import Untraced
+
+if TYPE_CHECKING:
+    from mirrored.virtual.towers import VirtualTowers
+    from towers.sharding.exchange import Exchange
 
 log = get_logger("mirrored")
 
@@ -110,8 +109,16 @@ class Engine:
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
         channel = comm.channel() if self._several else comm
-        exchange = exchange_for(channel) if self._several and training.shard_optimizer else None
-        watch = watch_for(channel, training.nonfinite_gradients)
+        exchange: Exchange | None = None
+        if self._several and training.shard_optimizer:
+            from towers.sharding.exchange import exchange_for
+
+            exchange = exchange_for(channel)
+        watch = None
+        if training.nonfinite_gradients != "ignore":
+            from towers.gradients.nonfinite import GradientWatch, LoneWatch
+
+            watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.averager = GradientAverager(
             channel,
             communication.bucket_bytes,
@@ -122,6 +129,8 @@ class Engine:
         self.virtual: VirtualTowers | None = None
         parts: list[Part] = []
         if training.virtual_towers is not None:
+            from mirrored.virtual.towers import VirtualTowers
+
             averager = self.averager if self._several else None
             self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
             parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
@@ -145,7 +154,11 @@ class Engine:
     ) -> list[Part]:
         comm, averager, recorder = self._comm, self.averager, self.recorder
         early = EarlyBackwardGuard(comm.index, recorder)
-        sharder = OptimizerSharder(averager, channel, exchange) if exchange is not None else None
+        sharder = None
+        if exchange is not None:
+            from towers.sharding.optimizer import OptimizerSharder
+
+            sharder = OptimizerSharder(averager, channel, exchange)
         check = MirrorCheck(
             comm,
             training.mirror_check_interval,
@@ -158,7 +171,6 @@ class Engine:
             Part(averager, add=averager.add, before_step=lambda optimizer: averager.check_paired()),
             Part(self._statistics, before_step=self._statistics.put_back),
             Part(check, add=check.add, begin_run=check.begin_run, before_step=check.notice, check=check.check),
-            Part(BatchNorms(comm, recorder.name_of_module)),
             Part(KerasGuard(comm.index, recorder)),
         ]
         if sharder is not None:
@@ -194,8 +206,7 @@ class Engine:
         if (adopt := self._adopt(sync_batch_norm)) is not None:
             for part in module.modules():
                 adopt(part)
-        if self._several:
-            metrics.prepare(module, self._comm)
+        self._prepare_metrics(module)
         if self._records:
             self.recorder.add(module)
             self._tell_recorded()
@@ -212,8 +223,13 @@ class Engine:
                 "the other: leave one of the two out (virtual towers' BatchNorm takes each part's statistics, on any "
                 "number of towers the same)"
             )
-        layers = self.attached(BatchNorms)
-        return layers.adopt if sync_batch_norm and layers is not None else None
+        if not (sync_batch_norm and self._several):
+            return None
+        from mirrored.attached.batch_norm import BatchNorms
+
+        layers = self._parts.setdefault(BatchNorms, BatchNorms(self._comm, self.recorder.name_of_module))
+        adopt: Callable[[nn.Module], None] = layers.adopt
+        return adopt
 
     def _tell_recorded(self) -> None:
         for recorded in self._recorded:
@@ -233,13 +249,20 @@ class Engine:
                 mirror.compare(self._comm, tensors)
                 mirror.broadcast(self._comm, [named.tensor for named in tensors])
             for _, root in self.recorder.roots():
-                metrics.prepare(root, self._comm)
+                self._prepare_metrics(root)
         for module in lazy:
             in_first_forward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
         for add in self._add:
             add(parameters)
+
+    def _prepare_metrics(self, module: nn.Module) -> None:
+        """Let metrics of torchmetrics in a module take empty shares."""
+        if self._several and "torchmetrics" in sys.modules:
+            from mirrored.attached import metrics
+
+            metrics.prepare(module, self._comm)
 
     def _mirror_lazy(self, module: nn.Module) -> None:
         """A lazy module has met its first batch, inside the forward of all towers."""

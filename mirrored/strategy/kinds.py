@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from mirrored import cluster
-from mirrored.cluster import ClusterResolver, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.cluster.resolver import ClusterResolver, LocalClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
@@ -18,7 +18,6 @@ from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
-from towers.launching.job import Job, become
 from towers.options import CommunicationOptions, instead_of
 from towers.system import accelerator, devices, machine
 from towers.system.devices import Device
@@ -253,6 +252,8 @@ def _start_towers(
     _for_shared(named, options)
     chosen = devices.for_worker(named)
     if len(chosen) > 1 or resolver.workers > 1:
+        from towers.launching.job import Job, become
+
         log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
         become(
             Job(
@@ -270,7 +271,7 @@ def _start_towers(
 
 def _started_by(resolver: ClusterResolver) -> str:
     """The command that a person typed, for the log."""
-    return "python with TF_CONFIG" if isinstance(resolver, TFConfigClusterResolver) else "python"
+    return "python with TF_CONFIG" if resolver.origin == "TF_CONFIG" else "python"
 
 
 def _use(device: torch.device) -> torch.device:

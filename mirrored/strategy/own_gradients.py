@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mirrored.strategy.calls import CheckedCalls
 from towers.collectives.agreement import announce
-from towers.gradients.averages import average
 from towers.health.status import with_batch
 from towers.system.memory_layout import is_dense
 
@@ -132,6 +131,8 @@ class OwnGradients(CheckedCalls):
         health = self.communicator.health
         health.train()
         call = with_batch(call, health.batch)
+        from towers.gradients.averages import average
+
         means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
         self.engine.averager.note_averaged(tensors)
         return means

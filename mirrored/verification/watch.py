@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mirrored.attached.batch_norm import takes_statistics_of_all_towers
+from mirrored.attached.kept_statistics import takes_statistics_of_all_towers
 from mirrored.context import ReplicaContext, current_frame
 from mirrored.verification.interventions import (
     DRAWING,

@@ -6,11 +6,8 @@ import json
 
 import pytest
 
-from mirrored.cluster import (
-    ClusterError,
-    TFConfigClusterResolver,
-    resolve,
-)
+from mirrored import ClusterError, TFConfigClusterResolver
+from mirrored.cluster import resolve
 from tests.support.clusters import torchrun_variables
 from towers.launching import rendezvous
 

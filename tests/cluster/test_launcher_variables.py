@@ -7,12 +7,8 @@ import tracemalloc
 import pytest
 import torch
 
-from mirrored.cluster import (
-    ClusterError,
-    SlurmClusterResolver,
-    TorchrunClusterResolver,
-    slurm,
-)
+from mirrored import ClusterError, SlurmClusterResolver, TorchrunClusterResolver
+from mirrored.cluster import slurm
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
 from towers.system import machine

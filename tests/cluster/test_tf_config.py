@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mirrored.cluster import ClusterError, LocalClusterResolver, TFConfigClusterResolver, resolve
+from mirrored import ClusterError, LocalClusterResolver, TFConfigClusterResolver
+from mirrored.cluster import resolve
 from towers.launching.job import Job, agent_command
 from towers.system.text import split_address
 

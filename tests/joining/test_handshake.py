@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from mirrored.cluster import TorchrunClusterResolver
+from mirrored import TorchrunClusterResolver
 from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.jobs import ROOT, run_program
 from tests.support.sockets import family, listening

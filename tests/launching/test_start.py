@@ -346,8 +346,7 @@ def test_a_resolver_of_the_scripts_own_becomes_its_towers_once(kind: str, tmp_pa
     script.write_text(
         f"""
 import mirrored
-from mirrored.cluster import {kind}
-strategy = mirrored.MultiWorkerMirroredStrategy({kind}(), devices=["cpu:0", "cpu:1"])
+strategy = mirrored.MultiWorkerMirroredStrategy(mirrored.{kind}(), devices=["cpu:0", "cpu:1"])
 strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__name__)
 """
     )

@@ -13,10 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from towers.collectives import nccl, nccl_watch
+from towers.collectives import nccl
 from towers.collectives.communicator import Alone, Communicator
-from towers.collectives.hierarchical import HierarchicalCommunicator
-from towers.collectives.host_staged import HostStagedCommunicator
 from towers.collectives.process_group import ProcessGroupCommunicator, failures, join_default_group, new_group
 from towers.collectives.shared_memory import communicator as shared_memory
 from towers.errors import StartupError
@@ -63,6 +61,8 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         heartbeat.start(health, topology, options.step_timeout_seconds)
     chosen = _choose(group, options)
     if staged:
+        from towers.collectives.host_staged import HostStagedCommunicator
+
         chosen = HostStagedCommunicator(chosen, device)
         if topology.is_chief:
             log.info("gradients go through the hosts' memory: %s", _why_staged(options, device))
@@ -78,6 +78,8 @@ def _join_process_group(
     where = torch.device("cpu") if staged else device
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
+        from towers.collectives import nccl_watch
+
         nccl.choose_algorithm(options.algorithm)
         nccl_watch.watch(failures)
     if dist.is_initialized():
@@ -233,6 +235,8 @@ def _by_hosts(group: ProcessGroupCommunicator, options: CommunicationOptions) ->
     hosts = list(by_host.values())
     if len(hosts) == group.size:
         return group
+    from towers.collectives.hierarchical import HierarchicalCommunicator
+
     local: Communicator = Alone(group.device)
     reason = ""
     for towers in hosts:

@@ -79,11 +79,6 @@ class GradientWatch:
             log.warning("%s%s", text, again)
 
 
-def watch_for(comm: Communicator, action: str) -> GradientWatch | None:
-    """What ``nonfinite_gradients=action`` needs."""
-    return None if action == "ignore" else GradientWatch(comm, raises=action == "raise")
-
-
 def _describe(towers: Sequence[dict[str, str]], backward: int) -> str:
     names = list(dict.fromkeys(name for kinds in towers for name in kinds))
     described = []
