@@ -40,8 +40,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Make links of the roles in docstrings, where the reference has what they name; show public bases only."""
-    html = html.replace("_TowersStrategy", "Strategy")
+    """Make links of the roles in docstrings, where the reference has what they name."""
     return re.sub(r":(?:class|func|meth|mod|attr|exc|data):<code>([\w.]+)</code>", _link, html)
 
 

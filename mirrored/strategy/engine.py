@@ -116,7 +116,7 @@ class Engine:
             exchange = exchange_for(channel)
         watch = None
         if training.nonfinite_gradients != "ignore":
-            from towers.gradients.nonfinite import GradientWatch, LoneWatch
+            from towers.gradients.nonfinite import GradientWatch
 
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.averager = GradientAverager(
@@ -137,7 +137,7 @@ class Engine:
         if self._several:
             parts += self._parts_of_several_towers(channel, training, exchange)
         elif watch is not None:
-            parts.append(Part(watch, add=LoneWatch(watch).add))
+            parts.append(Part(self.averager, add=self.averager.add))
         self._records = bool(parts)
         self._parts = {type(part.of): part.of for part in parts}
         log.debug("attached to tower %d: %s", comm.index, ", ".join(kind.__name__ for kind in self._parts) or "nothing")

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,41 +51,7 @@ class OneDeviceStrategy(Strategy):
             machine.share_out_threads(1, alone=True)
 
 
-class _TowersStrategy(Strategy):
-    """A strategy whose towers are processes: those of a launcher, or those that it starts.
-
-    Args:
-        resolver: the cluster.
-        requested: the devices of this worker's towers, if the script names them.
-        communication: as the script gives it.
-    """
-
-    def __init__(
-        self,
-        resolver: ClusterResolver,
-        requested: Sequence[Device] | None,
-        communication: object,
-        training: TrainingOptions,
-        seed: int | None,
-    ) -> None:
-        if communication is None:
-            communication = CommunicationOptions()
-        if not isinstance(communication, CommunicationOptions):
-            raise TypeError(
-                f"communication is {communication!r}, but has to be "
-                "mirrored.CommunicationOptions(implementation='nccl', …)"
-            )
-        named = _named_devices(requested)
-        if resolver.topology is not None:
-            topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
-        else:
-            device = _start_towers(resolver, named, communication)
-            topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
-        super().__init__(topology, communicator, resolver, communication, seed, training)
-        _announce(self)
-
-
-class MirroredStrategy(_TowersStrategy):
+class MirroredStrategy(Strategy):
     """One model on all devices of this machine, or on all processes of a launcher.
 
     Without a launcher, several devices make the constructor start this script again, once per device (this process
@@ -140,14 +107,31 @@ class MirroredStrategy(_TowersStrategy):
         seed: int | None = None,
     ) -> None:
         training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
+        communication = CommunicationOptions() if communication is None else communication
+        if not isinstance(communication, CommunicationOptions):
+            raise TypeError(
+                f"communication is {communication!r}, but has to be "
+                "mirrored.CommunicationOptions(implementation='nccl', …)"
+            )
+        resolver, named = self._resolve(), _named_devices(devices)
+        if resolver.topology is not None:
+            topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
+        else:
+            device = _start_towers(resolver, named, communication)
+            topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
+        super().__init__(topology, communicator, resolver, communication, seed, training)
+        _announce(self)
+
+    def _resolve(self) -> ClusterResolver:
+        """The cluster: the processes of a launcher, or this machine."""
         launcher = cluster.from_launcher(os.environ)
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
-        super().__init__(launcher or LocalClusterResolver(), devices, communication, training, seed)
+        return launcher or LocalClusterResolver()
 
 
-class MultiWorkerMirroredStrategy(_TowersStrategy):
+class MultiWorkerMirroredStrategy(MirroredStrategy):
     """One model on all devices of all workers (machines) of a cluster.
 
     The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
@@ -156,8 +140,8 @@ class MultiWorkerMirroredStrategy(_TowersStrategy):
 
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
-        devices, communication, shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, seed: as of
-            :class:`MirroredStrategy`; ``devices`` are this worker's.
+        devices: one per tower of this worker.
+        options: as of :class:`MirroredStrategy`.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
@@ -170,15 +154,13 @@ class MultiWorkerMirroredStrategy(_TowersStrategy):
         cluster_resolver: ClusterResolver | None = None,
         *,
         devices: Sequence[Device] | None = None,
-        communication: CommunicationOptions | None = None,
-        shard_optimizer: bool = False,
-        virtual_towers: int | None = None,
-        mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
-        nonfinite_gradients: str = "ignore",
-        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
-        super().__init__(cluster.resolve(os.environ, cluster_resolver), devices, communication, training, seed)
+        self._given_resolver = cluster_resolver
+        super().__init__(devices, **options)
+
+    def _resolve(self) -> ClusterResolver:
+        return cluster.resolve(os.environ, self._given_resolver)
 
 
 @functools.cache

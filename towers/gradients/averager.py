@@ -278,8 +278,13 @@ class GradientAverager:
 
     def give_up(self, error: BaseException) -> None:
         """The script's step has ended in ``error``. Towers that wait for an open backward's gradients are told."""
-        if self._cycle.state is not State.IDLE:
+        if self._cycle.state is State.IDLE:
+            return
+        if self._channel.size > 1:
             self._channel.break_off(error)
+        else:  # a tower alone cannot be out of step
+            self._cycle = Cycle(self._channel, self._reduction, self._watch)
+            self._lay_out(self._layout.kept(self._channel))
 
     @handles_gradients
     def disown(self, error: ForkedError) -> None:

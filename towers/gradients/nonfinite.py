@@ -12,7 +12,6 @@ found when all else of a backward is done, so that they are in step when that ra
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterable, Sequence
 
@@ -22,11 +21,8 @@ from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
 from towers.gradients.slots import Slot
 from towers.mirroring.extremes import extremes, joined, what_is_not_finite
-from towers.mirroring.mirror import Named
-from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
 from towers.system.text import name_towers
-from towers.system.torch_private import current_graph_task_id, disable_dynamo, queue_callback
 
 log = get_logger("towers")
 
@@ -95,39 +91,3 @@ def _describe(towers: Sequence[dict[str, str]], backward: int) -> str:
         "batch, loss and learning rate; torch.autograd.set_detect_anomaly(True) finds the operation. Averaged, the "
         "gradient is not finite on any tower: zero_grad() before going on"
     )
-
-
-class LoneWatch:
-    """Watches the gradients of a single tower, which nobody averages.
-
-    Args:
-        watch: looks at them.
-    """
-
-    def __init__(self, watch: GradientWatch) -> None:
-        self._watch = watch
-        self._arrived: list[Slot] = []
-        self._task = -1
-
-    def add(self, parameters: Sequence[Named]) -> None:
-        """Watch the gradients of these too."""
-        for named in parameters:
-            if named.tensor.is_floating_point() or named.tensor.is_complex():
-                GradientHook(named.tensor, functools.partial(self._arrive, Slot(named)))
-
-    @disable_dynamo
-    def _arrive(self, slot: Slot, parameter: torch.Tensor) -> None:
-        task = current_graph_task_id()
-        if task != self._task:  # also after a backward that ended in an exception
-            self._task = task
-            self._arrived = []
-            queue_callback(self._finish)
-        slot.arrived = True
-        self._arrived.append(slot)
-
-    @disable_dynamo
-    def _finish(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        with torch.no_grad():
-            self._watch.inspect(arrived)
-        self._watch.exchange()
