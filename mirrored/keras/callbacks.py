@@ -31,13 +31,8 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
 
     Args:
         fits: whether it is ``fit``, after whose epochs and batches the towers agree on whether to go on.
-
-    Raises:
-        ImportError: one needs TensorFlow, which is not there.
     """
     given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
-    if any(isinstance(each, keras.callbacks.TensorBoard) for each in given) and find_spec("tensorflow") is None:
-        raise ImportError("keras.callbacks.TensorBoard needs TensorFlow; mirrored.keras.TensorBoard needs tensorboard")
     chosen = [callback for callback in given if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
     for callback in chosen:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -56,8 +51,14 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
 
 
 def read_batches(callbacks: Any) -> bool:
-    """Whether a callback may read the logs of each batch."""
+    """Whether a callback may read the logs of each batch. It is asked on any number of towers.
+
+    Raises:
+        ImportError: one needs TensorFlow, which is not there.
+    """
     given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
+    if any(isinstance(each, keras.callbacks.TensorBoard) for each in given) and find_spec("tensorflow") is None:
+        raise ImportError("keras.callbacks.TensorBoard needs TensorFlow; mirrored.keras.TensorBoard needs tensorboard")
     return any(_reads_batches(callback) for callback in given)
 
 

@@ -210,7 +210,8 @@ class _Progress:
             vars(callback).update(attributes)
 
 
-_NOT_STATE = {"params", "_model", "verbose", "validation_data"}
+# min_delta: Keras turns its sign when a callback first compares, which it does once more in a run that is resumed.
+_NOT_STATE = {"params", "_model", "verbose", "validation_data", "min_delta"}
 
 
 def _simple(attributes: State) -> State:

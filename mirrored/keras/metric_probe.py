@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mirrored.keras.keras_private import function_of
 from mirrored.keras.patching import around
-from mirrored.keras.steps import current
+from mirrored.keras.steps import Step, current, running
 from mirrored.strategy.base import Strategy
 from towers.system.torch_private import disable_dynamo
 
@@ -27,7 +28,9 @@ _TOLERANCE = 1e-3  # of float32 sums, relative to the largest number
 def probe_first_update(metric: Any) -> None:
     """Let the first update of ``metric`` in a step show whether states of several towers can be combined.
 
-    Metrics of Keras can, and so can one whose variables are all of the first tower.
+    Metrics of Keras can. Variables of ``"only_first_replica"`` are compared when they are combined: [Note: tower 0's
+    value is that of all] in :mod:`mirrored.keras.metrics`. Nothing is shown where the lengths of what ``update_state``
+    is given differ, or where it raises on halves.
     """
     aggregations = {variable.aggregation for variable in metric.variables}
     if (_of_keras(type(metric)) and _of_keras(function_of(metric))) or aggregations <= {"only_first_replica"}:
@@ -41,14 +44,16 @@ def probe_first_update(metric: Any) -> None:
         step = current()
         if step is not None and step.share.local and not _close(before, _state(metric), 0.0):
             del metric.update_state
-            _probe(metric, before, (args, kwargs))
+            _probe(metric, before, (args, kwargs), step)
         return result
 
     metric.update_state = update_state
 
 
-def _probe(metric: Any, before: Sequence[Tensor], given: Any) -> None:
+def _probe(metric: Any, before: Sequence[Tensor], given: Any, step: Step) -> None:
     """Update a metric by halves of what it was given.
+
+    A variable of ``"only_first_replica"`` is that of the whole, as examples that are gathered are.
 
     Raises:
         TypeError: the states of the halves, combined, are not that of the whole.
@@ -65,17 +70,15 @@ def _probe(metric: Any, before: Sequence[Tensor], given: Any) -> None:
         metric.update_state(*args, **kwargs)
         return _state(metric)
 
-    with torch.no_grad():
+    with torch.no_grad(), running(dataclasses.replace(step, alone=True)):
         try:
             first, second, whole = updated(0, half), updated(half, 2 * half), updated(0, 2 * half)
             expected = _numbers(metric.result())
         except Exception:  # it cannot be updated by another number of examples
             _set(metric, after)
             return
-        combined = [
-            one + other - base if variable.aggregation == "sum" else (one + other) / 2
-            for variable, base, one, other in zip(metric.variables, before, first, second, strict=True)
-        ]
+        states = zip(metric.variables, before, first, second, whole, strict=True)
+        combined = [_combined(variable.aggregation, *values) for variable, *values in states]
         _set(metric, combined)
         found = _numbers(metric.result())
         _set(metric, after)
@@ -89,6 +92,12 @@ def _probe(metric: Any, before: Sequence[Tensor], given: Any) -> None:
         "anything else, such as a maximum, let update_state gather the examples of all towers (y_pred = "
         "strategy.gather(y_pred)), and make the variables by self.add_variable(..., aggregation='only_first_replica')"
     )
+
+
+def _combined(aggregation: str, before: Tensor, first: Tensor, second: Tensor, whole: Tensor) -> Tensor:
+    if aggregation == "only_first_replica":
+        return whole
+    return first + second - before if aggregation == "sum" else (first + second) / 2
 
 
 def _of_keras(function: Any) -> bool:
@@ -130,9 +139,9 @@ def _text(numbers: Sequence[Tensor]) -> str:
 
 @around(Strategy, "gather")
 def _gather(original: Any, strategy: Strategy, value: Any, axis: int = 0) -> Any:
-    """Nothing of a stand-in; and what is given, where Keras only looks for shapes."""
+    """Nothing of a stand-in; what is given, where Keras only looks for shapes, or where a metric is probed."""
     step = current()
-    if isinstance(value, Tensor) and value.is_meta:
+    if (step is not None and step.alone) or (isinstance(value, Tensor) and value.is_meta):
         return value
     if step is not None and not step.share.local and axis == 0:
         value = keras.tree.map_structure(lambda leaf: leaf[:0] if getattr(leaf, "shape", ()) else leaf, value)

@@ -1,9 +1,13 @@
 """Metrics: each tower counts its own examples, and what all have counted is combined when somebody reads it.
 
 A metric's variables say by their ``aggregation`` how values of several towers are combined: ``"sum"`` (Keras' default),
-``"mean"`` over the examples, ``"only_first_replica"``. What was there before the towers began to count, such as the
-zeros of ``reset_state``, counts once. A scalar that is given to ``Mean`` or ``Sum``, such as a batch's loss, is a mean
-of this tower's examples, so it counts as the share's part of the batch.
+``"mean"`` over the examples, ``"only_first_replica"``, which is tower 0's value. What was there before the towers began
+to count, such as the zeros of ``reset_state``, counts once. A scalar that is given to ``Mean`` or ``Sum``, such as a
+batch's loss, is a mean of this tower's examples, so it counts as the share's part of the batch.
+
+[Note: tower 0's value is that of all] Of the global batch a variable of ``"only_first_replica"`` is only where
+``update_state`` gathers the examples of all towers, so that towers hold one value. A tower that computed on a stand-in
+has an older one; the others' are compared when they are combined.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class Metrics:
         self._comm = comm
         self._base: dict[int, tuple[Any, Tensor]] = {}
         self._examples = 0
+        self._in_each_step = True  # has this tower counted: a stand-in does not
         self._counting = False
         self._checked: set[int] = set()
 
@@ -67,6 +72,7 @@ class Metrics:
     def count(self, share: Share) -> None:
         """A step with a share is over."""
         self._examples += share.local
+        self._in_each_step = self._in_each_step and share.local > 0
 
     def state(self) -> list[tuple[Tensor, Tensor]]:
         """Each variable's tensor, and a copy."""
@@ -74,7 +80,7 @@ class Metrics:
 
     def forget(self) -> None:
         """All towers have given the metrics one and the same state, by resetting them."""
-        self._counting, self._base, self._examples = False, {}, 0
+        self._counting, self._base, self._examples, self._in_each_step = False, {}, 0, True
 
     @torch.no_grad()
     def reduce(self, logs: Mapping[str, Any], step: Step) -> Logs:
@@ -87,6 +93,9 @@ class Metrics:
         Returns:
             ``logs`` of the global batches: a metric's result of all examples so far; of other numbers, the mean over
             the last step's examples.
+
+        Raises:
+            TypeError: on all towers; see [Note: tower 0's value is that of all].
         """
         local, share = self._results(), step.share
         keys = [key for key, value in logs.items() if _is_scalar(value) or key in local]
@@ -96,13 +105,15 @@ class Metrics:
         variables = self._variables()
         own = [
             torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),
+            self._row(torch.tensor(float(self._in_each_step), dtype=torch.float64, device=device)),
             *(self._contribution(variable).double() for variable in variables),
         ]
         with self._comm.health.at("the metrics of a Keras model"):
-            head, *sums = all_reduce_together(self._comm, "sum", own)
+            head, counted, *sums = all_reduce_together(self._comm, "sum", own)
         examples, *told = head.tolist()
+        towers = counted.nonzero().flatten().tolist()
         for variable, total in zip(variables, sums, strict=True):
-            self._settle(variable, total, examples)
+            self._settle(variable, total, examples, towers)
         self.forget()
         combined, result = self._results(), dict(logs)
         for position, key in enumerate(keys):
@@ -117,16 +128,25 @@ class Metrics:
         if variable.aggregation == "mean":
             return value * self._examples
         if variable.aggregation == "only_first_replica":
-            return value if self._comm.index == 0 else torch.zeros_like(value)
+            return self._row(value)
         base = self._base.get(id(variable))  # none: it was made in a step, from zeros
         return value - base[1] if base is not None else value
 
-    def _settle(self, variable: Any, total: Tensor, examples: float) -> None:
+    def _row(self, value: Tensor) -> Tensor:
+        """A value in this tower's row of zeros; the towers' sum has the values of all."""
+        rows = value.new_zeros(self._comm.size, *value.shape)
+        rows[self._comm.index] = value
+        return rows
+
+    def _settle(self, variable: Any, total: Tensor, examples: float, towers: list[int]) -> None:
         value = variable.value
         if variable.aggregation == "mean":
             if not examples:
                 return
             total = total / examples
+        elif variable.aggregation == "only_first_replica":
+            _check_equal(variable, total[towers])
+            total = total[0]
         elif variable.aggregation == "sum" and (base := self._base.get(id(variable))) is not None:
             total = total + base[1].detach().double()
         value.copy_(total)
@@ -141,14 +161,23 @@ class Metrics:
         return nested
 
 
+def _check_equal(variable: Any, values: Tensor) -> None:
+    """See [Note: tower 0's value is that of all]; the towers may have computed it on different processors."""
+    if not torch.allclose(values, values[:1].expand_as(values), rtol=1e-6, atol=0.0, equal_nan=True):
+        raise TypeError(
+            f"the metric variable {variable.path!r} has aggregation='only_first_replica', which takes tower 0's value "
+            "for that of all towers, but they hold different ones, each of its own examples: let update_state gather "
+            "the examples of all towers (y_pred = strategy.gather(y_pred))"
+        )
+
+
 def _check(metric: Any) -> None:
     """See that what several towers count by a metric can be combined.
 
     Raises:
         TypeError: it cannot.
     """
-    inner = getattr(metric, "metrics", None) or [metric]
-    for each in inner:
+    for each in getattr(metric, "metrics", None) or [metric]:
         if not each.variables and type(each).__module__.partition(".")[0] != "keras":
             raise TypeError(
                 f"the metric {each.name!r} ({type(each).__name__}) has no variables, so what the towers have counted "

@@ -27,10 +27,12 @@ class Step:
 
     Attributes:
         share: this tower's; where it has no examples the tower computes on a stand-in.
+        alone: whether other towers take no part in what is computed, so that nothing can be gathered.
     """
 
     strategy: Strategy
     share: Share
+    alone: bool = False
 
     @property
     def part(self) -> float:

@@ -18,6 +18,7 @@ breaks is not blamed on it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from mirrored.verification import causes
@@ -214,18 +215,11 @@ def _candidates(
     if present.loss is not LossFactor.NONE:
         return
     uneven = len({local for local, _ in shares_of_backward(many, at)}) > 1
-    applies = {
-        LossFactor.SHARE: uneven,
-        LossFactor.DIVISOR: bool(uneven_divisors(many, at)),
-        LossFactor.TOWERS: True,
-        LossFactor.BOTH: uneven,
-        LossFactor.INVERSE: uneven,
-    }
-    terms = batch_terms(first_loss(one, at), first_loss(many[0], at))
-    for base in bases:
-        for factor in applies:
-            if applies[factor]:
-                yield dataclasses.replace(base, loss=factor, terms=terms)
+    applies = {LossFactor.NONE: False, LossFactor.TOWERS: True, LossFactor.DIVISOR: bool(uneven_divisors(many, at))}
+    factors = [factor for factor in LossFactor if applies.get(factor, uneven)]
+    choices = batch_terms(first_loss(one, at), first_loss(many[0], at))
+    for base, terms, factor in itertools.product(bases, choices, factors):
+        yield dataclasses.replace(base, loss=factor, terms=terms)
 
 
 def _unexplained(

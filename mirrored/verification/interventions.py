@@ -36,14 +36,14 @@ from towers.system import tree as trees
 
 
 class LossFactor(enum.Enum):
-    """By what a tower multiplies its losses; the value is how the report calls it."""
+    """By what a tower multiplies its losses, in the order of trials; the value is how the report calls it."""
 
     NONE = "one"
     SHARE = "towers · its examples / all examples"
+    DIVISOR = "towers · what it is divided by / the sum of that over the towers"
     TOWERS = "the number of towers"
     BOTH = "towers · towers · its examples / all examples"
     INVERSE = "all examples / its examples"  # of a sum in Keras' fit, which weighs by examples
-    DIVISOR = "towers · what it is divided by / the sum of that over the towers"
 
     def of(self, towers: int, local: int, total: int) -> float:
         """The factor on one tower in one step; ``DIVISOR`` has a factor for each summand (:func:`divisor_factors`)."""

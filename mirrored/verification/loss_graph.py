@@ -55,22 +55,23 @@ def _branches(loss: torch.Tensor) -> Iterator[tuple[Term, Any]]:
 def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Iterator[tuple[Term, Any]]:
     branch = node
     while True:
-        name = _name(node).rstrip("0123456789").removesuffix("Backward")
-        inner = [following for following, _ in node.next_functions if following is not None]
+        name, inner = _name(node), _inputs(node)
         if name == "_ScaleGradient":
             share = True
         elif name in ("Div", "Mul") and (factor := _constant(node)) is not None and len(inner) == 1:
             chain = (*chain, ("divided by" if name == "Div" else "multiplied by", factor))
-        elif not (name.startswith(_UNCHANGED) and len(inner) == 1):
+        elif not (len(inner) == 1 and (name.startswith(_UNCHANGED) or (name == "Sum" and not _sizes(node)))):
             break
         node = inner[0]
+    if name == "Sum" and len(_sizes(node)) == 1 and _name(inner[0]) == "Stack":  # Keras adds up losses so
+        name, inner = "Add", _inputs(inner[0])
     if name in ("Add", "Sub"):
         for following in inner:
             yield from _follow(following, chain, share)
         return
     how, count = _REDUCTIONS.get(getattr(node, SAVED_REDUCTION, 0), name), 0
     if name in ("Mean", "Sum"):
-        how, count = f"{name.lower()} of", math.prod(map(int, getattr(node, SAVED_SIZES)))
+        how, count = f"{name.lower()} of", math.prod(_sizes(node))
     elif how != name and (target := getattr(node, SAVED_TARGET, None)) is not None:
         count = target.numel()
     # Cross entropy saves the weight of the targets that are not ignored.
@@ -81,7 +82,16 @@ def _follow(node: Any, chain: tuple[tuple[str, float], ...], share: bool) -> Ite
 def _name(node: Any) -> str:
     """A node's name. An autograd function of the script's own is a node, too, and may have an attribute ``name``."""
     name: str = type(node).name(node)
-    return name.rsplit("::", 1)[-1]
+    return name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _sizes(node: Any) -> list[int]:
+    """The shape of what a sum or a mean was taken of."""
+    return [int(size) for size in getattr(node, SAVED_SIZES)]
 
 
 def _divisor(chain: tuple[tuple[str, float], ...], count: float) -> float:
@@ -103,7 +113,7 @@ def _made_by_mirrored(node: Any) -> bool:
     while level and len(seen) < _MOST_ANCESTORS:
         if any(_name(at).startswith("_ScaleGradient") for at in level):
             return True
-        level = [inner for at in level for inner, _ in at.next_functions if inner is not None and inner not in seen]
+        level = [inner for at in level for inner in _inputs(at) if inner not in seen]
         seen.update(level)
     return False
 

@@ -66,7 +66,7 @@ def proven_causes(
     if now.skip_local_changes and not before.skip_local_changes:
         causes.append(_local_change(many, at, outcome))
     if now.loss is not before.loss:
-        causes.append(_loss(comparison, at, now.loss, outcome))
+        causes.append(_loss(comparison, at, now, outcome))
     if now.rates and not before.rates:
         causes.append(_rate(comparison, at, outcome))
     return causes
@@ -134,26 +134,36 @@ def shares_of_backward(many: Sequence[Trace], at: int) -> Sequence[tuple[int, in
     return next((shares for shares in backwards if len({local for local, _ in shares}) > 1), (backwards or [()])[0])
 
 
-def batch_terms(one: Loss | None, many: Loss | None) -> frozenset[int]:
-    """Which summands of a loss depend on the batch, where others (a penalty) do not; else empty."""
+def batch_terms(one: Loss | None, many: Loss | None) -> list[frozenset[int]]:
+    """The summands of a loss to which a factor may belong: those that depend on the batch, and the sums among them.
+
+    Empty where that is the whole loss.
+    """
     if one is None or many is None or len(one.terms) != len(many.terms):
-        return frozenset()
+        return [frozenset()]
     differing = frozenset(i for i, (a, b) in enumerate(zip(one.terms, many.terms, strict=True)) if a != b)
-    return differing if len(differing) < len(many.terms) else frozenset()
+    sums = frozenset(i for i in differing if _is_sum(many.terms[i]))
+    depending = differing if len(differing) < len(many.terms) else frozenset()
+    return [depending, sums] if 0 < len(sums) < len(differing) else [depending]
 
 
-def _batch_term(one: Loss | None, many: Loss | None) -> tuple[Term, Term]:
-    """The first summand that depends on the batch: of one tower's loss, and of N's."""
+def _is_sum(term: Term) -> bool:
+    return term.chain[-1][0] == "sum of" and not term.share
+
+
+def _batch_term(one: Loss | None, many: Loss | None, terms: frozenset[int]) -> tuple[Term, Term]:
+    """The first summand, of ``terms`` if there are any, that depends on the batch: of one tower's loss, and of N's."""
     pairs = list(zip(one.terms, many.terms, strict=False)) if one is not None and many is not None else []
+    pairs = [pair for i, pair in enumerate(pairs) if not terms or i in terms]
     unknown = Term((("unknown", 0),), False)
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0] if pairs else (unknown, unknown))
 
 
-def _loss(comparison: RunComparison, at: int, factor: LossFactor, outcome: str) -> Explanation:
-    many, towers = comparison.many, len(comparison.many)
+def _loss(comparison: RunComparison, at: int, now: Interventions, outcome: str) -> Explanation:
+    many, towers, factor = comparison.many, len(comparison.many), now.loss
     loss = first_loss(many[0], at)
-    alone, term = _batch_term(first_loss(comparison.one, at), loss)
-    made = f"on tower 0 the loss{at_line(loss.line if loss else None)} is {term}"
+    alone, term = _batch_term(first_loss(comparison.one, at), loss, now.terms)
+    made = f"on tower 0 {'a summand of ' if now.terms else ''}the loss{at_line(loss.line if loss else None)} is {term}"
     shown = f"a further run in which each tower's loss was multiplied by {factor.value}: {outcome}"
     fix = "give one loss per example (reduction='none') to mirrored.compute_average_loss"
     if factor is LossFactor.SHARE:
@@ -181,18 +191,14 @@ def _loss(comparison: RunComparison, at: int, factor: LossFactor, outcome: str) 
         what = f"{averaged} once more: the gradients are 1/{towers} of one tower's"
         fix = f"do not divide by the number of towers{lines_with_towers(comparison.one)}; or {fix}"
         return Explanation(Cause.DIVIDED_TWICE, what, fix, shown)
-    is_sum, scaled = term.chain[-1][0] == "sum of" and not term.share, term.chain[:-1]
-    if is_sum and scaled and scaled == alone.chain[:-1]:
-        what = (
-            f"{averaged}: the sum over the global batch is right where gradients are added up, here they are averaged, "
-            f"so they are 1/{towers} of one tower's"
-        )
-        return Explanation(Cause.SUM_OVER_GLOBAL_BATCH, what, fix, shown)
-    if is_sum and not scaled:
-        what = f"{averaged}: the sum over all examples becomes 1/{towers} of what it is on one tower"
-        fix += " (and raise the learning rate, if it was chosen for a sum)"
-        return Explanation(Cause.SUM_LOSS, what, fix, shown)
-    return Explanation(Cause.LOSS_SCALE, f"{averaged}: the gradients are 1/{towers} of one tower's", fix, shown)
+    cause, what, scaled = Cause.LOSS_SCALE, f"the gradients are 1/{towers} of one tower's", term.chain[:-1]
+    if _is_sum(term) and scaled == alone.chain[:-1]:
+        fix += " (in Keras' fit and add_loss, a mean over examples)"
+        cause, what = Cause.SUM_OVER_GLOBAL_BATCH, f"a sum is right where gradients are added up; here {what}"
+    if _is_sum(term) and not scaled:
+        fix += ", and raise the learning rate, if it was chosen for a sum"
+        cause, what = Cause.SUM_LOSS, f"the sum over all examples becomes 1/{towers} of what it is on one tower"
+    return Explanation(cause, f"{averaged}: {what}", fix, shown)
 
 
 def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:

@@ -262,7 +262,11 @@ def metric_of_mean_maxima(strategy: mirrored.Strategy) -> None:
 
 
 def metric_of_the_last_value(strategy: mirrored.Strategy) -> None:
-    dense(strategy, metrics=[Extreme(last=True)]).train_on_batch(numbers(8)[:2], classes()[:2])
+    dense(strategy, metrics=[Extreme(last=True)]).train_on_batch(numbers(8)[:3], classes()[:3])
+
+
+def metric_of_tower_0(strategy: mirrored.Strategy) -> None:
+    dense(strategy, metrics=["accuracy", Extreme("only_first_replica")]).fit(numbers(8), classes(), verbose=0)
 
 
 def metric_that_is_a_function(strategy: mirrored.Strategy) -> None:
@@ -302,6 +306,10 @@ def error_of(mistake: Callable[[mirrored.Strategy], None]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def errors_of(mistakes: list[Callable[[mirrored.Strategy], None]]) -> list[str]:
+    return [error_of(mistake) for mistake in mistakes]
 
 
 def error_with(**settings: Any) -> str:
@@ -366,15 +374,19 @@ def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, An
     x: Any = numbers(8).astype("float32")
     y: Any = classes()
     batch_size: int | None = 16
+    validation: Any = (x[:30], y[:30])
     if kind == "loader":
         x = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=16, shuffle=True)
         y = batch_size = None
+        validation = DataLoader(TensorDataset(*map(torch.from_numpy, validation)), batch_size=16)
     checkpoints = mirrored.keras.Checkpoints(folder, every_steps=4)
     callbacks = [
         checkpoints,
         Dies(),
-        keras.callbacks.ReduceLROnPlateau("loss", patience=1),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
         keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),
     ]
-    history = model.fit(x, y, batch_size=batch_size, epochs=5, callbacks=callbacks, verbose=0)
+    history = model.fit(
+        x, y, batch_size=batch_size, epochs=5, validation_data=validation, callbacks=callbacks, verbose=0
+    )
     return {"weights": model.get_weights(), "epochs": history.epoch, "history": history.history}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import mirrored
 import mirrored.keras
-from tests.keras.own_metrics import Gathered, Quotient, mean_of_the_batch
+from tests.keras.own_metrics import Gathered, Mixed, Quotient, mean_of_the_batch
 
 EXAMPLES, BATCH = 103, 16
 
@@ -263,7 +263,7 @@ def metrics_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
     found = {}
     for size in (BATCH, 3):  # of three examples some towers have one, and others none
         keras.utils.set_random_seed(7)
-        model = dense(strategy, metrics=[Quotient(), Gathered(strategy), mean_of_the_batch])
+        model = dense(strategy, metrics=[Quotient(), Gathered(strategy), Mixed(strategy), mean_of_the_batch])
         x, y = numbers(8), classes()
         history = model.fit(x, y, batch_size=size, epochs=2, validation_data=(x[:30], y[:30]), verbose=0)
         found |= {f"{key} by {size}": value for key, value in seen(model, history).items() if "weight" not in key}

@@ -47,6 +47,25 @@ class Gathered(keras.metrics.Metric):
         return self.largest + 10 * self.last
 
 
+class Mixed(keras.metrics.Metric):
+    """The largest number of all towers' examples, as a multiple of a mean that is counted apart."""
+
+    def __init__(self, strategy: mirrored.Strategy) -> None:
+        super().__init__(name="mixed")
+        self.strategy = strategy
+        self.largest = self.add_variable((), "zeros", aggregation="only_first_replica", name="largest")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(ops.maximum(self.largest, ops.max(self.strategy.gather(p.detach()))))
+        self.total.assign(self.total + ops.sum(p))
+        self.count.assign(self.count + len(p))
+
+    def result(self) -> Any:
+        return self.largest / (self.total / self.count)
+
+
 def mean_of_the_batch(y: Any, p: Any) -> Any:
     return ops.mean(ops.max(p, axis=1))
 

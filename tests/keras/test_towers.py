@@ -46,8 +46,9 @@ def test_files_and_the_progress_bar_are_the_chiefs(tmp_path: pathlib.Path) -> No
     assert all(np.isfinite(weight).all() for weight in weights)
 
 
-def test_tensorboard_is_written_by_the_chief_alone(tmp_path: pathlib.Path) -> None:
-    for found in mirrored.launch(behaviours.boards, (str(tmp_path),), devices=behaviours.TOWERS):
+@pytest.mark.parametrize("towers", [1, 2, 3])
+def test_tensorboard_is_written_by_the_chief_alone(tmp_path: pathlib.Path, towers: int) -> None:
+    for found in mirrored.launch(behaviours.boards, (str(tmp_path),), devices=[f"cpu:{i}" for i in range(towers)]):
         epochs, batches = [0, 1, 2], [5, 10, 15]
         assert found["validation"] == {"epoch_accuracy": epochs, "epoch_loss": epochs}
         assert found["train"].pop("epoch_learning_rate") == epochs
@@ -78,6 +79,7 @@ MISTAKES = {
     behaviours.metric_of_a_maximum: r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong",
     behaviours.metric_of_mean_maxima: r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong",
     behaviours.metric_of_the_last_value: r"TypeError: the metric 'extreme' .* of 2 examples .*strategy.gather\(y_pred",
+    behaviours.metric_of_tower_0: r"TypeError: the metric variable 'extreme/value' .*strategy.gather\(y_pred",
     behaviours.metric_that_is_a_function: r"TypeError: the metric 'largest' \(MeanMetricWrapper\) of several",
     behaviours.gradients_of_its_own: r"MirrorError: SGD.step\(\) on tower \d on gradients that no backward",
     behaviours.checkpoints_of_a_generator: r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle",
@@ -90,15 +92,32 @@ def test_mistakes_are_errors_on_all_towers(mistake: Callable[[mirrored.Strategy]
         assert re.match(MISTAKES[mistake], text), text
 
 
-@pytest.mark.parametrize("kind", ["arrays", "loader"])
-@pytest.mark.parametrize("killed_in", [10, 14, 28])  # in the middle of an epoch, in its last batch, and after it
-def test_a_killed_fit_goes_on_to_the_same_weights(tmp_path: pathlib.Path, kind: str, killed_in: int) -> None:
+@pytest.mark.parametrize("towers", [1, 3])
+def test_metrics_that_do_not_add_up_are_errors_of_several_towers_only(towers: int) -> None:
+    mistakes = [mistake for mistake in MISTAKES if mistake.__name__.startswith("metric_")]
+    for texts in mirrored.launch(behaviours.errors_of, (mistakes,), devices=[f"cpu:{i}" for i in range(towers)]):
+        for mistake, text in zip(mistakes, texts, strict=True):
+            assert re.match(MISTAKES[mistake] if towers > 1 else "nothing$", text), text
+
+
+# 10 is in the middle of an epoch, 14 its last batch; in 28 it is killed when the epoch is over.
+@pytest.mark.parametrize(
+    ("kind", "killed_in", "towers"),
+    [
+        *((kind, killed_in, 2) for kind in ("arrays", "loader") for killed_in in (10, 14, 28)),
+        ("arrays", 28, 1),
+        ("loader", 14, 3),
+    ],
+)
+def test_a_killed_fit_goes_on_to_the_same_weights(
+    tmp_path: pathlib.Path, kind: str, killed_in: int, towers: int
+) -> None:
     def fit(folder: str, killed_in: int) -> Any:
-        return mirrored.launch(
-            behaviours.fit_with_checkpoints, (str(tmp_path / folder), kind, killed_in), devices=behaviours.TOWERS
-        )[1]
+        arguments, devices = (str(tmp_path / folder), kind, killed_in), [f"cpu:{i}" for i in range(towers)]
+        return mirrored.launch(behaviours.fit_with_checkpoints, arguments, devices=devices)[-1]
 
     whole = fit("whole", -1)
+    assert len(whole["history"]["val_accuracy"]) == len(whole["epochs"])
     with pytest.raises(mirrored.TowerFailedError, match="SIGKILL"):
         fit("killed", killed_in)
     for _ in range(2):  # the second time there is nothing left to do

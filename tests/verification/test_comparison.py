@@ -191,6 +191,9 @@ def test_what_a_loss_is_made_of() -> None:
         (per_example.sum() / 6 * 0.5, ["the sum of 6 values, divided by 6, multiplied by 0.5"]),
         (F.mse_loss(logits, torch.zeros(6, 3).double(), reduction="sum"), ["the sum of 18 values"]),
         (per_example.mean() + 0.1 * penalty, ["the mean of 6 values", "the sum of 80 values, multiplied by 0.1"]),
+        # As Keras adds up losses, each of which may have been summed up before.
+        (torch.stack([per_example.mean(), penalty.sum()]).sum(), ["the mean of 6 values", "the sum of 80 values"]),
+        (torch.stack([per_example, per_example]).sum(), ["the sum of 12 values"]),
     ):
         assert [str(term) for term in terms_of(loss)] == expected
         assert not any(term.share for term in terms_of(loss))

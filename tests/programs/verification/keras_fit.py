@@ -22,21 +22,33 @@ class Model(keras.Model):
 
     def call(self, x, training=False):
         hidden = self.hidden(x)
+        if KIND == "add_loss":
+            self.add_loss(0.01 * ops.sum(ops.square(hidden)))
         return self.last(self.norm(hidden, training=training) if "norm" in KIND else hidden)
 
     def train_step(self, data):
         x, y = data
         if KIND == "noise":
             x = x + keras.random.normal(ops.shape(x), seed=self.seeds)
+        if KIND == "contrastive step":
+            self.zero_grad()
+            loss = contrastive(y, self(x, training=True))
+            loss.backward()
+            self.optimizer.apply([each.value.grad for each in self.trainable_weights], self.trainable_weights)
+            return {"loss": loss}
         return super().train_step((x, y))
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         if KIND != "contrastive":
             return super().compute_loss(x, y, y_pred, sample_weight, training)
-        own, partners = ops.normalize(y_pred), ops.normalize(y)
-        likeness = ops.matmul(own, ops.transpose(partners))
-        labels = ops.arange(len(y))
-        return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, likeness, from_logits=True))
+        return contrastive(y, y_pred)
+
+
+def contrastive(y, predicted):
+    own, partners = ops.normalize(predicted), ops.normalize(y)
+    likeness = ops.matmul(own, ops.transpose(partners))
+    labels = ops.arange(len(y))
+    return ops.mean(keras.losses.sparse_categorical_crossentropy(labels, likeness, from_logits=True))
 
 
 def sum_of_squares(y, predicted):
