@@ -4,7 +4,10 @@ Each name is imported when it is first used, so that ``import mirrored`` and ``m
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+from mirrored import foreign_names
 
 __version__ = "0.1.0"
 
@@ -84,11 +87,12 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
 
     def __getattr__(name):
         if name not in _MODULE_OF:
-            from mirrored.foreign_names import missing
-
-            raise missing("mirrored", name)
+            raise foreign_names.missing("mirrored", name)
         value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         return value
 
     def __dir__():
         return [*__all__, "__version__"]
+
+
+sys.meta_path.append(foreign_names)  # asked last, for modules that are nowhere

@@ -1,6 +1,6 @@
 """Names of TensorFlow, torch and others that people type here, and what to write in their place.
 
-Looked up only when an attribute is missing, so they cost nothing.
+Looked up only when an attribute or a module is missing.
 """
 
 from __future__ import annotations
@@ -56,3 +56,15 @@ def missing(owner: str, name: str) -> AttributeError:
     of = "module 'mirrored'" if owner == "mirrored" else f"{owner} object"
     instead = _INSTEAD[owner].get(name)
     return AttributeError(f"{of} has no attribute {name!r}{f': {instead}' if instead else ''}")
+
+
+def find_spec(name: str, *_: object) -> None:
+    """Explain ``import mirrored.experimental`` and ``from mirrored import NcclAllReduce`` as a finder of modules.
+
+    In the latter, Python drops the AttributeError and looks for a module of that name.
+
+    Raises:
+        ModuleNotFoundError: it is a name of others; without ``name=``, with which Python would drop this error, too.
+    """
+    if name.startswith("mirrored.") and (instead := _INSTEAD["mirrored"].get(name.removeprefix("mirrored."))):
+        raise ModuleNotFoundError(f"cannot import {name}: {instead}")

@@ -11,6 +11,7 @@ import collections
 import enum
 import math
 import urllib.parse
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda items: collections.Counter(dict(items)),
 }
+_SCALARS = "biuf"  # kinds of NumPy's: booleans, integers and floats
 _PLAIN = " !$&'()*+,:;<=>?[]^`{|}\""
 _KEYS = (str, int, float, bool, tuple, type(None))
 MISFITS = (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError)
@@ -63,7 +65,7 @@ class Encoder:
             return self._tensor(value, path)
         if isinstance(value, np.ndarray):
             return {"array": self._tensor(_from_numpy(value, path), path)}
-        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
             return {"scalar": inner(value.item(), ""), "dtype": str(value.dtype)}
         if type(value) is list:
             return [inner(part, i) for i, part in enumerate(value)]
@@ -188,6 +190,13 @@ def _read_tensor(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> Tenso
     return tensor(content)
 
 
+def _read_scalar(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in _SCALARS:  # a number makes others as large as it says ("V"), and holds any object ("O")
+        raise Malformed(f"a scalar is of kind {dtype.kind!r}")
+    return dtype.type(decode(content, tensor))
+
+
 def _array(tensor: Tensor) -> Any:
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
@@ -197,11 +206,11 @@ _DECODERS: dict[str, Callable[[Any, Any, Callable[[str], Tensor]], Any]] = {
     "items": _read_items,
     "tensor": _read_tensor,
     "array": lambda _, content, tensor: _array(decode(content, tensor)),
-    "scalar": lambda value, content, tensor: np.dtype(value["dtype"]).type(decode(content, tensor)),
+    "scalar": _read_scalar,
     "tuple": lambda _, content, tensor: tuple(_sequence(content, tensor)),
     "set": lambda _, content, tensor: set(_sequence(content, tensor)),
     "frozenset": lambda _, content, tensor: frozenset(_sequence(content, tensor)),
-    "size": lambda _, content, tensor: torch.Size(_sequence(content, tensor)),
+    "size": lambda _, content, tensor: torch.Size(array("q", _sequence(content, tensor))),
     "deque": lambda value, content, tensor: collections.deque(_sequence(content, tensor), value["maxlen"]),
     "float": lambda _, content, __: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[content],
     "bytes": lambda _, content, __: base64.b64decode(content, validate=True),

@@ -113,6 +113,44 @@ def test_a_manifest_with_absurd_numbers_is_refused(folder: pathlib.Path, kind: s
         assert len(str(caught.value)) < 500
 
 
+IMPOSSIBLE: dict[str, tuple[str, Any]] = {
+    "a size of 2^70": ("an encoded size cannot be read", {"size": [2**70]}),
+    "a size of -2^70": ("an encoded size cannot be read", [{"size": [2, -(2**70)]}]),
+    "a size of 4,000 digits": ("an encoded size cannot be read", {"size": [10**4000]}),
+    "a size as a key": ("an encoded size cannot be read", {"items": [[{"size": [2**63]}, 1]], "kind": "dict"}),
+    "a size of a text": ("an encoded size cannot be read", {"size": ["1"]}),
+    "a deque of 2^70": ("an encoded deque cannot be read", {"deque": [], "maxlen": 2**70}),
+    "a deque of -1": ("an encoded deque cannot be read", {"deque": [], "maxlen": -1}),
+    "an int64 of 2^70": ("an encoded scalar cannot be read", {"scalar": 2**70, "dtype": "int64"}),
+    "a complex of 4,000 digits": ("an encoded complex cannot be read", {"complex": [10**4000, 0]}),
+    "bytes without content": ("a scalar is of kind 'V'", {"scalar": 2**31 - 1, "dtype": "V"}),
+    "an object as a scalar": ("a scalar is of kind 'O'", {"scalar": 1, "dtype": "O"}),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_a_value_that_cannot_be_is_refused(folder: pathlib.Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, value = IMPOSSIBLE[kind]
+    forge_manifest(folder / "honest", lambda manifest: manifest["objects"].update(much=value))
+    assert cli.main(["checkpoint", "inspect", str(folder / "honest")]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"much cannot be read: {words}" in said.err
+    assert len(said.err) < 500
+
+
+def test_large_numbers_that_can_be_are_shown_in_short(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = [{"size": [2**63 - 1, -(2**63)]}, {"deque": [1], "maxlen": 2**63 - 1}, [9 * 10**4000]]
+    forge_manifest(folder / "honest", lambda manifest: manifest["objects"].update(much={"dict": {"a": shapes}}))
+    assert cli.main(["checkpoint", "inspect", str(folder / "honest")]) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line.startswith("much/a/")]
+    assert rows == [
+        ["much/a/0", "Size", f"torch.Size([{2**63 - 1}, {-(2**63)}])"],
+        ["much/a/1", "deque", f"deque([1], maxlen={2**63 - 1})"],
+        ["much/a/2", "list", f"[9{'0' * 55}..."],
+    ]
+
+
 def test_a_checkpoint_under_another_steps_name_is_not_gone_on_from(folder: pathlib.Path) -> None:
     (folder / name_of(1)).rename(folder / name_of(9))
     manager = mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"model": nn.Linear(2, 2)})

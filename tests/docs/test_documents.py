@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import html.parser
 import importlib
 import importlib.util
 import io
@@ -318,9 +319,21 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 180
 
 
+class Needs(html.parser.HTMLParser):
+    """What a page loads when it is opened: scripts, stylesheets, fonts, pictures and frames, but not its links."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name == "src" or (tag, name) == ("link", "href")]
+
+
+@pytest.mark.slow
 def test_the_site_builds(tmp_path: pathlib.Path) -> None:
-    """Without a warning: links, anchors, docstrings and what the reference names."""
-    pytest.importorskip("mkdocs")
+    """Without a warning: links, anchors, docstrings and what the reference names. Its pages need no network."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -332,5 +345,9 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     assert 'src="../file_worker.js"' in reference["strategies"]
-    assert "unpkg.com" not in "".join(page.read_text() for page in (tmp_path / "site").rglob("*.html"))
+    needed = {address for page in (tmp_path / "site").rglob("*.html") for address in Needs(page.read_text()).addresses}
+    assert {address for address in needed if re.match(r"(?:\w+:)?//", address)} == set(), "of the network"
+    assert any(re.search(r"assets/javascripts/bundle\.\w+\.min\.js$", address) for address in needed), needed
+    for style in (tmp_path / "site").rglob("*.css"):
+        assert not re.search(r"""(?:url\(|@import\s*)["']?(?:\w+:)?//""", style.read_text()), style
     shutil.rmtree(tmp_path / "site")

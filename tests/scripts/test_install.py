@@ -1,16 +1,21 @@
-"""The project installed from a clone and from a wheel, in environments that have nothing else of ours."""
+"""The project installed from a clone and from a wheel, in environments that have what it requires and nothing else."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
+import zipfile
+from collections.abc import Iterable, Sequence
 
 import pytest
+from packaging.requirements import Requirement
 
 import mirrored
 from tests.support.jobs import ROOT
@@ -36,21 +41,60 @@ def clone(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def python(tmp_path: pathlib.Path) -> pathlib.Path:
-    """The Python of a new environment, in which torch and the others can be found, but not this project."""
+    """The Python of a new environment, which is empty."""
     venv.create(tmp_path / "venv", with_pip=False)
-    packages = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    others = packages / "others"
-    others.mkdir()
-    for path in pathlib.Path(sysconfig.get_path("purelib")).iterdir():
-        if "mirrored" not in path.name and path.suffix != ".pth":
-            (others / path.name).symlink_to(path)
-    (packages / "others.pth").write_text(f"{others}\n")
+    packages = packages_of(tmp_path / "venv" / "bin" / "python")
+    (packages / "others").mkdir()
+    (packages / "others.pth").write_text(f"{packages / 'others'}\n")
     return tmp_path / "venv" / "bin" / "python"
 
 
+def packages_of(python: pathlib.Path) -> pathlib.Path:
+    return next((python.parent.parent / "lib").glob("python*/site-packages"))
+
+
+@pytest.fixture
+def wheel(clone: pathlib.Path) -> pathlib.Path:
+    wheels = clone.parent / "wheels"
+    building = ["wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
+    run([sys.executable, "-m", "pip", *building, str(clone)])
+    shutil.rmtree(clone)
+    [wheel] = wheels.iterdir()
+    return wheel
+
+
+def metadata_of(wheel: pathlib.Path) -> importlib.metadata.Distribution:
+    [folder] = [path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info")]
+    return importlib.metadata.PathDistribution(folder)  # type: ignore[arg-type]
+
+
+def required(requirements: Iterable[str] | None, extra: str = "") -> list[Requirement]:
+    """Those that hold here, with an extra or without."""
+    read = map(Requirement, requirements or ())
+    return [each for each in read if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+
+def provide(python: pathlib.Path, requirements: Sequence[Requirement]) -> None:
+    """Let an environment find what these require, and what that requires, where this environment has it."""
+    others, todo, seen = packages_of(python) / "others", list(requirements), set[Requirement]()
+    while todo:
+        each = todo.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        distribution = importlib.metadata.distribution(each.name)
+        for extra in ("", *each.extras):
+            todo += required(distribution.requires, extra)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (others / top).exists() and not top.endswith(".pth"):
+                (others / top).symlink_to(pathlib.Path(str(distribution.locate_file(top))))
+
+
 def install(python: pathlib.Path, *words: str) -> None:
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index", "--no-deps"]
-    run([*pip, "--no-build-isolation", "--disable-pip-version-check", *words])
+    """By pip, which finds that all requirements are there, or fails."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-build-isolation"]
+    said = run([*pip, "--disable-pip-version-check", *words])
+    assert "does not provide the extra" not in said
 
 
 def run(words: list[str], cwd: pathlib.Path | None = None) -> str:
@@ -63,36 +107,77 @@ def run(words: list[str], cwd: pathlib.Path | None = None) -> str:
 def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(
     clone: pathlib.Path, python: pathlib.Path
 ) -> None:
+    provide(python, required(["numpy", "safetensors", "torch", "setuptools"]))
     install(python, "--editable", str(clone))
     program = "import mirrored; print(mirrored.__file__, mirrored.MirroredStrategy.__name__)"
     said = run([str(python), "-c", program], cwd=clone.parent)
     assert said.split() == [str(clone / "mirrored" / "__init__.py"), "MirroredStrategy"]
 
 
-def test_a_wheel_has_all_that_the_project_needs(clone: pathlib.Path, python: pathlib.Path) -> None:
-    wheels = clone.parent / "wheels"
-    building = ["wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels)]
-    run([sys.executable, "-m", "pip", *building, str(clone)])
-    install(python, *map(str, wheels.iterdir()))
-    shutil.rmtree(clone)
-    packages = next((python.parent.parent / "lib").glob("python*/site-packages"))
+IMPORT_ALL = """
+import importlib
+import pkgutil
+import mirrored
+import towers
+
+for package in (mirrored, towers):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.startswith("mirrored.keras") and not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+"""
+
+
+def test_a_wheel_has_all_that_the_project_needs(wheel: pathlib.Path, python: pathlib.Path) -> None:
+    requirements = metadata_of(wheel).requires
+    provide(python, required(requirements))
+    install(python, str(wheel))
+    packages = packages_of(python)
     names = {path.relative_to(ROOT) for part in _PARTS[:2] for path in (ROOT / part).rglob("*.py")}
     names |= {pathlib.Path(part, "py.typed") for part in _PARTS[:2]}
     assert sorted(name for name in names if not (packages / name).is_file()) == []
     assert run([str(python.parent / "mirrored"), "--version"]).strip() == f"mirrored {mirrored.__version__}"
-    program = """
+    program = f"""{IMPORT_ALL}
 import importlib.metadata
-import mirrored
-import mirrored.keras
+import importlib.util
 
 strategy = mirrored.OneDeviceStrategy()
 print(mirrored.__file__)
 print(strategy.run(lambda: 3), importlib.metadata.version("mirrored"))
 print([point.value for point in importlib.metadata.entry_points(group="torch.distributed.backends")])
+print([name for name in ("keras", "torchmetrics", "cloudpickle", "tqdm", "pytest") if importlib.util.find_spec(name)])
 """
-    said = run([str(python), "-c", program], cwd=clone.parent)
+    said = run([str(python), "-c", program], cwd=wheel.parent)
     assert said.splitlines() == [
         str(packages / "mirrored" / "__init__.py"),
         f"3 {mirrored.__version__}",
         "['towers.backend:register']",
+        "[]",
     ]
+    provide(python, required(requirements, "keras"))
+    install(python, f"{wheel}[keras]")
+    run([str(python), "-c", "import mirrored.keras"], cwd=wheel.parent)
+
+
+BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle", "tensorboard": "tensorboard"}
+"""By extra: the package that a part of ours imports, or lets torch import."""
+
+
+def test_what_is_imported_is_required_or_brought_by_an_extra(wheel: pathlib.Path) -> None:
+    metadata = metadata_of(wheel)
+    always = {each.name for each in required(metadata.requires)}
+    by_extra = {extra: {each.name for each in required(metadata.requires, extra)} - always for extra in BROUGHT}
+    assert by_extra == {extra: {name} for extra, name in BROUGHT.items()}
+    imported = {name for part in _PARTS[:2] for path in (ROOT / part).rglob("*.py") for name in imports(path)}
+    others = imported - sys.stdlib_module_names - {"mirrored", "towers"}
+    assert others == (always | set(BROUGHT.values())) - {"tensorboard"}
+    table = (ROOT / "docs/start.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
+    extras = metadata.metadata.get_all("Provides-Extra") or []
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(extras)
+
+
+def imports(path: pathlib.Path) -> set[str]:
+    """The packages that a module imports, also in functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}

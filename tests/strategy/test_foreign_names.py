@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 
@@ -50,6 +51,32 @@ def test_a_distributed_dataset_says_what_to_write_for_set_epoch_and_sampler() ->
 def test_the_package_says_what_to_write_for_a_name_of_others(name: str, instead: str) -> None:
     with pytest.raises(AttributeError, match=f"module 'mirrored' has no attribute '{name}': .*{instead}"):
         getattr(mirrored, name)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("from mirrored import NcclAllReduce", "NcclAllReduce: .*implementation='nccl'"),
+        ("from mirrored import MirroredStrategy, CrossDeviceOps", "CrossDeviceOps: communication=mirrored"),
+        ("from mirrored import experimental", "experimental: .* without experimental_"),
+        ("from mirrored.experimental import CollectiveHints", "experimental: .* without experimental_"),
+        ("import mirrored.experimental", "experimental: .* without experimental_"),
+        ("import mirrored.distribute as distribute", r"distribute: .*mirrored\.MirroredStrategy\(\)"),
+    ],
+)
+def test_an_import_says_what_to_write_for_a_name_of_others(line: str, instead: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=rf"^cannot import mirrored\.{instead}"):
+        exec(line)
+
+
+def test_a_name_of_others_is_still_missing() -> None:
+    assert not hasattr(mirrored, "NcclAllReduce")
+    assert getattr(mirrored, "NcclAllReduce", None) is None
+    with pytest.raises(ImportError, match=r"^cannot import name 'something_else' from 'mirrored'"):
+        exec("from mirrored import something_else")
+    for module in ("mirrored.something_else", "experimental", "other.experimental"):
+        with pytest.raises(ModuleNotFoundError, match=r"^No module named '[a-z_.]+'$"):
+            importlib.import_module(module)
 
 
 def test_dir_shows_the_public_names_only() -> None:
