@@ -6,6 +6,7 @@ import contextlib
 import errno
 import pathlib
 import signal
+import sys
 import threading
 
 import pytest
@@ -30,6 +31,26 @@ def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interprete
         now[0] = 100.0 + later
         at_exit[0]()
     assert asked == pytest.approx([1.5, 2.0, 1.1, 1.0])
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_the_traceback_is_printed_before_the_time_of_a_failed_tower_begins(
+    prints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def printing(*_: object) -> None:
+        done.append("printed")
+        if not prints:
+            raise OSError("nobody reads this")
+
+    monkeypatch.setattr(sys, "excepthook", printing)
+    monkeypatch.setattr(failure, "end_soon", lambda: done.append("ends soon"))
+    failure.install_hooks.__wrapped__()
+    error = ValueError("boom")
+    with contextlib.nullcontext() if prints else pytest.raises(OSError):
+        sys.excepthook(ValueError, error, None)
+    assert done == ["printed", "ends soon"]
 
 
 def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
