@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.jobs import ROOT
+from tests.support.patience import PATIENT_AGENTS
 from tests.support.waiting import HANG
 
 hypothesis.settings.register_profile("without a deadline of each example", deadline=None)
@@ -100,8 +101,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests say themselves which cluster they are in."""
+def clean_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests say themselves which cluster they are in. Agents wait for who is late, but where seconds are promised."""
+    if request.node.get_closest_marker("seconds") is None:
+        monkeypatch.setenv(PATIENT_AGENTS, "1")
     for name in ("TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOWERS_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

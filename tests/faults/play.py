@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import secrets
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,10 +16,11 @@ from typing import Any
 import mirrored
 from tests.faults.faults import Fault
 from tests.faults.training import train
+from tests.support.commands import run_command
 from tests.support.waiting import HANG
 
 PROGRAM = ["-m", "tests.faults.program"]
-DEADLINE = 3.0  # seconds that a collective may take after a fault
+DEADLINE = 3.0  # seconds that a collective may take after a fault that nothing else ends
 _MARK = "FAULT_INJECTION_RUN"
 
 Result = dict[str, Any]
@@ -54,16 +52,16 @@ class Ended:
 
 def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, arguments: Sequence[str] = ()) -> Ended:
     """Run the program to its end, or to that of the fault."""
-    words = [sys.executable, *PROGRAM, str(folder), "--towers", str(towers), "--deadline", str(DEADLINE)]
+    words = ["mirrored", "run", "--towers", str(towers), *PROGRAM, str(folder), "--towers", str(towers)]
     if fault is not None:
         words += ["--fault", str(fault)]
+    if (deadline := _deadline(fault)) is not None:
+        words += ["--deadline", str(deadline)]
     mark = secrets.token_hex(8)
     shared = _shared_memory()
     with tempfile.TemporaryDirectory() as temporary:
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": temporary, _MARK: mark}
-        process = subprocess.run(
-            [*words, *arguments], capture_output=True, text=True, timeout=HANG, env={**os.environ, **variables}
-        )
+        process = run_command([*words, *arguments], env=variables)
         ended = time.time()
         left = [*pathlib.Path(temporary).glob("towers-*"), *(_shared_memory() - shared)]
     begun = pathlib.Path(f"{folder}.fault")
@@ -76,7 +74,11 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
 
 
 def _train(folder: str, fault: Fault | None) -> dict[str, Any]:
-    return train(mirrored.MirroredStrategy(seed=0), folder, fault=fault, deadline=DEADLINE)
+    return train(mirrored.MirroredStrategy(seed=0), folder, fault=fault, deadline=_deadline(fault))
+
+
+def _deadline(fault: Fault | None) -> float | None:
+    return DEADLINE if fault is not None and fault.action == "SIGSTOP" else None
 
 
 def launched(folder: pathlib.Path, fault: Fault | None = None, towers: int = 3) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--launch", type=int, default=0, help="start so many towers by mirrored.launch")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
-    parser.add_argument("--deadline", type=float, default=3.0, help="seconds that a collective may take after it")
+    parser.add_argument("--deadline", type=float, help="seconds that a collective may take after it")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds between being told to end and ending")
     parser.add_argument("--fault", type=Fault.parse)
     return parser.parse_args()

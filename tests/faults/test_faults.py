@@ -12,7 +12,7 @@ import pytest
 
 import mirrored
 from tests.faults.faults import PHASES, Fault
-from tests.faults.play import DEADLINE, PROGRAM, differences, launched, play
+from tests.faults.play import PROGRAM, differences, launched, play
 from tests.support.clusters import start_workers
 from tests.support.commands import Command, start_command
 from tests.support.waiting import HANG, wait_until
@@ -94,9 +94,9 @@ def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towe
 @pytest.mark.parametrize(("towers", "why"), [(2, "second signal"), (1, "grace is over")])
 @pytest.mark.row(43)
 def test_what_hangs_ends_all_the_same(tmp_path: pathlib.Path, towers: int, why: str) -> None:
-    grace = "100" if why == "second signal" else "0.5"
+    grace = str(HANG) if why == "second signal" else "0.5"
     fault = ["--fault", f"hang:forward:{towers - 1}:1"]
-    process = start(towers, tmp_path / "run", "--deadline", "100", "--grace", grace, *fault)
+    process = start(towers, tmp_path / "run", "--grace", grace, *fault)
     wait_until((tmp_path / "run.fault").exists)
     process.send_signal(signal.SIGTERM)
     if why == "second signal":
@@ -119,7 +119,7 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: pathlib.Path, expected_
 
 
 def test_workers_that_are_started_again_go_on(tmp_path: pathlib.Path, expected_of_two: dict[str, Any]) -> None:
-    words = [*PROGRAM, str(tmp_path / "run"), "--towers", "1", "--deadline", str(DEADLINE)]
+    words = [*PROGRAM, str(tmp_path / "run"), "--towers", "1"]
     for fault in (["--fault", "SIGKILL:all-reduce:1:7"], []):
         workers = start_workers(*words, *fault)
         outputs = [worker.communicate() for worker in workers]

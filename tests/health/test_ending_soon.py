@@ -6,6 +6,7 @@ import contextlib
 import errno
 import pathlib
 import signal
+import sys
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import mirrored
 from mirrored.checkpoint.stopping import StopSignals
 from tests.support.jobs import towers
+from tests.support.patience import patient_launch
 from tests.support.waiting import forever
 from towers.health import failure
 
@@ -30,6 +32,26 @@ def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interprete
         now[0] = 100.0 + later
         at_exit[0]()
     assert asked == pytest.approx([1.5, 2.0, 1.1, 1.0])
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_the_traceback_is_printed_before_the_time_of_a_failed_tower_begins(
+    prints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def printing(*_: object) -> None:
+        done.append("printed")
+        if not prints:
+            raise OSError("nobody reads this")
+
+    monkeypatch.setattr(sys, "excepthook", printing)
+    monkeypatch.setattr(failure, "end_soon", lambda: done.append("ends soon"))
+    failure.install_hooks.__wrapped__()
+    error = ValueError("boom")
+    with contextlib.nullcontext() if prints else pytest.raises(OSError):
+        sys.excepthook(ValueError, error, None)
+    assert done == ["printed", "ends soon"]
 
 
 def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +105,6 @@ def raise_beside_a_thread(strategy: mirrored.Strategy) -> None:
 
 
 def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
-    with pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
+    with patient_launch(), pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
         towers(raise_beside_a_thread)
-    assert [(failed.tower, failed.consequence) for failed in caught.value.failures] == [(1, False), (0, True)]
+    assert {failed.tower: failed.consequence for failed in caught.value.failures} == {0: True, 1: False}

@@ -14,8 +14,9 @@ import torch
 import mirrored
 from tests.support.clusters import start_workers
 from tests.support.jobs import run_program, towers
+from tests.support.patience import patient_launch
 from tests.support.unwell import TORCHRUN, UNWELL, unwell
-from tests.support.waiting import HANG
+from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,8 @@ def die(strategy: mirrored.Strategy) -> None:
 
 
 def test_launch_says_where_a_killed_tower_was() -> None:
-    with pytest.raises(mirrored.TowerFailedError, match="in step 3, writing the checkpoint") as caught:
+    text = "in step 3, writing the checkpoint"
+    with patient_launch(), pytest.raises(mirrored.TowerFailedError, match=text) as caught:
         towers(die)
     assert "ended by SIGKILL" in str(caught.value)
     [other] = [failure for failure in caught.value.failures if failure.tower == 0]
@@ -116,12 +118,19 @@ def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
         assert name in error.splitlines()[-1]
 
 
+def has_ended(process: int) -> bool:
+    """Whether it has, though perhaps nobody has waited for it."""
+    try:
+        return "State:\tZ" in pathlib.Path(f"/proc/{process}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_what_a_tower_has_started_ends_with_the_job() -> None:
     result, _ = unwell(2, "child", "1", "3", "forward")
     child = re.search(r"child (\d+)", result.stderr)
     assert child
-    status = pathlib.Path(f"/proc/{child[1]}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    wait_until(lambda: has_ended(int(child[1])))
 
 
 def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.commands import start_command
 from tests.support.jobs import ROOT
+from tests.support.prefetching import told_to_end
 from tests.support.unwell import unwell
 from tests.support.waiting import wait_until
 from towers.health.failure import EXIT_PREEMPTED
@@ -20,7 +21,6 @@ from towers.health.failure import EXIT_PREEMPTED
 pytestmark = pytest.mark.seconds
 
 Promise = Callable[[float, float], None]
-PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
 
 
@@ -54,17 +54,21 @@ def test_a_job_ends_soon_though_its_towers_handle_signals(mode: str, promise: Pr
     promise(time.monotonic() - began, 5)
 
 
+@pytest.mark.parametrize(
+    ("starter", "code"),
+    [("run", EXIT_PREEMPTED), ("launch", EXIT_PREEMPTED), ("torchrun", 1), ("TF_CONFIG", EXIT_PREEMPTED)],
+)
 def test_a_job_that_has_saved_ends_soon_though_a_pool_of_each_tower_goes_on(
-    tmp_path: pathlib.Path, promise: Promise
+    starter: str, code: int, tmp_path: pathlib.Path, promise: Promise
 ) -> None:
-    process = start_command(["mirrored", "run", "--towers", "2", PREFETCHES, str(tmp_path / "run"), "pool", "all"])
-    while process.stdout.readline() != "step 3\n":
-        pass
-    process.terminate()
+    jobs = told_to_end(starter, tmp_path / "run", "pool", "all")
     began = time.monotonic()
-    process.communicate()
-    assert process.returncode == EXIT_PREEMPTED
-    promise(time.monotonic() - began, 8)
+    for job in jobs:
+        job.communicate()
+    took = time.monotonic() - began
+    assert {job.returncode for job in jobs} == {code}
+    assert list((tmp_path / "run").glob("step-*"))
+    promise(took, 8)
 
 
 def test_towers_end_soon_after_the_death_of_their_torchrun(promise: Promise) -> None:

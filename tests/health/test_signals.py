@@ -6,6 +6,7 @@ import os
 import pathlib
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.clusters import start_workers
-from tests.support.commands import Command, start_command
-from tests.support.jobs import ROOT, start_program
+from tests.support.commands import Command, command_line, start_command
+from tests.support.jobs import ROOT
+from tests.support.prefetching import told_to_end
 from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
@@ -68,7 +69,7 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     process.terminate()
     process.communicate(timeout=HANG)
     assert process.returncode == -signal.SIGTERM
-    assert not any(os.path.exists(f"/proc/{tower}") for tower in ids)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in ids))
 
 
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
@@ -108,18 +109,9 @@ def test_a_program_that_launches_passes_signals_on(
     towers = [int(word) for word in process.stdout.readline().split()]
     process.terminate()
     assert process.wait(HANG) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
-    assert not any(os.path.exists(f"/proc/{tower}") for tower in towers)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
     assert not list(temporary.glob("towers-*"))
     assert saves == any(folder.glob("step-*"))
-
-
-PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
-STARTERS = {
-    "run": lambda words: [start_command(["mirrored", "run", "--towers", "2", PREFETCHES, *words])],
-    "torchrun": lambda words: [start_command(["torchrun", "--standalone", "--nproc-per-node=2", PREFETCHES, *words])],
-    "TF_CONFIG": lambda words: start_workers(PREFETCHES, *words),
-    "launch": lambda words: [start_program([PREFETCHES, *words, "launch"])],
-}
 
 
 @pytest.mark.parametrize(
@@ -129,19 +121,17 @@ STARTERS = {
         ("run", "thread", "1"),
         ("run", "handler", "all"),
         ("launch", "thread", "all"),
+        ("launch", "pool", "1"),
+        ("torchrun", "thread", "all"),
         ("torchrun", "pool", "1"),
+        ("TF_CONFIG", "thread", "all"),
         ("TF_CONFIG", "pool", "1"),
     ],
 )
 def test_who_has_saved_ends_beside_a_thread_that_goes_on(
     starter: str, kind: str, where: str, tmp_path: pathlib.Path
 ) -> None:
-    jobs = STARTERS[starter]([str(tmp_path / "run"), kind, where])
-    assert jobs[0].stdout is not None
-    while jobs[0].stdout.readline() != "step 3\n":
-        pass
-    for job in jobs:
-        job.terminate()
+    jobs = told_to_end(starter, tmp_path / "run", kind, where)
     errors = [job.communicate(timeout=HANG)[1] for job in jobs]
     assert list((tmp_path / "run").glob("step-*")), errors
     if starter == "torchrun":  # which has a code of its own
@@ -151,17 +141,27 @@ def test_who_has_saved_ends_beside_a_thread_that_goes_on(
         assert starter == "launch" or all("towers: preempted by SIGTERM" in error for error in errors)
 
 
+def _in_a_terminal(terminal: str, *words: str) -> int | None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    os.setsid()
+    opened = os.open(terminal, os.O_RDWR)  # the first one that a session opens is the one that ends it
+    for number in range(3):
+        os.dup2(opened, number)
+    os.close(opened)
+    return command_line(*words)
+
+
 def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
     """The program has a terminal of its own, which is closed while it trains."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-        words = ["run", "--towers", "2", str(ROOT / "tests" / "programs" / "until_told.py"), str(tmp_path)]
-        os.execv(sys.executable, [sys.executable, "-m", "mirrored", *words])
+    ours, theirs = pty.openpty()
+    program = str(ROOT / "tests" / "programs" / "until_told.py")
+    process = Command(_in_a_terminal, os.ttyname(theirs), "mirrored", "run", "--towers", "2", program, str(tmp_path))
     said = b""
     while b"step 3" not in said:
-        said += os.read(terminal, 1000)
-    os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == EXIT_PREEMPTED
+        assert select.select([ours], [], [], HANG)[0], said
+        said += os.read(ours, 1000)
+    os.close(theirs)
+    os.close(ours)
+    process.communicate(timeout=HANG)
+    assert process.returncode == EXIT_PREEMPTED
     assert list(tmp_path.glob("step-*"))

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.unwell import TORCHRUN, unwell
 from tests.support.waiting import HANG, forever
 from towers.collectives import nccl_watch, process_group
 from towers.health import heartbeat
+from towers.health.status import StatusRecord
 
 pytestmark = pytest.mark.slow
 
@@ -94,16 +96,23 @@ def test_a_tower_that_lives_is_waited_for_until_it_answers(held: str) -> None:
 
 
 def hang_with_a_deadline() -> None:
+    """Tower 1 alone is watched, and as soon as it hangs: it is the only one that can be late."""
+    watch_steps = heartbeat._watch_steps
+
+    def watch(health: Any, record: StatusRecord, tower: int, seconds: float) -> None:
+        if tower == 1:
+            wait_for("tower 1 hangs")
+        watch_steps(health, record, tower, seconds if tower == 1 else math.inf)
+
+    heartbeat._watch_steps = watch
     strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(step_timeout_seconds=2))
 
     def step() -> None:
         if strategy.topology.index == 1:
-            say("tower 1 is in its step")
+            say("tower 1 hangs")
             forever()
         strategy.reduce("sum", 1)
 
-    if strategy.topology.index == 0:
-        wait_for("tower 1 is in its step")
     strategy.run(step)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from multiprocessing.context import ForkServerProcess
 
 import pytest
 import torch
@@ -287,15 +288,24 @@ def test_a_dead_tower_is_seen_while_its_child_lives(tmp_path: pathlib.Path) -> N
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
-def close_everything_and_end() -> None:
+def close_everything_and_end(asked: pathlib.Path) -> None:
     os.closerange(3, 1024)
+    wait_until(asked.exists)
     threading.Event().wait(2.0)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_exit_code_is_waited_for() -> None:
+def test_the_exit_code_is_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tower lives until its launcher waits for its end, and two seconds more."""
+    join = ForkServerProcess.join
+
+    def asking(process: ForkServerProcess, timeout: float | None = None) -> None:
+        (tmp_path / "asked").touch()
+        join(process, timeout)
+
+    monkeypatch.setattr(ForkServerProcess, "join", asking)
     with pytest.raises(mirrored.TowerFailedError, match="tower 0 ended by SIGKILL"):
-        launch(close_everything_and_end, towers=1)
+        launch(close_everything_and_end, (tmp_path / "asked",), towers=1)
 
 
 def end_by_a_signal_without_a_name() -> None:

@@ -1,4 +1,5 @@
-"""Started by the tests: trains until it is told to end, beside a thread, a pool or an exit handler that never ends.
+"""Started by the tests: trains until all towers are told to end, beside a thread, a pool or an exit handler that never
+ends.
 
     prefetches.py FOLDER thread|pool|handler 1|all [launch]
 
@@ -8,6 +9,7 @@ The number is that of the tower that has it.
 import atexit
 import concurrent.futures
 import itertools
+import signal
 import sys
 import threading
 import time
@@ -15,7 +17,7 @@ import time
 import torch
 
 import mirrored
-from tests.support.waiting import forever
+from tests.support.waiting import forever, wait_until
 
 folder, kind, where, *how = sys.argv[1:]
 
@@ -35,7 +37,10 @@ def train() -> None:
     with checkpoints.resume():
         for step in itertools.count():
             strategy.run(time.sleep, args=(0.05,))
-            strategy.print(f"step {step}", flush=True)
+            if step == 3:
+                strategy.reduce("sum", 1)  # all towers handle signals
+                strategy.print("step 3", flush=True)
+                wait_until(lambda: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)  # this tower is told
             checkpoints.step()
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.support.commands import Command
+from tests.support.patience import make_agent_patient
 from towers.launching.job import Job
 from towers.launching.play_cluster import free_ports
 
@@ -41,6 +42,7 @@ def start_agent(job: Job, *words: str, **variables: str) -> Command:
 def _agent(job: Job, words: Sequence[str]) -> int:
     from towers.launching import agent
 
+    make_agent_patient()
     return agent.run(job, [sys.executable, *words])
 
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.jobs import variables_with
+from tests.support.patience import make_agent_patient
 from tests.support.waiting import HANG
 
 
@@ -94,18 +95,21 @@ def _be_command(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # where the process was forked from, the variables were others
     sys.exit(run(*args))
 
 
 def start_command(words: Sequence[str], *, env: dict[str, str] | None = None) -> Command:
     """Start ``mirrored …`` or ``torchrun …``."""
-    return Command(_command_line, *words, env=env)
+    return Command(command_line, *words, env=env)
 
 
-def _command_line(name: str, *words: str) -> int | None:
+def command_line(name: str, *words: str) -> int | None:
+    """``mirrored …`` or ``torchrun …``, in this process; returns the exit code."""
     if name == "mirrored":
         from mirrored import cli
 
+        make_agent_patient()
         return cli.main(words)
     assert name == "torchrun"
     from torch.distributed import run
@@ -119,7 +123,7 @@ def run_command(
     words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, timeout: float = HANG
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mirrored …`` or ``torchrun …`` to its end."""
-    command = Command(_command_line, *words, env=env, cwd=cwd)
+    command = Command(command_line, *words, env=env, cwd=cwd)
     output, errors = command.communicate(timeout)
     assert command.returncode is not None
     return subprocess.CompletedProcess(words, command.returncode, output, errors)

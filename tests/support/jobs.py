@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import mirrored
+from tests.support.patience import patient_launch
 from tests.support.waiting import HANG
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -31,7 +32,8 @@ def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[BaseException]:
     """The exceptions of a job that must fail on all of its towers, in tower order."""
     try:
-        towers(fn, *args, count=count, timeout=timeout)
+        with patient_launch():
+            towers(fn, *args, count=count, timeout=timeout)
     except mirrored.TowerFailedError as error:
         found = {failure.tower: failure.exception for failure in error.failures}
         assert sorted(found) == list(range(count)), f"only towers {sorted(found)} failed: {error}"

@@ -6,10 +6,11 @@ user's own torchrun the report gives torchrun's summary its traceback.
 
 [Note: a tower that has failed ends itself] Its interpreter may wait for a thread, a pool or an exit handler for ever,
 and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
-s after the report, or 2.5 s after it where only exit handlers and the interpreter's end are left, which takes a second
-of a core with torch. A checkpoint that a thread is writing has 30 s: a flag in the tower's status record says so to its
-agent. Reports are written under another name and renamed, so that they are whole or absent. A tower that was told to
-end and has saved does not wait for such threads for longer, either: the others and the scheduler wait for its end.
+s after the report (and the traceback, where the tower prints that itself), or 2.5 s after it where only exit handlers
+and the interpreter's end are left, which takes a second of a core with torch. A checkpoint that a thread is writing has
+30 s: a flag in the tower's status record says so to its agent. Reports are written under another name and renamed, so
+that they are whole or absent. A tower that was told to end and has saved does not wait for such threads for longer,
+either: the others and the scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
@@ -36,7 +37,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from torch.distributed import DistError
 
@@ -211,14 +212,17 @@ def install_hooks() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Exception):
-            written = _report(error, path)
-            end_soon()
-            if written and quiet:
-                return
-        if quiet and issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0":
-            return
-        previous(kind, error, trace)
+        failed = issubclass(kind, Exception)
+        others_tell = issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0"
+        told = (failed and _report(error, path)) or others_tell
+        if failed:  # also where nobody takes what is printed
+            end_in(SAVING_SECONDS)
+        try:
+            if not (quiet and told):
+                previous(kind, error, trace)
+        finally:  # not before: to print may take longer than the time that is left from then on
+            if failed:
+                end_soon()
 
     sys.excepthook = hook
     if RUN_ID in os.environ:
@@ -269,16 +273,22 @@ def saving(tell: Callable[[bool], None]) -> Iterator[None]:
             tell(bool(_saves))
 
 
+def end_in(seconds: float) -> None:
+    """See that this process ends with exit code 1 after so many seconds, whatever its threads and handlers do."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_nowhere())
+
+
+@functools.cache
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w")
+
+
 def end_soon() -> None:
     """See that this process, which has failed, ends with exit code 1.
 
     See [Note: a tower that has failed ends itself].
     """
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 it is used at the end
     deadline = Deadline(_EXIT_SECONDS)
-
-    def end_in(seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
 
     def when_threads_have_ended() -> None:
         if not _saves:

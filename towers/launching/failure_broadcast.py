@@ -56,18 +56,20 @@ class FailureBroadcast:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
                 while (message := signed.read(_FAILURE)) is None:
                     clock.sleep(_INTERVAL)
+                in_time(_SECONDS, lambda: signed.add(_RECEIVED, 1))
                 self.received = printable(message.get("sentence"))
-                signed.add(_RECEIVED, 1)
 
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
     def publish_failure(self, sentence: str) -> str:
-        """Tell the others what has failed here; returns what was published first by any worker."""
-        if (store := self._store) is None or self.received is not None:
-            return self.received or sentence
-        first = in_time(_SECONDS, lambda: store.publish(_FAILURE, {"sentence": sentence}))
-        self.received = printable(first.get("sentence")) if first is not None else sentence
-        return self.received
+        """Tell the others what has failed here; returns what was published first by any worker.
+
+        This worker receives it as the others do: the one that serves the store waits for all to have.
+        """
+        if (store := self._store) is not None and self.received is None:
+            in_time(_SECONDS, lambda: store.publish(_FAILURE, {"sentence": sentence}))
+            wait_until(lambda: self.received is not None, _SECONDS)
+        return self.received or sentence
 
     def await_failure(self) -> str | None:
         """What another worker publishes as the first failure; None when none does for a moment."""
