@@ -20,7 +20,7 @@ from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.stopping import SAVE, STOP, StepRequests, StopSignals
 from mirrored.checkpoint.tracked import TrackedObject, track
 from mirrored.data.dataset import DistributedDataset
-from mirrored.observer import folder_of
+from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.health import failure
@@ -113,7 +113,7 @@ class CheckpointManager:
         self._signals = StopSignals(signals, grace_seconds)
         self._requests = StepRequests(self._comm)
         # Each run of `mirrored verify` gets an empty folder, and leaves the checkpoints of the real run alone.
-        self.folder = folder_of(pathlib.Path(folder))
+        self.folder = interceptor().folder(pathlib.Path(folder))
         self._folder = Folder(self.folder, disk or Disk())
         self.steps = 0
         self.stalled_seconds = 0.0
@@ -168,6 +168,8 @@ class CheckpointManager:
         wait = not self._asynchronous if wait is None else wait
         with self._strategy.health.during(f"saving checkpoint {chosen}"), self._noting_failure():
             self._saver.save(chosen, self.steps, wait=wait)
+        for saved in self._strategy.events.saved:
+            saved(chosen)
         if name is None:
             self._saved_step = self.steps
         self._saved_at, self._requested_save = clock.monotonic(), False

@@ -18,7 +18,7 @@ from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import StoredCheckpoint
 from mirrored.checkpoint.rollback import module_rollback
 from mirrored.checkpoint.tensors import TensorFile
-from mirrored.observer import folder_of
+from mirrored.interceptor import interceptor
 from towers.system.text import printable
 
 
@@ -77,7 +77,7 @@ def load_weights(
         CheckpointError: the source cannot be read, nothing in it fits, or shapes differ; the model is as it was.
     """
     path = pathlib.Path(source)
-    own = folder_of(path.parent) / path.name  # in `mirrored verify` each run has a folder of its own
+    own = interceptor().folder(path.parent) / path.name  # in `mirrored verify` each run has a folder of its own
     path = own if own.exists() else path
     saved = _read(path, name)
     here = module.state_dict()

@@ -21,7 +21,7 @@ from mirrored.data.examples import Joined, Request, SeededCollate, SeededExample
 from mirrored.data.order import Drawn, Order
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
-from mirrored.observer import observer
+from mirrored.interceptor import interceptor
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING, BatchInHand
@@ -48,6 +48,7 @@ class DistributedDataset(ABC):
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
+        self._events = distribution.events
         self._seed = seed
         self._settings = settings
         self._stand_in = stand_in
@@ -87,6 +88,8 @@ class DistributedDataset(ABC):
                     batch = batch.whole
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
+                for loaded in self._events.loaded:
+                    loaded(share.local, share.total)
                 yield batch
         finally:
             known.in_hand = in_hand_outside
@@ -107,8 +110,7 @@ class DistributedDataset(ABC):
         def load(first: int) -> Iterator[Batch]:
             return to_device(_loaded(self._load(drawn, epoch, first)), self._comm.device)
 
-        watching = observer()
-        return load(first) if watching is None else watching.batches(self, load, first)
+        return interceptor().batches(self, load, first)
 
     @abstractmethod
     def __len__(self) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mirrored.events import Events
 from towers.collectives.communicator import Communicator
 from towers.system import tree as trees
 
@@ -238,11 +239,13 @@ class Distribution:
         comm: the towers.
         cut: how a global batch is cut into their shares.
         known: which shares the batches in use are.
+        events: of the strategy.
     """
 
     comm: Communicator
     cut: Cut
     known: KnownShares
+    events: Events
 
 
 def _pair(whole: Any, parts: Sequence[Any], pieces: dict[int, tuple[Any, Sequence[Any]]]) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_frame, get_replica_context
+from mirrored.interceptor import interceptor
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
-from mirrored.observer import observer
 from towers.system.torch_private import disable_dynamo
 
 _MARK = "_mirrored_takes_global_statistics"
@@ -41,8 +41,7 @@ def _moments(original: Any, layer: Any, inputs: Any, mask: Any) -> tuple[Tensor,
     step = current()
     if step is None:
         return moments
-    watching = observer()
-    if not takes_global_statistics(layer) and (watching is None or not watching.normalises(layer.name)):
+    if not takes_global_statistics(layer) and not interceptor().normalises(layer.name):
         return moments
     mean, variance = moments
     if mask is None:

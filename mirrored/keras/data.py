@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader
 
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.shares import Share, bounds
+from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
 from mirrored.keras.patching import around
-from mirrored.observer import observer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -128,13 +128,13 @@ class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
 @around(TorchEpochIterator, "_get_iterator")
 def _get_iterator(original: Any, iterator: Any) -> Any:
-    loader, strategy, watching = original(iterator), active, observer()
+    loader, strategy = original(iterator), active
     if strategy is None or isinstance(loader, DistributedDataset):
         return loader
     if strategy.num_replicas_in_sync > 1:
         owned = _own_examples if isinstance(iterator.data_adapter, ArrayDataAdapter) else _own_rows
         loader = owned(strategy, loader)
-    return loader if watching is None else watching.batches(iterator, lambda first: iter(loader), 0)
+    return interceptor().batches(iterator, lambda first: iter(loader), 0)
 
 
 @around(TorchEpochIterator, "__next__")

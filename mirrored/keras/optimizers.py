@@ -16,8 +16,8 @@ import keras
 import torch
 
 from mirrored.context import current_frame
+from mirrored.interceptor import interceptor
 from mirrored.keras.patching import around
-from mirrored.observer import observer
 
 
 class _Step(torch.optim.Optimizer):
@@ -39,7 +39,7 @@ _applying = False  # a Keras optimizer may hold another one
 def _apply(original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
     global _applying
     frame = current_frame()
-    watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or observer() is not None)
+    watched = frame is not None and (frame.strategy.num_replicas_in_sync > 1 or interceptor().compares)
     if _applying or not watched or frame is None or frame.replica is None or trainable_variables is None:
         return original(optimizer, grads, trainable_variables)
     trainable_variables = list(trainable_variables)

@@ -12,10 +12,10 @@ from typing import Any
 
 import keras
 
+from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import random as random_ops
 from mirrored.keras.patching import around
 from mirrored.keras.steps import current
-from mirrored.observer import observer
 from mirrored.seeds import mix
 
 
@@ -23,8 +23,8 @@ from mirrored.seeds import mix
 def _draw_seed(original: Any, seed: Any) -> Any:
     drawn = original(seed)
     step = current()
-    if step is not None and (watching := observer()) is not None:
-        watching.drew("keras.random")
+    if step is not None:
+        interceptor().drew("keras.random")
     if step is None or not step.strategy.topology.index or isinstance(seed, int):
         return drawn
     numbers = [int(number) for number in drawn]
@@ -33,7 +33,6 @@ def _draw_seed(original: Any, seed: Any) -> Any:
 
 @around(random_ops, "dropout")
 def _dropout(original: Any, inputs: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
-    watching = observer()
-    if watching is not None and rate and not inputs.is_meta and watching.drops("Keras' dropout", inputs):
+    if rate and not inputs.is_meta and interceptor().drops("Keras' dropout", inputs):
         return inputs
     return original(inputs, rate, *args, **kwargs)

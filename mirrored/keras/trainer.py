@@ -23,6 +23,7 @@ from typing import Any
 import keras
 
 from mirrored.context import current_frame, strategy_with_towers
+from mirrored.interceptor import interceptor
 from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
 from mirrored.keras.checkpoints import Checkpoints
@@ -30,7 +31,6 @@ from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training
-from mirrored.observer import observer
 from towers.errors import MirrorError
 from towers.sharding.optimizer import OptimizerSharder
 
@@ -120,8 +120,7 @@ def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
         reduced = training.reduce() if training.several else {}
         # There are none in an epoch all of whose batches a checkpoint has.
         logs = reduced or logs or model.get_metrics_result()
-        if (watching := observer()) is not None:
-            watching.returned("the logs of Keras' loop", logs)
+        interceptor().returned("the logs of Keras' loop", logs)
     return original(model, logs)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_frame
+from mirrored.interceptor import interceptor
 from mirrored.losses import compute_average_loss
-from mirrored.observer import observer
 from mirrored.seeds import TowerStreams
 from mirrored.strategy.calls import CheckedCalls
 from towers.collectives.values import sum_of_some
@@ -103,8 +103,7 @@ class Backward(CheckedCalls):
             loss = compute_average_loss(loss_fn(*batch), sample_weight, denominator=denominator)
             loss.backward()
         mean = sum_of_some(self.communicator, "strategy.backward()", loss)
-        if (watching := observer()) is not None:
-            watching.returned("strategy.reduce('sum')", mean)
+        interceptor().returned("strategy.reduce('sum')", mean)
         return mean
 
     def state_dict(self) -> dict[str, int]:

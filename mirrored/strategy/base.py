@@ -15,12 +15,13 @@ from mirrored.context import ReplicaContext, current_frame, frame, note_towers_o
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.shares import Distribution, KnownShares, cut_for
-from mirrored.observer import observer
+from mirrored.events import Events, Ranges
+from mirrored.interceptor import interceptor
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
 from mirrored.strategy.backward import Backward
-from mirrored.strategy.calls import RUNS_LATER, check_arguments, kind_of_run, refuse_what_runs_later
+from mirrored.strategy.calls import RUNS_LATER, RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
@@ -29,7 +30,7 @@ from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.options import CommunicationOptions, instead_of
 from towers.system.log import get_logger
-from towers.system.profiling import begin_range, end_range, range_
+from towers.system.profiling import range_
 from towers.topology import Topology
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Strategy(OwnGradients, Backward):
         health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
             failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
             script's own.
+        events: the moments of a training; a script may add listeners (:mod:`mirrored.events`).
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
     """
@@ -80,13 +82,14 @@ class Strategy(OwnGradients, Backward):
         self._seed = seed
         self._several = topology.size > 1
         cut = cut_for(topology.size, topology.index, training.virtual_towers)
-        self._distribution = Distribution(communicator, cut, self.known_shares)
+        self.events = Events(self.health)
+        self._distribution = Distribution(communicator, cut, self.known_shares, self.events)
         self.accumulates = False
         self._logged: set[str] = set()
-        compared = observer() is not None
-        self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=compared)
+        self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=interceptor().compares)
+        Ranges(self.events)
+        RunKinds(self.events, self.health, lambda: self.engine.recorder.models() if self._several else None)
         self.engine = Engine(self._distribution, options, training)
-        self._evaluates: dict[tuple[object, bool], bool] = {}  # whether the last run of a kind did
         if self._several:
             note_towers_of(self)
 
@@ -161,15 +164,11 @@ class Strategy(OwnGradients, Backward):
         """
         self._check_here("run()")
         check_arguments(fn, args, kwargs)
-        outer = self._begin_run()
-        kind = kind_of_run(fn, self.engine.recorder.models()) if self._several else None
-        self.health.begin_run(self._evaluates.get(kind, not kind[1]) if kind is not None else None)
-        replica = ReplicaContext(self, (args, kwargs))
-        in_trace = begin_range("mirrored::run")
+        outer, replica = self._begin_run(), ReplicaContext(self, (args, kwargs))
         try:
-            self.engine.begin_run()
-            if (watching := observer()) is not None:
-                fn = watching.running(replica, fn)
+            for begin_run in self.events.begin_run:
+                begin_run(fn)
+            fn = interceptor().running(replica, fn)
             if self._several and holds_stand_in(self, replica):
                 fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
@@ -179,14 +178,13 @@ class Strategy(OwnGradients, Backward):
         except BaseException as error:
             if self._several and isinstance(error, Exception):
                 explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
-            self.engine.averager.give_up(error)
+            for failed in self.events.failed:
+                failed(error)
             raise
         finally:
-            end_range(in_trace)
             self._runs_in = outer
-        self.health.end_run()
-        if kind is not None:
-            self._evaluates[kind] = self.health.evaluates
+        for end_run in self.events.end_run:
+            end_run()
         return result
 
     @contextlib.contextmanager
@@ -235,8 +233,7 @@ class Strategy(OwnGradients, Backward):
         self._check_here("reduce()")
         with range_("mirrored::reduce"):
             result = values.reduce(self.communicator, operation_name(op), value, axis)
-        if (watching := observer()) is not None:
-            watching.returned(f"strategy.reduce({operation_name(op)!r})", result)
+        interceptor().returned(f"strategy.reduce({operation_name(op)!r})", result)
         return result
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -251,8 +248,7 @@ class Strategy(OwnGradients, Backward):
         self._check_here("gather()")
         with range_("mirrored::gather"):
             result = values.gather(self.communicator, value, axis)
-        if (watching := observer()) is not None:
-            watching.returned("strategy.gather()", result)
+        interceptor().returned("strategy.gather()", result)
         return result
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

@@ -13,9 +13,11 @@ from torch import nn
 
 from mirrored.context import current_frame
 from mirrored.data.shares import KnownShares
+from mirrored.events import Events
 from mirrored.strategy.engine import Engine
 from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
+from towers.health.status import Health
 
 RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """Types that a function returns before its body has run."""
@@ -71,7 +73,35 @@ class CheckedCalls:
             )
 
 
-def kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[object, bool]:
+class RunKinds:
+    """Tells ``health`` whether a run that begins is one of training: whether the last run of its kind was.
+
+    Args:
+        models: returns the models that are mirrored, or will be; None at one tower, where each run counts as a step.
+    """
+
+    def __init__(self, events: Events, health: Health, models: Callable[[], Iterable[nn.Module] | None]) -> None:
+        self._health, self._models = health, models
+        self._evaluates: dict[tuple[object, bool], bool] = {}
+        self._runs: list[tuple[object, bool] | None] = []  # the kinds of those that go on, one within the other
+        events.begin_run.append(self._begin_run)
+        events.end_run.append(self._end_run)
+        events.failed.append(lambda error: self._runs.pop())
+
+    def _begin_run(self, fn: Callable[..., Any]) -> None:
+        self._runs.append(None)
+        models = self._models()
+        self._runs[-1] = kind = _kind_of_run(fn, models) if models is not None else None
+        self._health.begin_run(self._evaluates.get(kind, not kind[1]) if kind is not None else None)
+
+    def _end_run(self) -> None:
+        kind = self._runs.pop()
+        self._health.end_run()
+        if kind is not None:
+            self._evaluates[kind] = self._health.evaluates
+
+
+def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[object, bool]:
     """What runs of one kind have in common, some of which train and others evaluate.
 
     Args:

@@ -1,4 +1,10 @@
-"""The assembler of a strategy's features, which it attaches to models and optimizers and calls at each moment."""
+"""The assembler of a strategy's features: it attaches them to models and optimizers, and to the moments of a training.
+
+[Note: the order of parts] Where two parts listen to one moment their order counts. When a run begins, what was recorded
+is mirrored before the mirror check looks at it. Before an optimizer steps, virtual towers and the averager see that its
+gradients are averaged, a stand-in's statistics are put back, the mirror check takes notice of the optimizer, and last
+the sharder prepares its step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,7 +31,6 @@ from towers.collectives.agreement import agree, announce
 from towers.collectives.communicator import Communicator
 from towers.gradients.averager import GradientAverager
 from towers.mirroring import mirror
-from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
 from towers.system.profiling import range_
@@ -51,28 +56,6 @@ untraced = Untraced(
         "mirrored.stand_in",
     },
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A feature of the engine: the object, and what it does at each moment of a training. None: nothing.
-
-    Attributes:
-        of: the feature.
-        recorded: what is recorded and not mirrored yet has changed.
-        add: these parameters are mirrored from now on, the same ones in the same order on all towers.
-        begin_run: a ``run`` begins, and all that was recorded is mirrored.
-        before_step: an optimizer of mirrored parameters is about to step.
-        check: see now that all towers hold the same. The text is what a person would say is being done, and the same
-            on all towers.
-    """
-
-    of: Any
-    recorded: Callable[[], None] | None = None
-    add: Callable[[Sequence[Named]], None] | None = None
-    begin_run: Callable[[], None] | None = None
-    before_step: Callable[[Optimizer], None] | None = None
-    check: Callable[[str], None] | None = None
 
 
 class Engine:
@@ -119,6 +102,8 @@ class Engine:
             from towers.gradients.nonfinite import GradientWatch
 
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
+        self.events = events = distribution.events
+        events.begin_run.append(lambda fn: self.begin_run())
         self.averager = GradientAverager(
             channel,
             communication.bucket_bytes,
@@ -126,33 +111,29 @@ class Engine:
             announce=functools.partial(announce, comm),
             watch=watch,
         )
+        events.failed.append(self.averager.give_up)
         self.virtual: VirtualTowers | None = None
-        parts: list[Part] = []
+        self._parts: dict[type, Any] = {}
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
             averager = self.averager if self._several else None
             self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
-            parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
+            events.mirrored.append(self.virtual.add)
+            events.before_step.append(self.virtual.before_step)
         if self._several:
-            parts += self._parts_of_several_towers(channel, training, exchange)
+            self._attach_to_several_towers(channel, training, exchange)
         elif watch is not None:
-            parts.append(Part(self.averager, add=self.averager.add))
-        self._records = bool(parts)
-        self._parts = {type(part.of): part.of for part in parts}
+            events.mirrored.append(self.averager.add)
+        self._records = bool(events.mirrored)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(kind.__name__ for kind in self._parts) or "nothing")
-        self._recorded = [part.recorded for part in parts if part.recorded]
-        self._add = [part.add for part in parts if part.add]
-        self._begin_run = [part.begin_run for part in parts if part.begin_run]
-        self._before_step = [part.before_step for part in parts if part.before_step]
-        self._checks = [part.check for part in parts if part.check]
         if self._several or self.virtual is not None:
-            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, self._before_step)
+            self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
-    def _parts_of_several_towers(
+    def _attach_to_several_towers(
         self, channel: Communicator, training: TrainingOptions, exchange: Exchange | None
-    ) -> list[Part]:
-        comm, averager, recorder = self._comm, self.averager, self.recorder
+    ) -> None:
+        comm, averager, recorder, events = self._comm, self.averager, self.recorder, self.events
         early = EarlyBackwardGuard(comm.index, recorder)
         sharder = None
         if exchange is not None:
@@ -166,20 +147,20 @@ class Engine:
             with_state=sharder is None,
             barrier=sharder.barrier if sharder else None,
         )
-        parts = [
-            Part(early, recorded=early.watch),
-            Part(averager, add=averager.add, before_step=lambda optimizer: averager.check_paired()),
-            Part(self._statistics, before_step=self._statistics.put_back),
-            Part(check, add=check.add, begin_run=check.begin_run, before_step=check.notice, check=check.check),
-            Part(KerasGuard(comm.index, recorder)),
-        ]
+        events.recorded.append(early.watch)
+        events.mirrored += [averager.add, check.add]
+        events.begin_run.append(lambda fn: check.begin_run())
+        events.before_step += [lambda optimizer: averager.check_paired(), self._statistics.put_back, check.notice]
+        events.check.append(check.check)
+        parts: list[Any] = [early, averager, check, KerasGuard(comm.index, recorder)]
         if sharder is not None:
             self.is_inner_optimizer = sharder.is_inner
             self.one_tower_reads_state = sharder.state_is_readable
-            parts.append(Part(sharder, before_step=sharder.prepare))
+            events.before_step.append(sharder.prepare)
+            parts.append(sharder)
         if self._checks_unasked:
-            parts.append(Part(LastCheck(check, comm.health)))
-        return parts
+            parts.append(LastCheck(check, comm.health))
+        self._parts = {type(part): part for part in parts}
 
     def attached(self, kind: type[_T]) -> _T | None:
         """The feature of a class; None where this strategy does not have it."""
@@ -232,7 +213,7 @@ class Engine:
         return adopt
 
     def _tell_recorded(self) -> None:
-        for recorded in self._recorded:
+        for recorded in self.events.recorded:
             recorded()
 
     def _mirror_recorded(self) -> None:
@@ -254,7 +235,7 @@ class Engine:
             in_first_forward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
-        for add in self._add:
+        for add in self.events.mirrored:
             add(parameters)
 
     def _prepare_metrics(self, module: nn.Module) -> None:
@@ -288,8 +269,6 @@ class Engine:
         """
         untraced.tell_compiler()
         self.settle()
-        for begin_run in self._begin_run:
-            begin_run()
 
     def settle(self) -> None:
         """Make equal on all towers what was recorded since the last time; all of them call it.
@@ -316,7 +295,7 @@ class Engine:
             MirrorError: on all towers with one text: they do not.
             DisagreementError: on all towers: some call something else.
         """
-        for check in self._checks:
+        for check in self.events.check:
             check(call)
 
     def check_before(self, call: str) -> None:

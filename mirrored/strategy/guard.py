@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import record_function
 
 from mirrored.context import current_frame
+from mirrored.events import Events
 from mirrored.strategy.scope import Recorder
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
@@ -27,7 +27,6 @@ from towers.gradients.buckets import DenseSlot
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
-from towers.system.profiling import begin_range, end_range
 from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")
@@ -95,7 +94,7 @@ class OptimizerGuard:
         recorder: knows which parameters are mirrored.
         averager: averages the gradients.
         is_inner_optimizer: whether an optimizer does a part of a step that has been checked.
-        prepare: are called before a step of mirrored parameters that was not refused.
+        events: are told of a step of mirrored parameters that was not refused, before and after it.
     """
 
     def __init__(
@@ -104,17 +103,16 @@ class OptimizerGuard:
         recorder: Recorder,
         averager: GradientAverager,
         is_inner_optimizer: Callable[[Optimizer], bool],
-        prepare: Sequence[Callable[[Optimizer], None]],
+        events: Events,
     ) -> None:
         self._comm = comm
         self._health = comm.health
         self._recorder = recorder
         self._averager = averager
         self._is_inner_optimizer = is_inner_optimizer
-        self._prepare = prepare
+        self._events = events
         self._warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._in_trace: record_function | None = None
         _hook_steps(weakref.ref(self))
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -164,10 +162,9 @@ class OptimizerGuard:
         self._say_if_nothing_to_train(optimizer, parameters)
         if isinstance(optimizer, torch.optim.SparseAdam):
             self._check_sparse(parameters)
-        self._in_trace = begin_range("mirrored::optimizer-step")
         if len(foreign) < len(parameters):
-            for prepare in self._prepare:
-                prepare(optimizer)
+            for before_step in self._events.before_step:
+                before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped.
@@ -177,8 +174,8 @@ class OptimizerGuard:
         """
         if self._health.phase != OPTIMIZER or self._is_inner_optimizer(optimizer):
             return
-        end_range(self._in_trace)
-        self._in_trace = None
+        for after_step in self._events.after_step:
+            after_step(optimizer)
         if _has_closure(args, kwargs):
             self._check_averaged(optimizer)
         self._health.enter(AFTER_OPTIMIZER)

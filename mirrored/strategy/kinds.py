@@ -13,7 +13,7 @@ import torch
 from mirrored import cluster
 from mirrored.cluster.resolver import ClusterResolver, LocalClusterResolver
 from mirrored.context import current_frame, set_default_strategy
-from mirrored.observer import observer
+from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
@@ -181,12 +181,10 @@ def get_strategy() -> Strategy:
 
 
 def _named_devices(requested: Sequence[Device] | None) -> Sequence[Device] | None:
-    """The devices of this worker's towers that a script, the command line or an observer names; None if nobody does."""
+    """The devices of this worker's towers that a script, the command line or the interceptor names; else None."""
     if requested is None and (named := os.environ.get(DEVICES)):
         requested = named.split(",")
-    if (watching := observer()) is not None:
-        requested = watching.devices(requested)
-    return requested
+    return interceptor().devices(requested)
 
 
 def _join_towers(topology: Topology, named: Sequence[Device] | None, options: CommunicationOptions) -> Communicator:

@@ -1,4 +1,4 @@
-"""Records what a script does on one tower, by torch's hooks and as the observer of strategies and datasets.
+"""Records what a script does on one tower, by torch's hooks and as the interceptor of strategies and datasets.
 
 [Note: recording from outside] The script runs unchanged, as ``__main__``. Torch's global hooks tell of optimizers and
 modules, a ``TorchFunctionMode`` (:mod:`mirrored.verification.watch`) of losses, batch norms, random numbers and writes
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from mirrored.context import ReplicaContext, strategy_with_towers
 from mirrored.data.dataset import MapDataset
 from mirrored.data.shares import Batch
-from mirrored.observer import Observer
+from mirrored.interceptor import Interceptor
 from mirrored.stand_in import holds_stand_in, shares_at_hand
 from mirrored.verification.interventions import (
     Interventions,
@@ -69,7 +69,7 @@ class StopRecording(BaseException):
     """Ends the script, of which enough is recorded."""
 
 
-class StepLimit(Observer):
+class StepLimit(Interceptor):
     """Ends a script after ``limit`` steps of each optimizer; see [Note: when a script ends].
 
     The loop over a distributed dataset in which an optimizer makes its last step ends as if the epoch were over. That
@@ -89,6 +89,7 @@ class StepLimit(Observer):
     """
 
     def __init__(self, limit: int, folder: str, *, further: bool = True) -> None:
+        self.compares = True
         self.trace = Trace()
         self.evaluated = False
         self.beyond = False

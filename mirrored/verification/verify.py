@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 import torch
 
 from mirrored import seeds
-from mirrored.observer import observe
+from mirrored.interceptor import intercept
 from mirrored.verification import causes, kept_files
 from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
@@ -210,7 +210,7 @@ def _run(job: ScriptJob, folder: str, interventions: Interventions) -> Trace:
     recorder = (
         TraceRecorder(job.steps, folder, interventions) if interventions.recorded else StepLimit(job.steps, folder)
     )
-    observe(recorder)
+    intercept(recorder)
     with contextlib.suppress(OSError), open(job.script, encoding="utf-8", errors="replace") as file:
         counting = [number for number, line in enumerate(file, start=1) if "num_replicas_in_sync" in line]
         recorder.trace.counts_towers = counting

@@ -29,6 +29,7 @@ import mirrored
 from mirrored.data import transfer
 from mirrored.data.distribute import distribute
 from mirrored.data.shares import Cut, Distribution, KnownShares, Share
+from mirrored.events import Events
 from tests.support.datasets import Listed, Stream, batches
 from tests.support.jobs import failures, towers
 from towers.collectives.communicator import Alone
@@ -109,7 +110,7 @@ def test_data_that_lies_on_a_gpu_is_not_pinned() -> None:
     for dataset in (range(8), Stream(8)):
         for workers in (0, 2):
             data: Any = distribute(
-                Distribution(comm, Cut(1, 0, 1), KnownShares()),
+                Distribution(comm, Cut(1, 0, 1), KnownShares(), Events(comm.health)),
                 dataset,
                 4,
                 shuffle=False,

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import mirrored
-from mirrored.observer import observer
+from mirrored.interceptor import interceptor
 from mirrored.verification import Cause, VerificationReport
 from tests.support.commands import run_command
 from tests.support.jobs import ROOT
@@ -112,7 +112,7 @@ def test_a_right_script_is_called_so(script: str, steps: int, compared: int, wor
     assert words in plain(report)
     losses = [row.loss for row in report.rows if row.loss != (None, None)]
     assert len({loss for loss, _ in losses}) == len(losses) == steps  # something was trained
-    assert observer() is None  # nothing is left in the process that compares
+    assert not interceptor().compares  # nothing is left in the process that compares
     assert not nn.modules.module._global_forward_pre_hooks
 
 

@@ -19,7 +19,7 @@ import os
 import pathlib
 import struct
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 from towers.errors import DeadlockError
@@ -186,6 +186,7 @@ class Health:
         exit_code: what this tower is about to end with, without having failed.
         waits: what this tower waits in; None where it does not wait.
         deadlock: why a wait will never end, once that is known.
+        followers: are told of each phase that the tower enters.
     """
 
     def __init__(self, record: StatusRecord | None = None) -> None:
@@ -200,6 +201,7 @@ class Health:
         self.exit_code = 0
         self.waits: Wait | None = None
         self.deadlock: str | None = None
+        self.followers: list[Callable[[str], object]] = []
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
         self._trains = False
@@ -222,6 +224,8 @@ class Health:
         self.phase = phase
         if self.record is not None:
             self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
+        for follow in self.followers:
+            follow(phase)
 
     def begin_run(self, evaluates: bool | None) -> None:
         """A run begins.

@@ -1,4 +1,4 @@
-"""The observer of a run of a script: strategies and distributed datasets report to it while it is set."""
+"""The interceptor of a run of a script: what ``mirrored verify`` replaces in strategies and datasets, and is told."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Any
 from towers.system.devices import Device
 
 
-class Observer:
-    """Sees everything and changes nothing; :mod:`mirrored.verification` overrides what it needs."""
+class Interceptor:
+    """Replaces nothing; :mod:`mirrored.verification` overrides what it needs.
+
+    What only follows a training is no interceptor but a listener of :mod:`mirrored.events`.
+
+    Attributes:
+        compares: whether this run is compared with one of another number of towers.
+    """
+
+    compares = False
 
     def devices(self, requested: Sequence[Device] | None) -> Sequence[Device] | None:
         """The devices that a strategy takes where the script asks for ``requested``."""
@@ -25,7 +33,7 @@ class Observer:
         return load(first)
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
-        """The folder of checkpoints that the script wants in ``requested``."""
+        """The folder of checkpoints that a script gets where it asks for ``requested``."""
         return requested
 
     def normalises(self, layer: str) -> bool:
@@ -46,21 +54,16 @@ class Observer:
         """``strategy.reduce`` or ``strategy.gather`` returns ``result``, or what ``call`` says."""
 
 
-_observer: Observer | None = None
-"""One for the process; None but in the processes that ``mirrored.verify`` starts."""
+_interceptor = Interceptor()
+"""One for the process; it replaces nothing but in the processes that ``mirrored.verify`` starts."""
 
 
-def observer() -> Observer | None:
-    """The observer of this process; None where there is none."""
-    return _observer
+def interceptor() -> Interceptor:
+    """The interceptor of this process."""
+    return _interceptor
 
 
-def folder_of(requested: pathlib.Path) -> pathlib.Path:
-    """The folder of checkpoints that the script wants in ``requested``."""
-    return _observer.folder(requested) if _observer is not None else requested
-
-
-def observe(by: Observer) -> None:
-    """From now on, ``by`` observes this process."""
-    global _observer
-    _observer = by
+def intercept(by: Interceptor) -> None:
+    """From now on, ``by`` is the interceptor of this process."""
+    global _interceptor
+    _interceptor = by
