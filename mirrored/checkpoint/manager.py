@@ -17,18 +17,20 @@ from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
-from mirrored.checkpoint.stopping import SAVE, STOP, StepRequests, StopSignals
+from mirrored.checkpoint.stopping import StopSignals
 from mirrored.checkpoint.tracked import TrackedObject, track
 from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import StepRequests, announce
 from towers.health import failure
 from towers.health.failure import EXIT_PREEMPTED, signal_name
 from towers.system.log import get_logger
 from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
+
+_STOP, _SAVE = 1, 2  # requests
 
 
 class CheckpointManager:
@@ -133,16 +135,16 @@ class CheckpointManager:
         """
         self.steps += 1
         self._strategy.health.count(self.steps)
-        mine = STOP if self._signals.received is not None else 0
+        local = _STOP if self._signals.received is not None else 0
         due = self._every_seconds is not None and clock.monotonic() - self._saved_at >= self._every_seconds
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
-            mine |= SAVE
+            local |= _SAVE
             self._requested_save = True
-        requested = self._requests.exchange(mine)
-        if requested & STOP:
+        requested = self._requests.exchange(local)
+        if requested & _STOP:
             self._save_last()
             self._end()
-        elif requested & SAVE or (self._every_steps is not None and self.steps % self._every_steps == 0):
+        elif requested & _SAVE or (self._every_steps is not None and self.steps % self._every_steps == 0):
             self.save()
 
     def save(self, name: str | None = None, *, wait: bool | None = None) -> None:

@@ -1,7 +1,6 @@
 """Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all of them, at the same step.
 
-[Note: requests are answered a step later] Requests to stop or to save are exchanged while the next step runs. So no
-tower waits for them, and all see them at the same step.
+All towers learn of it by :class:`towers.collectives.agreement.StepRequests`.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-
-from towers.collectives.communicator import Communicator, Pending
 from towers.health import failure
 from towers.launching.console import leave_terminal
 
@@ -70,27 +66,3 @@ class StopSignals:
         assert self.received is not None
         os.write(2, f"mirrored: no step was done {self._grace:g} s after {self.received.name}; ending\n".encode())
         os.kill(os.getpid(), self.received)
-
-
-STOP, SAVE = 1, 2
-
-
-class StepRequests:
-    """Requests of any tower, as a bit mask of STOP and SAVE. See [Note: requests are answered a step later]."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._in_flight: tuple[Pending, torch.Tensor] | None = None
-
-    def exchange(self, mine: int) -> int:
-        """Send ``mine`` to all towers; returns the union of what they sent a call before (with one tower: now)."""
-        if self._comm.size == 1:
-            return mine
-        requests = 0
-        if self._in_flight is not None:
-            pending, rows = self._in_flight
-            pending.wait()
-            for theirs in rows.view(-1).tolist():
-                requests |= theirs
-        self._in_flight = self._comm.start_all_gather(torch.tensor([mine], dtype=torch.uint8, device="cpu"))
-        return requests

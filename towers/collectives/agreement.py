@@ -2,6 +2,9 @@
 
 Where towers call different collectives, backends answer with garbage, an abort or a hang. After an announcement the
 mistake is one error, with the same text, on all towers.
+
+[Note: requests are answered a step later] What a tower asks all to do at a step, such as to save or to stop, is
+exchanged while the next step runs. So no tower waits for it, and all see it at the same step.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from towers.collectives.communicator import Communicator
+import torch
+
+from towers.collectives.communicator import Communicator, Pending
 from towers.errors import DECIDE_TOGETHER, DisagreementError
 
 
@@ -75,3 +80,28 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
                 raise DisagreementError(
                     f"{call}: {name} is {value!r} on tower 0, but {other[name]!r} on tower {tower}; give all towers one"
                 )
+
+
+class StepRequests:
+    """What towers ask each other to do at a step, as a bit mask; see [Note: requests are answered a step later]."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._in_flight: tuple[Pending, torch.Tensor] | None = None
+
+    def exchange(self, local: int) -> int:
+        """Send this tower's requests to all; returns the union of what was sent a call before (with one tower: now).
+
+        Args:
+            local: less than 256.
+        """
+        if self._comm.size == 1:
+            return local
+        requests = 0
+        if self._in_flight is not None:
+            pending, rows = self._in_flight
+            pending.wait()
+            for reported in rows.view(-1).tolist():
+                requests |= reported
+        self._in_flight = self._comm.start_all_gather(torch.tensor([local], dtype=torch.uint8, device="cpu"))
+        return requests
