@@ -329,19 +329,20 @@ def test_a_backend_beside_ours_gets_a_group_of_its_own() -> None:
     assert ranks(beside, backend="cpu:towers_shm,cuda:gloo") == ["cuda:gloo"] * 2
 
 
-def leave_groups_beside() -> None:
-    groups: list[Any] = [dist.new_group() for _ in range(6)]
+def leave_the_group_beside(late: int) -> None:
+    group: Any = dist.group.WORLD
 
     def leave() -> None:
-        dist.destroy_process_group(groups[-1]._other)
-        groups.pop()._other = None
+        dist.destroy_process_group(group._other)
+        group._other = None
 
-    take_turns(6, lambda: groups[-1].other_devices(torch.device("cuda")), leave)
+    take_turns([late], lambda: group.other_devices(torch.device("cuda")), leave)
 
 
 @pytest.mark.slow
 def test_a_rank_that_leaves_a_group_beside_ours_at_once_cuts_nobody_off() -> None:
-    ranks(leave_groups_beside, backend="cpu:towers_shm,cuda:gloo")
+    for late in (0, 1, 0, 1):  # c10d would give one more group in the same job the name, and the addresses, of the last
+        ranks(leave_the_group_beside, late, backend="cpu:towers_shm,cuda:gloo")
 
 
 def then_another() -> None:

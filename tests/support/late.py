@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,17 +40,17 @@ class _Late(dist.Store):
         self._store.wait(keys, *(() if timeout is None else (timeout,)))
 
 
-def take_turns(rounds: int, form: Callable[[], object], leave: Callable[[], object]) -> None:
-    """Form c10d groups beside the default one, each late on one of two towers, and leave each as soon as it is formed.
+def take_turns(late: Sequence[int], form: Callable[[], object], leave: Callable[[], object]) -> None:
+    """Form c10d groups beside the default one, each on one tower ``late``, and leave each as soon as it is formed.
 
-    Which of the two connects to the other is Gloo's choice, and only the other one can be cut off: so there are several
-    rounds, and each tower is late in half of them.
+    Which of two towers connects to the other is Gloo's choice, and only the other one can be cut off: so each tower has
+    to be late several times.
     """
     stores: Any = dist.distributed_c10d._world.pg_map
     backend, store = stores[dist.group.WORLD]
     rank, kept = int(os.environ["RANK"]), []
-    for number in range(rounds):
-        if rank == number % 2:
+    for number, tower in enumerate(late):
+        if rank == tower:
             kept.append(_Late(store, f"left {number}"))
             stores[dist.group.WORLD] = (backend, kept[-1])
         form()
