@@ -9,10 +9,11 @@ import torch.distributed as dist
 
 import mirrored
 import towers.backend  # noqa: F401  (registers it in every rank)
+from tests.support.waiting import HANG
 
 
 def ranks(
-    fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = 60.0
+    fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = HANG
 ) -> Any:
     """``fn(*args)`` on ``count`` ranks of a default group; the results in order."""
     devices = [f"cpu:{i}" for i in range(count)]

@@ -15,6 +15,7 @@ from torch import Tensor
 import mirrored
 from tests.c10d.ranks import ranks
 from tests.support.jobs import towers
+from tests.support.late import take_turns
 from tests.support.meeting import say, wait_for
 from tests.support.reference import DTYPES, agrees, fixed_order, random_tensor
 from tests.support.waiting import HANG, wait_until
@@ -292,17 +293,17 @@ def test_forming_a_group_leaves_nothing_in_the_store() -> None:
 
     def form(index: int) -> None:
         for number in range(3):
-            base = StorePeerGroup(store, index, 3, 10.0)
+            base = StorePeerGroup(store, index, 3, HANG)
             said[index].append(base.all_gather_bytes(bytes([index, number])))
             said[index].append(base.all_gather_bytes(b"x" * 1000 * index))
             base.close()
-            all_closed.wait(10)
+            all_closed.wait(HANG)
 
     threads = [threading.Thread(target=form, args=(index,)) for index in said]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG)
     assert said[0] == said[1] == said[2]
     assert said[0][4:] == [[bytes([index, 2]) for index in range(3)], [b"x" * 1000 * index for index in range(3)]]
     assert store.num_keys() == 0
@@ -326,6 +327,22 @@ def beside() -> str:
 
 def test_a_backend_beside_ours_gets_a_group_of_its_own() -> None:
     assert ranks(beside, backend="cpu:towers_shm,cuda:gloo") == ["cuda:gloo"] * 2
+
+
+def leave_the_group_beside(late: int) -> None:
+    group: Any = dist.group.WORLD
+
+    def leave() -> None:
+        dist.destroy_process_group(group._other)
+        group._other = None
+
+    take_turns([late], lambda: group.other_devices(torch.device("cuda")), leave)
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_a_group_beside_ours_at_once_cuts_nobody_off() -> None:
+    for late in (0, 1, 0, 1):  # c10d would give one more group in the same job the name, and the addresses, of the last
+        ranks(leave_the_group_beside, late, backend="cpu:towers_shm,cuda:gloo")
 
 
 def then_another() -> None:

@@ -84,9 +84,16 @@ def test_mistakes_are_errors_on_all_ranks_and_the_group_goes_on() -> None:
 
 
 def wait_in_vain() -> None:
-    dist.barrier()
-    alone = dist.new_group(timeout=torch.distributed.timedelta(seconds=2))
+    alone: Any = dist.new_group()
+    dist.barrier()  # both have formed it, so its seconds are those of rank 0's calls alone
     if dist.get_rank() == 0:
+        for part, name in (
+            (alone, "_seconds"),
+            (alone._comm.regions.barrier, "_timeout"),
+            (alone._mailbox, "_seconds"),
+        ):
+            assert getattr(part, name) > 2
+            setattr(part, name, 2.0)
         with pytest.raises(CollectiveTimeoutError, match=r"ranks \[0, 1\] in barrier: Timed out .* rank 1 nothing"):
             dist.barrier(alone)
         with pytest.raises(TowersError, match="all_reduce: the group has failed before"):

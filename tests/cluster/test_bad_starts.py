@@ -6,18 +6,22 @@ import json
 import pathlib
 import re
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from tests.support.clusters import free_port, start_agent, torchrun_variables
+from tests.support.commands import Command
 from tests.support.jobs import run_program
-from tests.support.waiting import HANG
+from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
 from towers.joining import handshake
-from towers.joining.store import serve_store
+from towers.joining.store import Message, serve_store
+from towers.launching import agent
 from towers.launching.job import Job
 from towers.system.timeouts import Deadline
 
@@ -79,7 +83,7 @@ def test_two_processes_claim_one_rank() -> None:
     with pytest.raises(StartupError):  # the first one comes and waits for tower 1
         handshake.exchange(store, {}, index=0, deadline=Deadline(0), **arguments)
     with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
-        handshake.exchange(store, {}, index=0, deadline=Deadline(60), **arguments)
+        handshake.exchange(store, {}, index=0, deadline=Deadline(HANG), **arguments)
 
 
 @pytest.mark.row(19)
@@ -94,11 +98,27 @@ def test_port_in_use() -> None:
         assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
 
 
+def wait_for_a_worker_at_first(job: Job) -> int:
+    """The agent of worker 0, whose seconds begin when worker 2 has come."""
+    exchange = handshake.exchange
+
+    def wait_at_first(store: Store, message: Message, *, deadline: Deadline, **arguments: Any) -> list[Message]:
+        wait_until(lambda: store.check(["worker/2"]))
+        deadline.restart()
+        return exchange(store, message, deadline=deadline, **arguments)
+
+    handshake.exchange = wait_at_first
+    return agent.run(job, [sys.executable, "-c", "print('ran')"])
+
+
 @pytest.mark.row(20)
 def test_a_worker_never_starts() -> None:
     addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:2", "127.0.0.1:3"]
-    for text, code in run_agents(worker_job(0, addresses, seconds=10.0), worker_job(2, addresses, seconds=10.0)):
-        assert code == 1
+    chief = Command(wait_for_a_worker_at_first, worker_job(0, addresses, seconds=1.0))
+    other = start_agent(worker_job(2, addresses), "-c", "print('ran')")
+    for worker in (chief, other):
+        _, text = worker.communicate()
+        assert worker.returncode == 1
         assert "1 of 3 workers did not come within" in text
         assert "worker 1 (127.0.0.1:2); the list of workers was read from TF_CONFIG" in text
         assert len(text.splitlines()) == 1
@@ -141,7 +161,7 @@ def test_versions_differ(what: str) -> None:
                 kind="worker",
                 index=index,
                 names=["a:1", "b:1"],
-                deadline=Deadline(60),
+                deadline=Deadline(HANG),
                 origin="a test",
                 token="",
                 compare=lambda *_: pytest.fail("versions come first"),

@@ -17,7 +17,8 @@ from torch import Tensor
 import mirrored
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
 from tests.support.reference import DTYPES, FLOAT8, agrees, fixed_order, random_tensor
-from tests.support.waiting import wait_until
+from tests.support.shared_memory import left, names
+from tests.support.waiting import HANG, wait_until
 from towers import errors as towers_errors
 from towers.collectives.hierarchical import HierarchicalCommunicator
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
@@ -178,20 +179,20 @@ def test_training_gives_the_numbers_of_gloo() -> None:
 
 
 def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = names()
     command = [sys.executable, str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     running = [int(file.read_text()) for file in files]
     # What the towers share has no name anywhere, so there is nothing that could be left.
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+    assert left(before) == []
     for pid in running:
         os.kill(pid, signal.SIGKILL)
     process.kill()
-    process.wait(15)
+    process.wait(HANG)
     wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in running))
-    assert not [name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.mp")]
+    assert left(before) == []
 
 
 def without_memfd(implementation: str) -> str:

@@ -80,7 +80,7 @@ def run_example(name: str, *words: str) -> None:
 @pytest.mark.parametrize("name", ["digits.py", "dcgan.py", "keras_digits.py", "keras_transfer.py"])
 def test_help(name: str) -> None:
     command = Command(run_example, name, "--help")
-    output, _ = command.communicate(60)
+    output, _ = command.communicate()
     assert command.returncode == 0
     assert "--devices" in output
     assert "--epochs" in output

@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import time
 
 from tests.faults.faults import DEATHS, Fault
 from tests.faults.play import PROGRAM
+from tests.support.clusters import free_ports
 from tests.support.waiting import HANG
 
 STARTERS = ("mirrored run", "launch", "torchrun", "TF_CONFIG")
@@ -70,7 +70,6 @@ def _commands(starter: str, words: list[str]) -> list[tuple[list[str], dict[str,
         return [([*told, "--launch", "3"], {})]
     if starter == "torchrun":
         return [(["-m", "torch.distributed.run", "--nproc-per-node", "3", *told], {})]
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        addresses = [f"127.0.0.1:{found.getsockname()[1]}" for found in (one, other)]
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     configs = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in (0, 1)]
     return [([*words, "--towers", str(2 - i)], {"TF_CONFIG": json.dumps(config)}) for i, config in enumerate(configs)]

@@ -16,6 +16,7 @@ from typing import Any
 import mirrored
 from tests.faults.faults import Fault
 from tests.faults.training import train
+from tests.support import shared_memory
 from tests.support.commands import run_command
 from tests.support.waiting import HANG
 
@@ -58,12 +59,12 @@ def run(folder: pathlib.Path, fault: Fault | None = None, *, towers: int = 3, ar
     if (deadline := _deadline(fault)) is not None:
         words += ["--deadline", str(deadline)]
     mark = secrets.token_hex(8)
-    shared = _shared_memory()
+    shared = shared_memory.names()
     with tempfile.TemporaryDirectory() as temporary:
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": temporary, _MARK: mark}
         process = run_command([*words, *arguments], env=variables)
         ended = time.time()
-        left = [*pathlib.Path(temporary).glob("towers-*"), *(_shared_memory() - shared)]
+        left = [*map(str, pathlib.Path(temporary).glob("towers-*")), *shared_memory.left(shared)]
     begun = pathlib.Path(f"{folder}.fault")
     seconds = ended - begun.stat().st_mtime if fault is not None and begun.exists() else 0.0
     lines = process.stdout.strip().splitlines()
@@ -135,21 +136,15 @@ def play(fault: Fault, expected: Result, limit: float, towers: int = 3) -> tuple
     return ended, found
 
 
-def _shared_memory() -> set[pathlib.Path]:
-    """What lies in /dev/shm, but for the semaphores of other programs that come and go."""
-    return {path for path in pathlib.Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
-
-
 def _processes(mark: str) -> list[str]:
-    """Processes of a run that are still there; those that are just ending get a moment."""
-    found: list[str] = []
-    for _ in range(20):
+    """Processes of a run that stay; those that are just ending do not."""
+    deadline = time.monotonic() + HANG
+    while True:
         found = []
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if f"{_MARK}={mark}".encode() in path.read_bytes():
                     found.append(f"process {path.parent.name} is still there")
-        if not found:
-            break
+        if not found or time.monotonic() > deadline:
+            return found
         time.sleep(0.1)
-    return found

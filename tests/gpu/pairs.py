@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.support.clusters import free_port
 from tests.support.jobs import ROOT
 
 
@@ -21,12 +21,10 @@ def run_pair(words: list[str], limit: float = 120.0) -> list[Any]:
 
     Who has lost the other would spin in NCCL: five seconds after a rank has failed, the other is ended.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     common = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NET": "Socket",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 import signal
 import socket
 import struct
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -18,7 +20,7 @@ from torch.distributed import HashStore, Store, TCPStore
 
 import mirrored
 from tests.support.clocks import Jumps
-from tests.support.meeting import shorten_deadlines
+from tests.support.meeting import has_said, say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, StartupError
 from towers.joining import handshake
@@ -56,7 +58,7 @@ def serve(host: str = "127.0.0.1") -> TCPStore:
 
 
 def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
-    deadline = Deadline(60)
+    deadline = Deadline(HANG)
     return join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
 
 
@@ -244,14 +246,35 @@ def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.Mo
 
 
 def _suspended(seconds: float, timeout: float) -> float:
-    """Tower 0 waits for tower 1 while somebody suspends both for ``seconds``."""
+    """Tower 0 waits for tower 1 while somebody suspends both: for ``seconds``, by tower 0's clock."""
     strategy = mirrored.MirroredStrategy()
     processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
-    shorten_deadlines(timeout)
     if strategy.topology.index == 1:
+        wait_for("waits")
         numbers = " ".join(map(str, processes))
-        subprocess.run(["sh", "-c", f"kill -STOP {numbers}; sleep {seconds}; kill -CONT {numbers}"], check=True)
-    return float(strategy.reduce("sum", 1.0))
+        subprocess.run(["sh", "-c", f"kill -STOP {numbers}; sleep 0.5; kill -CONT {numbers}"], check=True)
+        say("was suspended")
+        wait_for("has waited on")
+        return float(strategy.reduce("sum", 1.0))
+    shorten_deadlines(timeout)
+    waiting, looks = threading.get_ident(), 0
+
+    def monotonic() -> float:
+        """Stands still, but for the suspension, while the barrier looks at its deadline again and again."""
+        nonlocal looks
+        if strategy.health.waits is not None and threading.get_ident() == waiting:
+            say("waits")
+            looks += has_said("was suspended")
+        if looks > 10:
+            say("has waited on")
+        return 1000.0 + (seconds if looks else 0.0)
+
+    clock.monotonic = monotonic  # type: ignore[method-assign]
+    try:
+        return float(strategy.reduce("sum", 1.0))
+    finally:
+        say("has waited on")
+        del clock.monotonic
 
 
 @pytest.mark.slow
@@ -260,14 +283,15 @@ def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None
 
 
 def _stopped() -> str:
-    """Tower 1 is stopped; what both come to."""
+    """Tower 0 stops tower 1; what both come to."""
     strategy = mirrored.MirroredStrategy()
-    strategy.reduce("sum", 1.0)
-    shorten_deadlines(2)
-    if strategy.topology.index == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    _, other = strategy.gather(torch.tensor([os.getpid()])).tolist()
+    if strategy.topology.index == 0:
+        os.kill(other, signal.SIGSTOP)
+        wait_until(lambda: pathlib.Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        shorten_deadlines(2)
     try:
-        for _ in range(2):  # to the first one tower 0 had come
+        for _ in range(2):  # tower 1 may have come to the first one
             strategy.reduce("sum", 1.0)
     except (mirrored.CollectiveTimeoutError, mirrored.PeerLostError) as error:
         return str(error)

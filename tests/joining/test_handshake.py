@@ -113,7 +113,7 @@ def test_where_the_token_comes_from() -> None:
     assert token(TORCHELASTIC_RUN_ID="run", TOWERS_STARTED_BY="python with TF_CONFIG") == ""
 
 
-def meet(store: Any, index: int, seconds: float = 10.0, message: Message | None = None) -> list[Message]:
+def meet(store: Any, index: int, seconds: float = HANG, message: Message | None = None) -> list[Message]:
     return handshake.exchange(
         store,
         {"device": "cpu", "gpu": None} if message is None else message,
@@ -129,7 +129,7 @@ def meet(store: Any, index: int, seconds: float = 10.0, message: Message | None 
 
 
 def join(store: TCPStore) -> TCPStore:
-    deadline = Deadline(60)
+    deadline = Deadline(HANG)
     return join_store("127.0.0.1", store.port, SECONDS, deadline, "tower 0", "a test", TOKEN, "tower 1")
 
 

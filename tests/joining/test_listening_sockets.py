@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.support.clusters import free_port
 from tests.support.jobs import ROOT
 from tests.support.sockets import family, ip, listening, unix_sockets
 from tests.support.waiting import HANG
@@ -64,7 +65,7 @@ def start(words: Sequence[str], before: Sequence[str] = (), **variables: str) ->
 def wait_until_ready(process: subprocess.Popen[str]) -> None:
     """Return when it says so; Gloo of torch 2.9 may say something before."""
     assert process.stdout is not None
-    guard = threading.Timer(40.0, process.kill)
+    guard = threading.Timer(HANG, process.kill)
     guard.start()
     ready = "ready\n" in iter(process.stdout.readline, "")
     guard.cancel()
@@ -123,9 +124,7 @@ def test_the_interface_of_an_address(address: str) -> None:
 
 
 def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    config = {"cluster": {"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}}
+    config = {"cluster": {"worker": [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]}}
     workers = []
     try:
         for index in range(2):

@@ -9,6 +9,7 @@ import pytest
 
 import mirrored
 from tests.keras import cases
+from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +19,7 @@ Results = dict[str, dict[str, Any]]
 def on_towers(count: int, names: list[str]) -> list[Results]:
     """The results of some cases on each tower; they share the towers, as Keras takes long to load."""
     devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(cases.run_all, (names,), devices=devices, timeout=250)
+    return mirrored.launch(cases.run_all, (names,), devices=devices, timeout=HANG)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.jobs import ROOT
+from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,8 @@ def run(program: str, backend: str | None = None) -> subprocess.CompletedProcess
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": "/nowhere"}
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
-    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG)
 
 
 def test_what_it_does_not_take() -> None:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Sequence
 
 from tests.support.commands import Command
 from tests.support.patience import make_agent_patient
 from towers.launching.job import Job
-from towers.launching.play_cluster import free_ports
+from towers.launching.play_cluster import reserve_ports
+
+_reserved: list[socket.socket] = []
+"""The sockets that keep the ports of this process's tests from everybody else, to its end."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which only those listen whom a test gives them to."""
+    sockets = reserve_ports(count)
+    _reserved.extend(sockets)
+    return [one.getsockname()[1] for one in sockets]
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment."""
+    """As :func:`free_ports`."""
     return free_ports(1)[0]
 
 

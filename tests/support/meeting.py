@@ -28,9 +28,14 @@ def say(what: str) -> None:
     _path(what).touch()
 
 
+def has_said(what: str) -> bool:
+    """Whether some tower has said it."""
+    return _path(what).exists()
+
+
 def wait_for(what: str) -> None:
     """Return when some tower has said it."""
-    wait_until(_path(what).exists)
+    wait_until(lambda: has_said(what))
 
 
 def meet(where: str) -> None:

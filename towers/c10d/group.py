@@ -215,6 +215,8 @@ class Group(dist.ProcessGroup):
                 use_local_synchronization=True,  # the ranks of the group, not all
                 device_id=device if device.index is not None else None,
             )
+            # Else a rank that leaves at once would cut off those that Gloo has not connected to it yet.
+            self.do("barrier", None, lambda comm: comm.barrier()).wait()
         return self._other
 
     def get_group_store(self) -> dist.Store:

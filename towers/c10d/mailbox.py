@@ -27,7 +27,7 @@ from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostErr
 from towers.system.timeouts import Deadline
 
 _POLL = 0.1  # seconds between two checks whether the others are alive
-_EXIT_SECONDS = 10.0  # how long a program that ends waits for its receivers
+_EXIT_SECONDS = 30.0  # how long a program that ends waits for its receivers
 
 
 class _SegmentLayout:

@@ -6,6 +6,10 @@ it; a process that ended right after a collective was aborted in 8 of 12 runs (t
 exit joins the threads. NCCL waits for all towers then, also for one that is gone or has more to do, and for CUDA graphs
 that hold collectives, and so do its destructors. So where there is NCCL, a process that has not left after a minute
 (after a failure: a second) ends at once, without what else it has left to the interpreter's end.
+
+[Note: a group is there when all have it] Of two towers that Gloo connects, one is done as soon as the other's port has
+taken its connection. If it leaves the group then, the other one, which still forms it, fails with "connectFullMesh …
+closed by peer". So a group begins with a barrier; that of the default group is a strategy's first collective.
 """
 
 from __future__ import annotations
@@ -169,22 +173,21 @@ class ProcessGroupCommunicator(Communicator):
             raise
 
     def channel(self) -> ProcessGroupCommunicator:
-        return self._with(new_group(self.backend, self._timeout), self.next_name())
+        return self._with(new_group(self.backend, self._timeout), self.next_name(), self.towers)
 
     def among(self, towers: Sequence[int]) -> ProcessGroupCommunicator | None:
         """A communicator of some of the towers, in ascending order; all towers call this. None for those not in it."""
         group, name = new_group(self.backend, self._timeout, list(towers)), self.next_name()
         if self.index not in towers:
             return None
-        some = self._with(group, name)
-        some.towers = [self.towers[tower] for tower in towers]
-        return some
+        return self._with(group, name, [self.towers[tower] for tower in towers])
 
-    def _with(self, group: Any, name: str) -> ProcessGroupCommunicator:
+    def _with(self, group: Any, name: str, towers: Sequence[int]) -> ProcessGroupCommunicator:
         other = ProcessGroupCommunicator(group, self.device, self.backend, self._timeout, self._wire_dtype)
         other.health = self.health
         other.health.watch(other)
-        other.name = name
+        other.name, other.towers = name, towers
+        other.barrier()  # see [Note: a group is there when all have it]
         return other
 
     def close(self) -> None:

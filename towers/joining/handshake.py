@@ -201,9 +201,9 @@ class _Board:
             self._fail(result)
 
     def wait_until_read(self, others: Sequence[int]) -> None:
-        """Give the others a moment to read the result."""
+        """Return when the others have read the result; one that has ended meanwhile costs ten seconds."""
         keys = [self._key(f"read{other}") for other in others]
-        wait_until(lambda: not keys or self._store.store.check(keys), 2.0)
+        wait_until(lambda: not keys or self._store.store.check(keys), 10.0)
 
     def _fail(self, result: Message) -> None:
         self._store.store.set(self._key(f"read{self._index}"), "")

@@ -17,13 +17,16 @@ from towers.system import devices, machine
 from towers.system.timeouts import clock
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
+def reserve_ports(count: int) -> list[socket.socket]:
+    """Sockets with loopback ports that the system gives to nobody else while they are open.
+
+    Linux lets another socket listen on such a port when both have SO_REUSEADDR and this one does not listen.
+    """
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+    return sockets
 
 
 def _environment(index: int, addresses: list[str]) -> dict[str, str]:
@@ -40,17 +43,18 @@ def _environment(index: int, addresses: list[str]) -> dict[str, str]:
 
 def play(program: Sequence[str], workers: int) -> int:
     """Run ``program``, a whole command, as that many workers to their end; returns the largest exit code."""
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(workers)]
+    ports = reserve_ports(workers)  # as long as this function runs
+    addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
     with console.Relay() as relay:
         jobs: list[subprocess.Popen[bytes]] = []
         for index in range(workers):
-            streams: dict[str, int] = {}
+            streams: list[int] = []
             if index:
-                for stream in ("stdout", "stderr"):
-                    streams[stream] = os.open(relay.prefixed(stream, f"worker {index}"), os.O_WRONLY)
-            stdout, stderr = streams.get("stdout"), streams.get("stderr")
+                pipes = [relay.prefixed(stream, f"worker {index}") for stream in ("stdout", "stderr")]
+                streams = [os.open(pipe, os.O_WRONLY) for pipe in pipes]
+            stdout, stderr = streams or (None, None)
             jobs.append(subprocess.Popen(program, env=_environment(index, addresses), stdout=stdout, stderr=stderr))
-            for number in streams.values():
+            for number in streams:
                 os.close(number)
         try:
             while any(job.poll() is None for job in jobs):
@@ -64,7 +68,6 @@ def play(program: Sequence[str], workers: int) -> int:
             return 130
         finally:
             for job in jobs:
-                if job.poll() is None:
-                    job.terminate()
+                job.terminate()  # does nothing to one that has ended
             for job in jobs:
                 job.wait()
