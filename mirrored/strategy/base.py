@@ -88,9 +88,10 @@ class Strategy(OwnGradients, Backward):
         self._logged: set[str] = set()
         self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=interceptor().compares)
         Ranges(self.events)
-        RunKinds(self.events, self.health, lambda: self.engine.recorder.models() if self._several else None)
+        kinds = RunKinds(self.events, self.health)
         self.engine = Engine(self._distribution, options, training)
         if self._several:
+            kinds.models = self.engine.recorder.models
             note_towers_of(self)
 
     @property

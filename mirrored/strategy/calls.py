@@ -76,12 +76,13 @@ class CheckedCalls:
 class RunKinds:
     """Tells ``health`` whether a run that begins is one of training: whether the last run of its kind was.
 
-    Args:
+    Attributes:
         models: returns the models that are mirrored, or will be; None at one tower, where each run counts as a step.
     """
 
-    def __init__(self, events: Events, health: Health, models: Callable[[], Iterable[nn.Module] | None]) -> None:
-        self._health, self._models = health, models
+    def __init__(self, events: Events, health: Health) -> None:
+        self.models: Callable[[], Iterable[nn.Module]] | None = None
+        self._health = health
         self._evaluates: dict[tuple[object, bool], bool] = {}
         self._runs: list[tuple[object, bool] | None] = []  # the kinds of those that go on, one within the other
         events.begin_run.append(self._begin_run)
@@ -90,8 +91,7 @@ class RunKinds:
 
     def _begin_run(self, fn: Callable[..., Any]) -> None:
         self._runs.append(None)
-        models = self._models()
-        self._runs[-1] = kind = _kind_of_run(fn, models) if models is not None else None
+        self._runs[-1] = kind = _kind_of_run(fn, self.models()) if self.models is not None else None
         self._health.begin_run(self._evaluates.get(kind, not kind[1]) if kind is not None else None)
 
     def _end_run(self) -> None:

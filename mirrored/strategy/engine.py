@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,6 +57,12 @@ untraced = Untraced(
         "mirrored.stand_in",
     },
 )
+
+
+def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
+    """Lets an engine begin a run; a strategy that is dropped is to be freed at once, with its models."""
+    if (living := engine()) is not None:
+        living.begin_run()
 
 
 class Engine:
@@ -103,7 +110,7 @@ class Engine:
 
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.events = events = distribution.events
-        events.begin_run.append(lambda fn: self.begin_run())
+        events.begin_run.append(functools.partial(_begin_run, weakref.ref(self)))
         self.averager = GradientAverager(
             channel,
             communication.bucket_bytes,
