@@ -16,7 +16,7 @@ from tests.support.waiting import HANG
 
 @pytest.mark.parametrize(
     ("first", "then", "installs"),
-    [("test", "examples", False), ("test", "docs", True), ("examples", "test", True), ("docs", "docs", False)],
+    [("test", "examples", False), ("test", "docs", False), ("examples", "test", True), ("docs", "examples", True)],
 )
 def test_an_extra_is_installed_when_no_other_holds_it(
     tmp_path: pathlib.Path, first: str, then: str, installs: bool
