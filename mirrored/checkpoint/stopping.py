@@ -1,7 +1,8 @@
 """Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all of them, at the same step.
 
 [Note: requests are answered a step later] Requests to stop or to save are exchanged while the next step runs. So no
-tower waits for them, and all see them at the same step.
+tower waits for them, and all see them at the same step. The second signal is left to the system, which also ends a
+process that does not come back to Python.
 """
 
 from __future__ import annotations

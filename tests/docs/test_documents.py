@@ -254,6 +254,15 @@ def test_notes_are_in_the_modules_that_are_named() -> None:
     assert count > 15
 
 
+def test_every_note_that_is_cited_begins_a_paragraph_of_one_docstring() -> None:
+    sources = "".join(path.read_text() for top in ("mirrored", "towers") for path in (ROOT / top).rglob("*.py"))
+    notes = re.findall(r'(?:\n\n|""") *\[Note:\s([^\]]*)\]', sources)
+    assert len(notes) == len(set(notes)) > 50
+    texts = sources + "".join(document.read_text() for document in DOCUMENTS)
+    cited = {re.sub(r"\s+(# )?", " ", title) for title in re.findall(r"\[Note:\s([^\]…]*)\]", texts)}
+    assert cited == set(notes)
+
+
 def test_the_commands_exist() -> None:
     for document in DOCUMENTS:
         for command in re.findall(r"\bscripts/\w+\b(?![./])", document.read_text()):
