@@ -288,20 +288,6 @@ def note(parser: argparse.ArgumentParser, known: dict[str, set[str]]) -> None:
     raise SystemExit
 
 
-def test_the_changelog_names_modules_that_are_there() -> None:
-    """In the column "now": ``towers.joining.handshake``, ``.exchange`` beside it, all of a package (``*``)."""
-    table = (ROOT / "CHANGELOG.md").read_text().partition("| before | now |")[2]
-    rows = re.findall(r"^\| .* \| (.*) \|$", table, re.MULTILINE)
-    assert len(rows) > 15
-    for row in rows:
-        package = ""
-        for name in re.findall(r"`([\w.*]+)`", row):
-            full = (package + name if name.startswith(".") else name).removesuffix(".*")
-            package = package if name.startswith(".") else full.rpartition(".")[0]
-            path = ROOT / full.replace(".", "/")
-            assert path.is_dir() or path.with_suffix(".py").is_file(), full
-
-
 def test_every_row_of_bad_inputs_has_a_test() -> None:
     """Which is marked with its number: ``@pytest.mark.row(42)``."""
     rows = re.findall(r"^\| (\d+) \|", (ROOT / "docs/bad_inputs.md").read_text(), re.MULTILINE)
