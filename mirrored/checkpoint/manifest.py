@@ -168,7 +168,7 @@ class StoredCheckpoint:
 
     Attributes:
         path: its folder.
-        manifest: as of :func:`load`.
+        manifest: its manifest, checked (:func:`load`).
         tensors: its file of tensors.
     """
 
