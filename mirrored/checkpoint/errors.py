@@ -44,7 +44,7 @@ def first_problem(comm: Communicator, call: str, problem: str) -> str:
     """The problem of the first tower that has one, on all towers; with several towers it names the tower.
 
     Args:
-        call: as of :func:`announce`.
+        call: what is being done, as for :func:`announce`.
         problem: this tower's; empty when it has none.
     """
     problems = [announced.details for announced in announce(comm, call, problem[:_LONGEST])]

@@ -184,7 +184,7 @@ class BackgroundWriter:
     Args:
         folder: is written to.
         keep: how many steps are kept.
-        lock: of the folder; held until all is written.
+        lock: the folder's lock, held until all is written.
         saving: makes a context that is entered while a checkpoint is written.
 
     Attributes:

@@ -131,7 +131,7 @@ class CheckpointManager:
         Raises:
             Preempted: SIGTERM, SIGINT or SIGHUP has come to some tower; the step is saved, and the program ends with
                 code 75.
-            CheckpointError: as of :meth:`save`.
+            CheckpointError: see :meth:`save`.
         """
         self.steps += 1
         self._strategy.health.count(self.steps)
@@ -240,7 +240,7 @@ class CheckpointManager:
         """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
 
         Raises:
-            CheckpointError: as of :meth:`resume`.
+            CheckpointError: see :meth:`resume`.
         """
         self.wait()
         restored = self._restorer.restore_newest()

@@ -1,9 +1,10 @@
 """One stored checkpoint: its name, its manifest, and the checked way to open it.
 
 [Note: checksums find damage] The manifest (JSON) holds the SHA-256 of its own contents and of the file of tensors; the
-latter is computed in a thread beside the writing, and ``sha256sum`` checks it by hand. Checksums find damage; they are
-no signature. Whoever can write into the folder can forge a checkpoint with fitting checksums, so everything in it is
-also treated as untrusted.
+latter is computed in a thread beside the writing, and ``sha256sum`` checks it by hand. The former is over the contents,
+not over the text, which takes too long to compare for the largest manifests: a space that has become a tab changes
+nothing. Checksums find damage; they are no signature. Anybody who can write into the folder can forge a checkpoint with
+fitting checksums, so everything in it is also treated as untrusted.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class StoredCheckpoint:
 
     Attributes:
         path: its folder.
-        manifest: as of :func:`load`.
+        manifest: its manifest, checked (:func:`load`).
         tensors: its file of tensors.
     """
 

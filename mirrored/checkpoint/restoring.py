@@ -30,8 +30,8 @@ class Restored:
     """The checkpoint from which a run continues.
 
     Attributes:
-        name: of the checkpoint.
-        step: after which it was saved.
+        name: the checkpoint's name.
+        step: the step after which it was saved.
         towers: how many there were.
         left: names of objects in the checkpoint that were not asked for.
         of_first_tower: names of objects that were saved for each tower, and of which every tower has taken tower 0's,
@@ -63,7 +63,7 @@ class Restorer:
         """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
 
         Raises:
-            CheckpointError: as of ``CheckpointManager.resume``. See [Note: which checkpoint is restored].
+            CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
         """
         mine = self._folder.steps()
         towers = [announced.details for announced in announce(self._comm, "looks for checkpoints", mine)]

@@ -93,7 +93,7 @@ class Saver:
         """Save all tracked objects under ``name``; first waits for a checkpoint that is still being written.
 
         Raises:
-            CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: as of ``CheckpointManager.save``.
+            CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: see ``CheckpointManager.save``.
         """
         self.wait()
         engine = self._strategy.engine

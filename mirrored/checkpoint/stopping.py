@@ -1,6 +1,7 @@
 """Preemption: a SIGTERM, SIGINT or SIGHUP on any tower stops all of them, at the same step.
 
-All towers learn of it by :class:`towers.collectives.agreement.StepRequests`.
+All towers learn of it by :class:`towers.collectives.agreement.StepRequests`. The second signal is left to the system,
+which also ends a process that does not come back to Python.
 """
 
 from __future__ import annotations

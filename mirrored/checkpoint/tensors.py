@@ -48,7 +48,7 @@ class FileLayout:
 
     Attributes:
         header: the bytes before the first tensor.
-        nbytes: of all tensors together.
+        nbytes: the size of all tensors together.
         unusual: for the manifest, by name: dtype, shape and strides that the file's header cannot express.
     """
 
@@ -98,7 +98,7 @@ class TensorFile:
 
     Args:
         path: leads to the open file.
-        unusual: as of :class:`FileLayout`.
+        unusual: what the file's header cannot express (see :class:`FileLayout`).
 
     Raises:
         Malformed: it is no file of tensors.
@@ -128,7 +128,7 @@ class TensorFile:
         """A tensor without data ("meta") that has the shape and dtype of one in the file.
 
         Raises:
-            Malformed: as of :meth:`read`.
+            Malformed: see :meth:`read`.
         """
         try:
             entry = self._file.get_slice(name)

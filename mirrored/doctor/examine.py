@@ -2,8 +2,9 @@
 
 [Note: checks that try] Whether towers can share memory or reach each other depends on more than a list of conditions
 (sandboxes, firewalls, user namespaces). So the last checks start real towers with :func:`mirrored.launch`, which
-average a bucket as training does; the checks before them explain a failure of these. What only a running job can know,
-such as a chief that has not been started yet, is a warning and not a problem.
+average a bucket as training does; the checks before them explain a failure of these. What these towers show by
+themselves (loopback, shared memory) has no check of its own. What only a running job can know, such as a chief that has
+not been started yet, is a warning and not a problem.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _run(subject: str, devices: Sequence[str], implementation: str, seconds: flo
         wrong: what to do where the averages are wrong.
 
     Raises:
-        TowerFailedError: as of :func:`mirrored.launch`.
+        TowerFailedError: see :func:`mirrored.launch`.
     """
     rank = os.environ.pop("RANK", None)  # it says that this process is a tower, which may not start towers
     try:

@@ -76,7 +76,7 @@ def _cpu_limit() -> float | None:
 
 
 def _cgroups(controller: str) -> Iterator[pathlib.Path]:
-    """The directories with this process's limits: of its group and of all parents, in cgroups of version 1 and 2."""
+    """The directories of this process's group and of all its parents, which hold limits (cgroups, version 1 and 2)."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
     except OSError:

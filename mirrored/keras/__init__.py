@@ -1,4 +1,4 @@
-"""Keras 3 on torch: ``compile`` and ``fit`` on all towers, with the numbers of one.
+"""Keras 3 on torch: ``compile`` and ``fit`` on all towers, with the losses and weights that one device would have.
 
 .. code-block:: python
 
@@ -14,7 +14,7 @@
 Importing it changes Keras' trainer, for models that were made in a strategy's scope (or given to ``strategy.mirror``);
 all others train as before. ``docs/keras.md`` says what is the same as in ``tf.distribute`` and what is not.
 
-[Note: examples are weighted] Keras' code computes means: of a batch's losses, of a metric's values, of moving
+[Note: examples are weighted] Keras' code computes means of a batch's losses, of a metric's values and of moving
 statistics. A tower computes them over its share, unchanged. What makes them those of the global batch is one weight,
 the share's part of the examples: gradients are summed with it (where backward begins, :mod:`mirrored.keras.steps`), and
 so are moving statistics (:mod:`mirrored.keras.statistics`); metrics carry their counts with them

@@ -67,7 +67,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         folder: is made when it is missing. One run at a time writes there.
-        every_steps: saves after so many batches; default: when the run ends, or is told to.
+        every_steps: saves after so many batches; default: when the run ends, or a signal asks for it.
         every_seconds: saves when so much time has passed.
         keep: how many of the newest are kept, at least 2.
 

@@ -56,7 +56,7 @@ def first_epoch(model: Any) -> int | None:
 
 
 def set_first_epoch(model: Any, epoch: int | None) -> None:
-    """Let ``fit`` begin at an epoch; None: at the one that it is told."""
+    """Let ``fit`` begin at an epoch; None: at its ``initial_epoch``."""
     model._initial_epoch = epoch
 
 

@@ -1,4 +1,4 @@
-"""Metrics: each tower counts its own examples, and what all have counted is combined when somebody reads it.
+"""Metrics: each tower counts its own examples, and what all have counted is combined when it is read.
 
 A metric's variables say by their ``aggregation`` how values of several towers are combined: ``"sum"`` (Keras' default),
 ``"mean"`` over the examples, ``"only_first_replica"``, which is tower 0's value. What was there before the towers began

@@ -27,7 +27,7 @@ class Training:
     """One model under a strategy.
 
     Attributes:
-        reads_every: after how many batches somebody reads the logs; 0: nobody does before the end of the epoch.
+        reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
@@ -74,7 +74,7 @@ class Training:
         return result, step
 
     def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
-        """The logs of a training or test step: of all towers, if somebody reads them now; else those that were."""
+        """The logs of a training or test step, over all towers if a reader needs them now; else the last ones."""
         logs, step = self.run(function, batch, trains)
         if not isinstance(logs, dict):
             return logs

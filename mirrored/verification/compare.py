@@ -46,7 +46,7 @@ class RunDifference:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Of two differences, the one that comes first has the smaller place."""
+        """The order of differences: the one that comes first has the smaller place."""
         return self.step, _ORDER[self.kind]
 
 
@@ -57,7 +57,7 @@ class ComparedStep:
     Attributes:
         step: its index.
         optimizer: its number and class.
-        loss: (on one tower, on N together); None where it cannot be told.
+        loss: (on one tower, on N together); None where it is not known.
         gradients, parameters: the largest relative difference, and of which tensor; None where a run ended in the step.
         difference: the first one of this step, if there is one.
         amounts: the largest difference of each kind.

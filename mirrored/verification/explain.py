@@ -132,7 +132,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
 
 
 def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) -> Explanation | None:
-    """Two runs on one tower are not the same either, so nothing can be said of N."""
+    """Two runs on one tower are not the same either, so a comparison with N towers shows nothing."""
     again = _alone(rerun, _NONE)
     if again is None:
         return None

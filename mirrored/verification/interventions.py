@@ -65,8 +65,8 @@ class Interventions:
         padding: what one tower's batches look like, by the numbers of the call of ``run`` and of the tensor among its
             arguments; shares are padded alike.
         skip_local_changes: changes of gradients that are not averaged yet are left out.
-        shapes: of the random numbers that one tower has drawn, by the numbers of the call of ``run`` and of the draw
-            in it; None on one tower.
+        shapes: what random numbers one tower has drawn: their shapes, by the numbers of the call of ``run`` and of the
+            draw in it; None on one tower.
         rounding: the results of modules are moved by rounding errors.
         recorded: whether anything is recorded; otherwise the script only ends when it has made the steps.
     """
@@ -233,7 +233,7 @@ class GlobalDraw(NamedTuple):
 
     Attributes:
         key: tells this draw from others; equal on all towers and in both runs.
-        shape: of what one tower draws here; None where it draws nothing.
+        shape: the shape of what one tower draws here; None where it draws nothing.
         shares: how many examples (this tower, all towers) have in each batch at hand.
         tower, towers: this tower's index, and their number.
     """

@@ -3,6 +3,8 @@
 [Note: which files count] Python's audit events tell of every file that a run opens. One that was last written between
 the beginning of the first run and that of this one is of an earlier run, whatever wrote it. Opening it to append reads
 nothing yet. Libraries that open files without Python (HDF5) tell nothing; parameters that they read show before step 1.
+Starting each run from a copy of the files would avoid the question; but which files to copy is not known, and it would
+hide from users that their script reads what it has written.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _is_sum(term: Term) -> bool:
 
 
 def _batch_term(one: Loss | None, many: Loss | None, terms: frozenset[int]) -> tuple[Term, Term]:
-    """The first summand, of ``terms`` if there are any, that depends on the batch: of one tower's loss, and of N's."""
+    """The first summand of one tower's loss and of N's that depends on the batch; of ``terms`` if there are any."""
     pairs = list(zip(one.terms, many.terms, strict=False)) if one is not None and many is not None else []
     pairs = [pair for i, pair in enumerate(pairs) if not terms or i in terms]
     unknown = Term((("unknown", 0),), False)

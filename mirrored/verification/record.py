@@ -78,7 +78,7 @@ class StepLimit(Interceptor):
     end after a step each, so that an evaluation after all epochs is reached.
 
     Attributes:
-        trace: of the script.
+        trace: what was recorded of the script.
         evaluated: whether a module was called outside of training after the last step.
         beyond: whether a further step was made on the batch at hand.
         watching: the context in which the script runs.

@@ -118,7 +118,7 @@ class VerificationReport:
         results: how many values of ``reduce`` and ``gather`` were compared.
         buffers: how many buffers were compared.
         unreached: whether the script was ended before any evaluation came.
-        rounding: the index of the step from which on rounding alone makes more than the tolerance.
+        rounding: the index of the first step at which rounding alone exceeds the tolerance.
         ended: the exception in which the script ended because its loop was cut short, on one tower as on N.
     """
 
@@ -149,7 +149,7 @@ class VerificationReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when equal, else 1: also where nothing can be said: no step to compare, an end in an exception."""
+        """0 when equal, else 1; also 1 without a result: no step to compare, or an end in an exception."""
         return 0 if self.equal and self.ended is None else 1
 
     def __str__(self) -> str:

@@ -29,7 +29,7 @@ class Sketch:
     """A tensor in a few numbers; see [Note: sketches].
 
     Attributes:
-        digest: of its bytes; equal digests are equal bits.
+        digest: a digest of its bytes; equal digests are equal bits.
         dtype: its dtype's name.
         numel: how many elements it has.
         norm: Euclidean norm, in float64.
@@ -104,9 +104,9 @@ def sketch(tensor: Tensor) -> Sketch:
 
 
 def example_digests(tensors: list[Tensor]) -> list[str]:
-    """Of every example of a batch its shape and a digest: entry j of all tensors with as many entries as the first.
+    """The shape and a digest of every example of a batch: entry j of all tensors with as many entries as the first.
 
-    Of larger batches the first 4,096 examples count.
+    In larger batches the first 4,096 examples count.
     """
     tensors = [tensor.detach() for tensor in tensors if has_values(tensor) and tensor.layout == torch.strided]
     tensors = [tensor for tensor in tensors if tensor.dim() > 0]
@@ -141,7 +141,7 @@ class Form(NamedTuple):
 
     Attributes:
         shape: its shape.
-        paddings: of each dimension with at least two entries.
+        paddings: how each dimension with at least two entries is padded.
     """
 
     shape: tuple[int, ...]
@@ -173,9 +173,9 @@ class Loss:
     """A call of ``backward``.
 
     Attributes:
-        value: of the loss, if it is known.
+        value: the loss, if it is known.
         terms: its summands.
-        line: of the script.
+        line: the script's line.
         share: how many examples (this tower, all towers) have; (0, 0) if unknown.
     """
 
@@ -191,9 +191,9 @@ class Draw:
 
     Attributes:
         by: the function.
-        line: of the script.
+        line: the script's line.
         state: digest of the generator's state before.
-        shape: of what was drawn.
+        shape: the shape of what was drawn.
         dropout: whether it was a dropout, which is left out.
         followed: whether this tower's part of the global batch's numbers replaced them.
     """
@@ -213,7 +213,7 @@ class Event:
     Attributes:
         what: the parameter that was written to, or the function that changed a gradient ("register_hook": a hook was
             registered that will).
-        line: of the script.
+        line: the script's line.
         steps: optimizer steps done before.
     """
 
@@ -232,9 +232,9 @@ class RunCall:
         seen_by_model: digests of the examples that the outermost modules were called with.
         shares: how many examples (this tower, all towers) have in each distributed batch among its arguments.
         parameters: digest of every known parameter at its beginning.
-        draws: of random numbers.
+        draws: the random numbers that were drawn in it.
         trained: whether it called backward.
-        forms: of the tensors among its arguments.
+        forms: what the tensors among its arguments look like.
     """
 
     steps: int
@@ -258,12 +258,12 @@ class Step:
 
     Attributes:
         optimizer: its number in order of first steps, and its class.
-        line: of the script.
-        losses: of the backwards since the step before.
+        line: the script's line.
+        losses: the losses of the backwards since the step before.
         gradients: before the step; None where there is none.
         before, after: digests of its parameters before, and their sketches after the step.
         rates: learning rate of each parameter group.
-        schedules: of each living scheduler, by class name and number, how many steps it has made.
+        schedules: how many steps each living scheduler has made, by its class name and number.
         foreign: parameters with gradients that no scope mirrored.
         unsynced: parameters whose gradients hold parts that were never averaged.
         batch_norms: layers that took statistics of this tower alone since the last step.
@@ -291,10 +291,10 @@ class Result:
 
     Attributes:
         call: as a message calls it: "strategy.reduce('sum')".
-        line: of the script.
+        line: the script's line.
         steps: optimizer steps done before.
         values: the first ones of each tensor.
-        dtypes: of each of these values.
+        dtypes: the dtype of each of these values.
         count: how many values there are altogether.
     """
 
@@ -325,19 +325,19 @@ class Trace:
     """What was recorded of the script on one tower.
 
     Attributes:
-        towers: of the strategy whose ``run`` was called.
+        towers: how many towers the strategy has whose ``run`` was called.
         virtual: whether that strategy has virtual towers, with which random numbers do not depend on the towers.
         autocast: whether modules were called under ``torch.autocast``.
-        steps: of optimizers.
-        calls: of ``strategy.run``.
+        steps: the optimizers' steps.
+        calls: the calls of ``strategy.run``.
         datasets: how many examples each distributed dataset has, in the order of their first use.
-        writes: to parameters.
-        local_changes: to gradients that were not averaged yet.
+        writes: what was written to parameters outside of steps.
+        local_changes: changes of gradients that were not averaged yet.
         evaluated: digests of the examples that the outermost modules were called with outside of training, by the
             number of steps done before.
         evaluated_models: for each outermost module that was called outside of training, by the number of steps done
             before and its name: digests of its parameters.
-        results: of ``strategy.reduce`` and ``strategy.gather``.
+        results: what ``strategy.reduce`` and ``strategy.gather`` returned.
         pairs: the lines of the script that make a number of each pair of this tower's examples in ``run``, and how many
             examples these are.
         dropouts: how many calls of a dropout were left out.

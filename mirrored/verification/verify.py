@@ -164,7 +164,7 @@ class ScriptJob:
         module: its name where it is run as by ``python -m``.
         steps: how many steps of each optimizer are recorded.
         devices: one for each tower of the larger run.
-        threads: of each tower, in both runs: another number adds up in another order.
+        threads: how many each tower has in both runs, since another number adds up in another order.
         timeout: seconds for each run.
         show: whether the script's output is shown.
         begins: when each run began, in seconds since the epoch by the clock of files.

@@ -72,7 +72,7 @@ class Modules:
     """The modules that the script has called, and the names of their parameters and buffers.
 
     Attributes:
-        parameters: of the optimizers that have made a step, by name.
+        parameters: those of the optimizers that have made a step, by name.
         calls: the modules that are being called, the innermost last.
     """
 
@@ -164,10 +164,10 @@ class Recording:
     Attributes:
         trace: what leaves the process at the end.
         interventions: what is changed in this run.
-        modules: of the script.
+        modules: the script's modules.
         call: the call of ``strategy.run`` that is under way.
         tower: this tower's index.
-        losses: of the backwards since the last step.
+        losses: the losses of the backwards since the last step.
         batch_norms: layers that took statistics of this tower alone since the last step.
         stepping: whether an optimizer's step is under way.
         accumulated: whether the last backward was one of ``no_sync``, so that gradients are this tower's own.

@@ -78,7 +78,7 @@ class Group(dist.ProcessGroup):
 
         Args:
             call: its name.
-            opts: of c10d, which say whether the call is asynchronous.
+            opts: c10d's options, which say whether the call is asynchronous.
             task: the collective.
             result: the tensors that it writes.
             signature: arguments that must be the same on all ranks. They are compared when the collective is done; with

@@ -106,7 +106,7 @@ class Mailbox:
     """One tower's messages to and from the others of its host; making it is a collective.
 
     Args:
-        comm: of the same towers.
+        comm: a communicator of the same towers.
         seconds: how long to wait for a message.
 
     Raises:

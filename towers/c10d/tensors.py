@@ -118,7 +118,7 @@ def check_numel(call: str, tensor: Tensor, expected: int) -> None:
 
 
 def split(call: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) -> list[Tensor]:
-    """``tensor`` in ``count`` chunks along its first dimension: of the lengths ``sizes``, or all of one length.
+    """``tensor`` in ``count`` chunks along its first dimension, with the lengths ``sizes`` or all of one length.
 
     Raises:
         ArgumentError: it cannot be split like that.

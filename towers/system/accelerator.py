@@ -1,7 +1,7 @@
 """Accelerators: the current device, names, identities and random states.
 
 [Note: neutral words] torch has one accelerator in a process (``torch.accelerator``): CUDA's or ROCm's GPUs, Intel's
-("xpu"), or what a package registers. Streams, events, pinned memory and the current device have the same words for all.
+("xpu"), or what a package registers. Streams, events, pinned memory and the current device have one interface for all.
 Random states and names are asked of the kind's own module (``torch.get_device_module``), where all have the same
 functions. What only CUDA has stands in :mod:`towers.system.cuda`.
 """

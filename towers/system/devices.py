@@ -93,7 +93,7 @@ def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
     """The devices of the towers that a worker is to start: ``requested``, else every accelerator, else one CPU.
 
     Raises:
-        TypeError, ValueError: as of :func:`parse_all` and :func:`check_exist`.
+        TypeError, ValueError: see :func:`parse_all` and :func:`check_exist`.
     """
     if requested is None:
         kind = accelerator_kind()
@@ -142,7 +142,7 @@ def for_tower(
         sees_all: the launcher shows every process all GPUs, not its own one alone.
 
     Raises:
-        TypeError: as of :func:`parse_all`.
+        TypeError: see :func:`parse_all`.
         ValueError: ``requested`` names another number of devices than the launcher started towers, a
             device that does not exist, or there are more towers than GPUs.
     """

@@ -88,7 +88,7 @@ class Barrier(Participant):
 
     Args:
         index: this tower.
-        inboxes: of every tower, the address of as many semaphores as there are towers, one for each that may come.
+        inboxes: the address of every tower's semaphores, as many as there are towers, one for each that may come.
         slots: every tower's status slot, :data:`STATUS_BYTES` long.
         processes: every tower's process id.
         timeout: seconds to wait for the others.
@@ -135,7 +135,7 @@ class Barrier(Participant):
         Raises:
             PeerLostError: a tower that had not arrived has ended, or has left a failure notice.
             CollectiveTimeoutError: a tower did not arrive before the deadline.
-            TowersError: as of :meth:`check_whole`.
+            TowersError: see :meth:`check_whole`.
         """
         self.check_whole()
         self.count += 1
@@ -167,7 +167,7 @@ class Barrier(Participant):
 
         Raises:
             DisagreementError: on all towers, when tags differ.
-            PeerLostError, CollectiveTimeoutError: as of :meth:`wait`.
+            PeerLostError, CollectiveTimeoutError: see :meth:`wait`.
         """
         self.check_whole()
         self.tags.write(self.count + 1, tag)

@@ -57,7 +57,7 @@ class Regions:
     """One tower's shared regions, and its mappings of the others'.
 
     Attributes:
-        barrier: of all towers.
+        barrier: the barrier of all towers.
         newly_mapped: some tower's memory was mapped anew since :meth:`close_files`; the same on all towers. Its owner
             must not end before all have mapped it.
 
