@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from mirrored import seeds
 from mirrored.data.examples import Joined, Request, SeededCollate, SeededExamples
-from mirrored.data.order import Drawn, Order
+from mirrored.data.order import Epoch, Order
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
 from mirrored.observer import observer
@@ -53,37 +52,37 @@ class DistributedDataset(ABC):
         self._stand_in = stand_in
         self._epoch = 0
         self._step = 0
-        self._drawn: Drawn | None = None  # of the newest iterator, until it has come to its end
+        self._running: Epoch | None = None  # of the newest iterator, until it has come to its end
         self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._drawn is not None:
+        if self._running is not None:
             self._epoch, self._step = self._epoch + 1, 0
-        epoch, step = self._epoch, self._step
-        self._drawn = drawn = self._draw(epoch)
-        self._check_agreement(epoch, step, drawn)
-        if self._saved_order is not None and drawn.digest != self._saved_order:
+        step = self._step
+        self._running = epoch = self._begin(self._epoch)
+        self._check_agreement(epoch, step)
+        if self._saved_order is not None and epoch.digest != self._saved_order:
             raise ValueError(
-                f"state of a distributed dataset: epoch {epoch} has another order of examples than when the state was "
-                f"saved in step {step}, so the run would repeat examples or leave some out; give the sampler the "
-                "weights, and random_split or Subset the indices, that they had then"
+                f"state of a distributed dataset: epoch {epoch.number} has another order of examples than when the "
+                f"state was saved in step {step}, so the run would repeat examples or leave some out; give the sampler "
+                "the weights, and random_split or Subset the indices, that they had then"
             )
         self._saved_order = None
-        log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
+        log.debug("epoch %d of a distributed dataset begins at step %d", epoch.number, step)
         health, known = self._comm.health, self._known
         in_hand_outside, batch_outside = known.in_hand, health.batch
         in_script = threading.current_thread() is threading.main_thread()
         health.loops = loop = health.loops + 1
         try:
-            for batch, share in health.each(LOADING, self._batches(drawn, epoch, step)):
+            for batch, share in health.each(LOADING, self._batches(epoch, step)):
                 if in_script:
-                    health.batch = BatchInHand(loop, epoch, step)
+                    health.batch = BatchInHand(loop, epoch.number, step)
                 step += 1
-                if self._drawn is drawn:
+                if self._running is epoch:
                     self._step = step
-                known.drop(drawn)
+                known.drop(epoch)
                 if isinstance(batch, Joined):
-                    known.hold(drawn, *batch)
+                    known.hold(epoch, *batch)
                     batch = batch.whole
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
@@ -92,9 +91,9 @@ class DistributedDataset(ABC):
             known.in_hand = in_hand_outside
             if in_script:
                 health.batch = batch_outside
-            known.drop(drawn)
-        if self._drawn is drawn:
-            self._epoch, self._step, self._drawn = epoch + 1, 0, None
+            known.drop(epoch)
+        if self._running is epoch:
+            self._epoch, self._step, self._running = epoch.number + 1, 0, None
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
@@ -103,9 +102,9 @@ class DistributedDataset(ABC):
 
             raise missing("DistributedDataset", name)
 
-    def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
+    def _batches(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(_loaded(self._load(drawn, epoch, first)), self._comm.device)
+            return to_device(_loaded(self._load(epoch, first)), self._comm.device)
 
         watching = observer()
         return load(first) if watching is None else watching.batches(self, load, first)
@@ -118,12 +117,12 @@ class DistributedDataset(ABC):
             TypeError: the data has no length.
         """
 
-    def _draw(self, epoch: int) -> Drawn:
-        """The epoch's order, drawn once for all that needs it."""
-        return Drawn(None, None)
+    def _begin(self, number: int) -> Epoch:
+        """The epoch of a number, whose order is found out once for all that needs it."""
+        return Epoch(self._seed, number)
 
     @abstractmethod
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
 
     def _share(self, total: int) -> Share:
@@ -138,9 +137,9 @@ class DistributedDataset(ABC):
         In a run that is resumed the first is the epoch that was interrupted, whose loop then yields what is left of it,
         perhaps nothing.
         """
-        first = self._epoch + (self._drawn is not None)
+        first = self._epoch + (self._running is not None)
         for epoch in range(first, count):
-            if (at := self._epoch + (self._drawn is not None)) != epoch:
+            if (at := self._epoch + (self._running is not None)) != epoch:
                 raise RuntimeError(
                     f"epochs() is at epoch {epoch}, but the data at {at}: loop over the data once in each"
                 )
@@ -154,7 +153,7 @@ class DistributedDataset(ABC):
         """
         state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": dict(self._settings)}
         if self._step:
-            order = self._drawn.digest if self._drawn is not None else self._saved_order
+            order = self._running.digest if self._running is not None else self._saved_order
             state |= {"order": order} if order is not None else {}
         return state
 
@@ -182,7 +181,7 @@ class DistributedDataset(ABC):
                     f"{len(self)} steps; the data or the global batch size is another than when it was saved"
                 )
         self._seed = state["seed"]
-        self._epoch, self._step, self._drawn = state["epoch"], step, None
+        self._epoch, self._step, self._running = state["epoch"], step, None
         self._saved_order = order if step else None
 
     def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
@@ -211,11 +210,11 @@ class DistributedDataset(ABC):
             )
         return step, order
 
-    def _check_agreement(self, epoch: int, step: int, drawn: Drawn) -> None:
+    def _check_agreement(self, epoch: Epoch, step: int) -> None:
         """See that all towers share out the same data in the same way, from the same place on."""
         if self._comm.size == 1:
             return
-        place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step, "order": drawn.digest}
+        place = {**self._settings, "seed": epoch.seed, "epoch": epoch.number, "step": step, "order": epoch.digest}
         announcements = announce(self._comm, "an epoch of a distributed dataset", place)
         described = [announcement.details for announcement in announcements]
         for tower, other in enumerate(described):
@@ -224,10 +223,11 @@ class DistributedDataset(ABC):
             order = other.pop("order"), described[0].pop("order")
             if other == described[0]:
                 raise DisagreementError(
-                    f"towers begin epoch {epoch} with different orders of the examples: what the sampler drew, or the "
-                    f"indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 ({order[1]}). "
-                    "Draw from torch's, NumPy's or Python's global generators, which are seeded alike on all towers "
-                    "while a sampler draws, and make splits outside of run, or from a generator with one seed"
+                    f"towers begin epoch {epoch.number} with different orders of the examples: what the sampler drew, "
+                    f"or the indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 "
+                    f"({order[1]}). Draw from torch's, NumPy's or Python's global generators, which are seeded alike "
+                    "on all towers while a sampler draws, and make splits outside of run, or from a generator with "
+                    "one seed"
                 )
             raise DisagreementError(
                 "towers begin an epoch with different data, settings or places in it: "
@@ -293,12 +293,12 @@ class MapDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._order)
 
-    def _draw(self, epoch: int) -> Drawn:
-        return Drawn(self._order.draw(self._seed, epoch), self._dataset)
+    def _begin(self, number: int) -> Epoch:
+        return self._order.epoch(self._seed, number, self._dataset)
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        self._sampler.place = self._seed, epoch, first, drawn.order
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        self._generator.manual_seed(epoch.seed_of("loader"))
+        self._sampler.place = epoch, first
         for batch, total in self._loader:
             yield batch, self._share(total)
 
@@ -313,12 +313,12 @@ class _ShareSampler:
     def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.place: tuple[int, int, int, list[Any] | None] = 0, 0, 0, None
+        self.place = Epoch(0, 0), 0
 
     def __iter__(self) -> Iterator[Request]:
-        seed, epoch, first, drawn = self.place
-        for indices in self._order.batches(seed, epoch, first, drawn):
+        epoch, first = self.place
+        for indices in self._order.batches(epoch, first):
             start, end = self._cut.bounds(len(indices))
             missing = start == end and len(indices) > 0
             chosen = indices[:1] if missing else indices[start:end]
-            yield Request(seed, epoch, chosen, missing, len(indices))
+            yield Request(epoch.seed, epoch.number, chosen, missing, len(indices))

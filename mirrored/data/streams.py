@@ -14,7 +14,7 @@ from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
-from mirrored.data.order import Drawn, draw, is_ready_made, tell_epoch
+from mirrored.data.order import Epoch, is_ready_made, tell_epoch
 from mirrored.data.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -100,16 +100,15 @@ class StreamDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _draw(self, epoch: int) -> Drawn:
-        order = draw(self._sampler.source, self._seed, epoch) if self._sampler is not None else None
-        return Drawn(order, self._dataset)
+    def _begin(self, number: int) -> Epoch:
+        return Epoch(self._seed, number, self._sampler.source if self._sampler is not None else None, self._dataset)
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        tell_epoch(self._dataset, epoch)
-        self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        stream = seeds.Stream(seeds.mix(self._seed, "stream", epoch))
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        tell_epoch(self._dataset, epoch.number)
+        self._generator.manual_seed(epoch.seed_of("loader"))
+        stream = seeds.Stream(epoch.seed_of("stream"))
         if self._sampler is not None:
-            self._sampler.order = drawn.order
+            self._sampler.sampled = epoch.sampled
         count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(1)
         for step, batch, totals in _counted(self._comm, self._loader, stream, "a stream", count):
             self._check_totals(step, totals)
@@ -142,17 +141,17 @@ class StreamDataset(DistributedDataset):
 
 
 class _Replay:
-    """A sampler that gives what another one has drawn."""
+    """A sampler that gives once more what another one has given."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self.order: list[Any] | None = None
+        self.sampled: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.order or [])
+        return iter(self.sampled or [])
 
 
 class ReadyMade:
@@ -220,10 +219,10 @@ class PipelineDataset(DistributedDataset):
     def __len__(self) -> int:
         raise TypeError("datasets from a function have no common length; it is agreed step by step")
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        tell_epoch(self._pipeline, epoch)
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        tell_epoch(self._pipeline, epoch.number)
         # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
-        stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
+        stream = seeds.Stream(seeds.mix(epoch.seed, "pipeline", self._comm.index, epoch.number))
         template: Any = None
         count = self._ready_made.examples
         for step, batch, counts in _counted(self._comm, self._pipeline, stream, "a dataset from a function", count):
