@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from mirrored.data.shares import KnownShares, Share
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
+from mirrored.shares import KnownShares, Share
 from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
 from towers.options import instead_of
@@ -70,16 +70,17 @@ class ReplicaContext:
         replica_id_in_sync_group: this tower's index.
         num_replicas_in_sync: how many towers train together.
         device: this tower's device.
+        arguments: what ``run`` was given for the function that it calls.
 
     ``all_reduce`` and ``all_gather`` must be called by all towers, in the same order, and so must the
     backward through them.
     """
 
-    __slots__ = ("_inputs", "strategy")
+    __slots__ = ("arguments", "strategy")
 
-    def __init__(self, strategy: ActiveStrategy, inputs: object = None) -> None:
+    def __init__(self, strategy: ActiveStrategy, arguments: object = None) -> None:
         self.strategy = strategy
-        self._inputs = inputs
+        self.arguments = arguments
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -134,7 +135,7 @@ class ReplicaContext:
 
     def shares(self) -> list[Share]:
         """The shares of distributed batches among the arguments that ``run`` was given."""
-        return self.strategy.known_shares.of(self._inputs)
+        return self.strategy.known_shares.of(self.arguments)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
-from mirrored.stand_in import is_stand_in, named_shares, shares_at_hand
+from mirrored.stand_in import is_stand_in
 from towers.collectives.agreement import announce
 from towers.system.host_copy import on_device
 
@@ -271,7 +271,8 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         there are several that may be meant.
     """
     # see [Note: batch sizes travel beside the batch]
-    shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
+    known = replica.strategy.known_shares
+    shares = known.at_hand(replica.arguments) if batch is None else known.named(batch)
     if not shares:
         return _count_together(local, replica)
     if local == 0 and any(share.local == 0 for share in shares):
@@ -299,7 +300,7 @@ def _see_that_it_fits_stand_ins(entries: int, replica: ReplicaContext) -> None:
     Raises:
         ValueError: it cannot be told.
     """
-    shares = shares_at_hand(replica.strategy, replica)
+    shares = replica.strategy.known_shares.at_hand(replica.arguments)
     if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
         sizes = " and ".join(str(share.entries) for share in shares)
         raise ValueError(

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from mirrored.data.examples import Joined, Request, SeededCollate, SeededExamples
 from mirrored.data.order import Epoch, Order
-from mirrored.data.shares import Batch, Cut, Distribution, Share
 from mirrored.data.transfer import to_device
 from mirrored.observer import observer
+from mirrored.shares import Batch, Cut, Distribution
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING, BatchInHand
@@ -47,6 +47,7 @@ class DistributedDataset(ABC):
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
+        self._pieces = distribution.pieces
         self._seed = seed
         self._settings = settings
         self._stand_in = stand_in
@@ -80,9 +81,9 @@ class DistributedDataset(ABC):
                 step += 1
                 if self._running is epoch:
                     self._step = step
-                known.drop(epoch)
+                self._pieces.pop(epoch, None)
                 if isinstance(batch, Joined):
-                    known.hold(epoch, *batch)
+                    self._pieces[epoch] = batch.pieces()
                     batch = batch.whole
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
@@ -91,7 +92,7 @@ class DistributedDataset(ABC):
             known.in_hand = in_hand_outside
             if in_script:
                 health.batch = batch_outside
-            known.drop(epoch)
+            self._pieces.pop(epoch, None)
         if self._running is epoch:
             self._epoch, self._step, self._running = epoch.number + 1, 0, None
 
@@ -124,12 +125,6 @@ class DistributedDataset(ABC):
     @abstractmethod
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
-
-    def _share(self, total: int) -> Share:
-        """This tower's share of a global batch."""
-        start, end = self._cut.bounds(total)
-        stand_in = self._stand_in and start == end and total > 0
-        return Share(end - start, total, int(stand_in), self._stand_in)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs up to ``count`` (from 0) that are not done: ``for epoch in train.epochs(20):``.
@@ -300,7 +295,7 @@ class MapDataset(DistributedDataset):
         self._generator.manual_seed(epoch.seed_of("loader"))
         self._sampler.place = epoch, first
         for batch, total in self._loader:
-            yield batch, self._share(total)
+            yield batch, self._cut.share(total, self._stand_in)
 
 
 class _ShareSampler:

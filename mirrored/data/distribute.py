@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import as_slices
 from mirrored.data.order import Order, is_plain, is_ready_made
-from mirrored.data.shares import Distribution
+from mirrored.shares import Distribution
 from towers.system.log import get_logger
 
 if TYPE_CHECKING:

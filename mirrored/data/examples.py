@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from mirrored import seeds
 from mirrored.data.empty import NoEmptyForm, empty_batch
-from mirrored.data.shares import Cut
+from mirrored.data.sizes import is_array
+from mirrored.shares import Cut, Pieces
 from towers.system import tree as trees
 
 
@@ -133,6 +134,25 @@ class Joined(NamedTuple):
 
     whole: Any
     parts: tuple[Any, ...]
+
+    def pieces(self) -> Pieces:
+        """What stands for the arrays and structures of the whole in each part."""
+        pieces: Pieces = {}
+        _pair(self.whole, self.parts, pieces)
+        return pieces
+
+
+def _pair(whole: Any, parts: Sequence[Any], pieces: Pieces) -> None:
+    """Add the pieces of a value, and of the values in it."""
+    if not is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
+        return
+    pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
+    if isinstance(whole, Mapping):
+        for key in whole:
+            _pair(whole[key], [part[key] for part in parts], pieces)
+    elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
+        for value, *others in zip(whole, *parts, strict=True):
+            _pair(value, others, pieces)
 
 
 class ShareCollate:

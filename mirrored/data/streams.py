@@ -15,7 +15,7 @@ from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
 from mirrored.data.order import Epoch, is_ready_made, tell_epoch
-from mirrored.data.shares import Batch, Cut, Distribution, Share
+from mirrored.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
@@ -118,7 +118,7 @@ class StreamDataset(DistributedDataset):
             if self._ready_made is not None:
                 yield self._ready_made.share(batch, *self._cut.bounds(total), total)
             else:
-                yield batch[0], self._share(total)
+                yield batch[0], self._cut.share(total, self._stand_in)
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """See that all towers find as many examples in a batch.
@@ -181,9 +181,8 @@ class ReadyMade:
 
     def nothing(self, batch: Any, total: int) -> Batch:
         """A share without examples, in the form of a batch whose examples were counted."""
-        if self._stand_in and total and self.examples(batch):
-            return self._dims.cut(batch, 0, 1), Share(0, total, 1, True)
-        return self._dims.cut(batch, 0, 0), Share(0, total, 0, self._stand_in)
+        stand_in = self._stand_in and total > 0 and self.examples(batch) > 0
+        return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._stand_in)
 
     def whole(self, share: Any, local: int, total: int) -> Batch:
         """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
@@ -191,7 +190,7 @@ class ReadyMade:
         if self._cut.virtual and self._dims.are_given:
             cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
             batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
-        return batch, Share(local, total, 0, self._stand_in)
+        return batch, Share(local, total, may_stand_in=self._stand_in)
 
 
 class PipelineDataset(DistributedDataset):

@@ -14,11 +14,11 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
-from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
-from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
+from mirrored.shares import Distribution, KnownShares, cut_for
+from mirrored.stand_in import explain_empty_share
 from mirrored.strategy.backward import Backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, kind_of_run, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
@@ -170,7 +170,7 @@ class Strategy(OwnGradients, Backward):
             self.engine.begin_run()
             if (watching := observer()) is not None:
                 fn = watching.running(replica, fn)
-            if self._several and holds_stand_in(self, replica):
+            if self._several and self.known_shares.holds_stand_in(replica.arguments):
                 fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
@@ -178,7 +178,7 @@ class Strategy(OwnGradients, Backward):
                 refuse_what_runs_later(fn, result)
         except BaseException as error:
             if self._several and isinstance(error, Exception):
-                explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
+                explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
             self.engine.averager.give_up(error)
             raise
         finally:

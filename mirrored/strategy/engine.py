@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mirrored.attached.kept_statistics import KeptStatistics, takes_statistics_of_all_towers
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
-from mirrored.data.shares import Distribution
+from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions

@@ -31,9 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mirrored.context import ReplicaContext, strategy_with_towers
 from mirrored.data.dataset import MapDataset
-from mirrored.data.shares import Batch
 from mirrored.observer import Observer
-from mirrored.stand_in import holds_stand_in, shares_at_hand
+from mirrored.shares import Batch
 from mirrored.verification.interventions import (
     Interventions,
     RoundingPerturbation,
@@ -213,7 +212,7 @@ class TraceRecorder(StepLimit):
             trace.towers, recording.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             call = RunCall(len(trace.steps))
-            shares = shares_at_hand(strategy, replica)
+            shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]
             tensors = list(tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):
@@ -288,7 +287,9 @@ class TraceRecorder(StepLimit):
         name = self._modules.root_name(module)
         tensor = next(tensors_of(inputs), None)
         strategy = strategy_with_towers()
-        stands_in = strategy is not None and holds_stand_in(strategy, current_replica())
+        replica = current_replica()
+        arguments = replica.arguments if replica is not None else None
+        stands_in = strategy is not None and strategy.known_shares.holds_stand_in(arguments)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
         recording = self._recording
         self.trace.autocast |= torch.is_autocast_enabled(recording.device.type)
