@@ -177,6 +177,16 @@ def current_frame() -> Frame | None:
     return _current
 
 
+def current_replica() -> ReplicaContext | None:
+    """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
+    return _current.replica if _current is not None else None
+
+
+def current_strategy() -> ActiveStrategy | None:
+    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
+    return _current.strategy if _current is not None else strategy_with_towers()
+
+
 def note_towers_of(strategy: ActiveStrategy) -> None:
     """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
     global _newest_with_towers
@@ -201,14 +211,12 @@ def has_strategy() -> bool:
 
 def get_replica_context() -> ReplicaContext | None:
     """The current replica context: inside ``run`` its own, in a scope None, else the default strategy's."""
-    current = current_frame()
-    return current.replica if current is not None else ReplicaContext(_make_default())
+    return _current.replica if _current is not None else ReplicaContext(_make_default())
 
 
 def in_cross_replica_context() -> bool:
     """Whether this code is in a scope but not in a replica (as in TensorFlow, false outside every scope)."""
-    current = current_frame()
-    return current is not None and current.replica is None
+    return _current is not None and _current.replica is None
 
 
 def require_replica_context(caller: str) -> ReplicaContext:

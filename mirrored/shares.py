@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -69,12 +69,14 @@ class Cut:
 
     Attributes:
         virtual: whether each part is computed by itself.
+        stand_in: whether a tower without examples has one of another tower, which counts nothing.
     """
 
     parts: int
     first: int
     end: int
     virtual: bool = False
+    stand_in: bool = False
 
     @property
     def tower(self) -> int:
@@ -90,10 +92,10 @@ class Cut:
         """The begin and end of this tower's share of a batch."""
         return bounds(examples, self.parts, self.first)[0], bounds(examples, self.parts, self.end - 1)[1]
 
-    def share(self, examples: int, stand_in: bool) -> Share:
-        """This tower's share of a batch; ``stand_in``: a tower without examples has a stand-in."""
+    def share(self, examples: int) -> Share:
+        """This tower's share of a batch."""
         start, end = self.bounds(examples)
-        return Share(end - start, examples, stand_in and start == end and examples > 0, stand_in)
+        return Share(end - start, examples, self.stand_in and start == end and examples > 0, self.stand_in)
 
     def parts_of(self, local: int) -> list[tuple[int, int]]:
         """The begins and ends of the parts of a share of ``local`` examples, within the share.
@@ -206,3 +208,7 @@ class Distribution:
     cut: Cut
     known: KnownShares
     pieces: dict[object, Pieces] = field(default_factory=dict)
+
+    def of_dataset(self, stand_in: bool) -> Distribution:
+        """The way of one dataset, whose towers without examples may have a stand-in."""
+        return replace(self, cut=replace(self.cut, stand_in=stand_in))

@@ -40,17 +40,15 @@ class DistributedDataset(ABC):
     Args:
         distribution: how batches are shared out.
         settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
-        stand_in: whether a tower without examples gets one of another tower that counts nothing.
     """
 
-    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object], stand_in: bool) -> None:
+    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
         self._pieces = distribution.pieces
         self._seed = seed
         self._settings = settings
-        self._stand_in = stand_in
         self._epoch = 0
         self._step = 0
         self._running: Epoch | None = None  # of the newest iterator, until it has come to its end
@@ -244,15 +242,8 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader's own settings, for a loader that loads other batches in the same way."""
-    return {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    workers = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+    return {name: getattr(loader, name) for name in ("pin_memory", "timeout", *workers)}
 
 
 class MapDataset(DistributedDataset):
@@ -263,15 +254,9 @@ class MapDataset(DistributedDataset):
     """
 
     def __init__(
-        self,
-        distribution: Distribution,
-        loader: DataLoader[Any],
-        order: Order,
-        seed: int,
-        settings: dict[str, object],
-        stand_in: bool,
+        self, distribution: Distribution, loader: DataLoader[Any], order: Order, seed: int, settings: dict[str, object]
     ) -> None:
-        super().__init__(distribution, seed, settings, stand_in)
+        super().__init__(distribution, seed, settings)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order
@@ -280,7 +265,7 @@ class MapDataset(DistributedDataset):
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
-            collate_fn=SeededCollate(loader.collate_fn, self._cut, stand_in),  # type: ignore[arg-type]
+            collate_fn=SeededCollate(loader.collate_fn, self._cut),  # type: ignore[arg-type]
             generator=self._generator,
             **settings_of(loader),
         )
@@ -294,8 +279,7 @@ class MapDataset(DistributedDataset):
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         self._generator.manual_seed(epoch.seed_of("loader"))
         self._sampler.place = epoch, first
-        for batch, total in self._loader:
-            yield batch, self._cut.share(total, self._stand_in)
+        yield from self._loader
 
 
 class _ShareSampler:
@@ -314,6 +298,4 @@ class _ShareSampler:
         epoch, first = self.place
         for indices in self._order.batches(epoch, first):
             start, end = self._cut.bounds(len(indices))
-            missing = start == end and len(indices) > 0
-            chosen = indices[:1] if missing else indices[start:end]
-            yield Request(epoch.seed, epoch.number, chosen, missing, len(indices))
+            yield Request(epoch.seed, epoch.number, indices[start:end] or indices[:1], len(indices))

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,11 @@ def _plain(index: Any) -> Any:
     return index.tolist() if hasattr(index, "tolist") else type(index).__name__
 
 
+@dataclass(frozen=True)
 class Order:
-    """Global batches of example indices, from (seed, epoch) alone.
+    """The global batches of example indices of every epoch.
 
-    Args:
+    Attributes:
         length: number of examples.
         batch_size: examples per global batch; None where ``sampler`` gives whole batches.
         shuffle: a new permutation every epoch.
@@ -109,40 +111,37 @@ class Order:
         sampler: another source of indices than 0 … length - 1, or their permutation.
     """
 
-    def __init__(
-        self, length: int, batch_size: int | None, *, shuffle: bool, drop_last: bool, sampler: Any = None
-    ) -> None:
-        self._length = length
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._drop_last = drop_last
-        self._sampler = sampler
+    length: int
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    sampler: Any = None
 
     def __len__(self) -> int:
-        entries = self._length if self._sampler is None else len(self._sampler)
-        if self._batch_size is None:
+        entries = self.length if self.sampler is None else len(self.sampler)
+        if self.batch_size is None:
             return entries
-        return entries // self._batch_size if self._drop_last else -(-entries // self._batch_size)
+        return entries // self.batch_size if self.drop_last else -(-entries // self.batch_size)
 
     def epoch(self, seed: int, number: int, dataset: object) -> Epoch:
         """An epoch of the dataset, for which the sampler is asked once."""
-        epoch = Epoch(seed, number, self._sampler, dataset)
-        if self._batch_size is None:
+        epoch = Epoch(seed, number, self.sampler, dataset)
+        if self.batch_size is None:
             epoch.sampled = [list(batch) for batch in epoch.sampled or []]
         return epoch
 
     def batches(self, epoch: Epoch, first: int) -> Iterator[list[Any]]:
         """An epoch's global batches from number ``first`` on. Skipping loads nothing."""
-        if self._batch_size is None:
+        if self.batch_size is None:
             yield from (epoch.sampled or [])[first:]
             return
-        order: Any = range(self._length) if epoch.sampled is None else epoch.sampled
-        if epoch.sampled is None and self._shuffle:
+        order: Any = range(self.length) if epoch.sampled is None else epoch.sampled
+        if epoch.sampled is None and self.shuffle:
             generator = torch.Generator().manual_seed(epoch.seed_of("order"))
-            order = torch.randperm(self._length, generator=generator, device="cpu")
-        for start in range(first * self._batch_size, len(order), self._batch_size):
-            batch = order[start : start + self._batch_size]
-            if len(batch) == self._batch_size or not self._drop_last:
+            order = torch.randperm(self.length, generator=generator, device="cpu")
+        for start in range(first * self.batch_size, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            if len(batch) == self.batch_size or not self.drop_last:
                 yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
 
 
@@ -161,8 +160,5 @@ def is_ready_made(loader: DataLoader[Any]) -> bool:
 
 def is_plain(sampler: Any, dataset: Any) -> bool:
     """Whether a loader's sampler does what one of the two does that DataLoader makes itself for ``shuffle``."""
-    if type(sampler) not in (RandomSampler, SequentialSampler):
-        return False
-    if getattr(sampler, "replacement", False):
-        return False
-    return len(sampler) == len(sampler.data_source) == len(dataset)
+    own = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
+    return own and len(sampler) == len(sampler.data_source) == len(dataset)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
@@ -65,24 +64,18 @@ class StreamDataset(DistributedDataset):
     there is a next batch, and how many examples it has, is agreed at every step.
 
     Args:
-        batch_dims: what of a batch that comes ready made is per example; None to find it out.
+        dims: what of a batch that comes ready made is per example; None to find it out.
     """
 
     def __init__(
-        self,
-        distribution: Distribution,
-        loader: DataLoader[Any],
-        seed: int,
-        settings: dict[str, object],
-        stand_in: bool,
-        batch_dims: Dims,
+        self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
-        super().__init__(distribution, seed, settings, stand_in)
+        super().__init__(distribution, seed, settings)
         self._dataset = loader.dataset
-        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in) if is_ready_made(loader) else None
+        self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
         collate: Any = loader.collate_fn
         if self._ready_made is None:
-            collate = CollateShare(collate, self._cut, stand_in)
+            collate = CollateShare(collate, self._cut)
         sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
         self._sampler = _Replay(sampler) if isinstance(sampler, Sized) else None  # another one may never end
         self._generator = torch.Generator()
@@ -109,16 +102,12 @@ class StreamDataset(DistributedDataset):
         stream = seeds.Stream(epoch.seed_of("stream"))
         if self._sampler is not None:
             self._sampler.sampled = epoch.sampled
-        count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(1)
+        count = self._ready_made.examples if self._ready_made is not None else lambda batch: batch[1].total
         for step, batch, totals in _counted(self._comm, self._loader, stream, "a stream", count):
             self._check_totals(step, totals)
             if step < first:
                 continue
-            total = totals[0]
-            if self._ready_made is not None:
-                yield self._ready_made.share(batch, *self._cut.bounds(total), total)
-            else:
-                yield batch[0], self._cut.share(total, self._stand_in)
+            yield self._ready_made.share(batch, totals[0]) if self._ready_made is not None else batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """See that all towers find as many examples in a batch.
@@ -159,30 +148,24 @@ class ReadyMade:
 
     Args:
         dims: what of a batch is per example.
-        stand_in: whether a share without examples holds one that counts nothing.
     """
 
-    def __init__(self, cut: Cut, dims: Dims, stand_in: bool) -> None:
+    def __init__(self, cut: Cut, dims: Dims) -> None:
         self._cut = cut
         self._dims = BatchDims(dims)
-        self._stand_in = stand_in
         self.examples = self._dims.examples
 
-    def share(self, batch: Any, start: int, end: int, total: int) -> Batch:
-        """A share of a batch whose examples were counted.
-
-        Args:
-            start, end: which of them.
-            total: examples of all towers together.
-        """
+    def share(self, batch: Any, total: int) -> Batch:
+        """This tower's share of a global batch, whose examples were counted."""
+        start, end = self._cut.bounds(total)
         if start == end:
             return self.nothing(batch, total)
         return self.whole(self._dims.cut(batch, start, end), end - start, total)
 
     def nothing(self, batch: Any, total: int) -> Batch:
         """A share without examples, in the form of a batch whose examples were counted."""
-        stand_in = self._stand_in and total > 0 and self.examples(batch) > 0
-        return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._stand_in)
+        stand_in = self._cut.stand_in and total > 0 and self.examples(batch) > 0
+        return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._cut.stand_in)
 
     def whole(self, share: Any, local: int, total: int) -> Batch:
         """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
@@ -190,7 +173,7 @@ class ReadyMade:
         if self._cut.virtual and self._dims.are_given:
             cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
             batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
-        return batch, Share(local, total, may_stand_in=self._stand_in)
+        return batch, Share(local, total, may_stand_in=self._cut.stand_in)
 
 
 class PipelineDataset(DistributedDataset):
@@ -200,20 +183,13 @@ class PipelineDataset(DistributedDataset):
     own, another one in every epoch.
 
     Args:
-        batch_dims: as of :class:`StreamDataset`.
+        dims: what of a batch is per example; None to find it out.
     """
 
-    def __init__(
-        self,
-        distribution: Distribution,
-        pipeline: Iterable[Any],
-        seed: int,
-        stand_in: bool,
-        batch_dims: Dims,
-    ) -> None:
-        super().__init__(distribution, seed, {"pipelines": distribution.comm.size}, stand_in)
+    def __init__(self, distribution: Distribution, pipeline: Iterable[Any], seed: int, dims: Dims) -> None:
+        super().__init__(distribution, seed, {"pipelines": distribution.comm.size})
         self._pipeline = pipeline
-        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in)
+        self._ready_made = ReadyMade(self._cut, dims)
 
     def __len__(self) -> int:
         raise TypeError("datasets from a function have no common length; it is agreed step by step")
@@ -233,7 +209,5 @@ class PipelineDataset(DistributedDataset):
             if local > 0 or template is None:
                 template = batch
             if step >= first:
-                if local > 0:
-                    yield self._ready_made.whole(batch, local, total)
-                else:
-                    yield self._ready_made.nothing(template, total)
+                ready = self._ready_made
+                yield ready.whole(batch, local, total) if local > 0 else ready.nothing(template, total)

@@ -18,7 +18,6 @@ from mirrored.observer import observer
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
-from mirrored.stand_in import explain_empty_share
 from mirrored.strategy.backward import Backward
 from mirrored.strategy.calls import RUNS_LATER, check_arguments, kind_of_run, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
@@ -178,6 +177,8 @@ class Strategy(OwnGradients, Backward):
                 refuse_what_runs_later(fn, result)
         except BaseException as error:
             if self._several and isinstance(error, Exception):
+                from mirrored.empty_shares.stand_in import explain_empty_share
+
                 explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
             self.engine.averager.give_up(error)
             raise
@@ -326,7 +327,7 @@ class Strategy(OwnGradients, Backward):
                 what grows with them is left out.
             num_workers: loader processes of each tower.
             stand_in: give a tower whose share is empty one example of another tower that counts nothing
-                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
+                (:mod:`mirrored.empty_shares.stand_in`), for models that cannot take an empty batch.
             batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
                 ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
 
@@ -372,4 +373,4 @@ class Strategy(OwnGradients, Backward):
         towers = self._distribution.comm.size
         pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
         seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self._distribution, pipeline, seed, stand_in, batch_dims)
+        return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, seed, batch_dims)

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mirrored.attached.kept_statistics import KeptStatistics, takes_statistics_of_all_towers
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.shares import Distribution
@@ -48,7 +47,7 @@ untraced = Untraced(
         "mirrored.context",
         "mirrored.losses",
         "mirrored.operations",
-        "mirrored.stand_in",
+        "mirrored.empty_shares.stand_in",
     },
 )
 
@@ -103,7 +102,6 @@ class Engine:
         self._several = comm.size > 1
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
-        self._statistics = KeptStatistics(self.recorder.roots)
         self.one_tower_reads_state = False
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
@@ -169,7 +167,6 @@ class Engine:
         parts = [
             Part(early, recorded=early.watch),
             Part(averager, add=averager.add, before_step=lambda optimizer: averager.check_paired()),
-            Part(self._statistics, before_step=self._statistics.put_back),
             Part(check, add=check.add, begin_run=check.begin_run, before_step=check.notice, check=check.check),
             Part(KerasGuard(comm.index, recorder)),
         ]
@@ -304,7 +301,9 @@ class Engine:
 
     def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` for a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
-        return self._statistics.kept()(fn)
+        from mirrored.empty_shares.statistics import statistics_kept
+
+        return statistics_kept(self.recorder.roots, self._before_step)(fn)
 
     def check_mirrored(self, call: str) -> None:
         """See now that all towers hold the same; all of them call it.
@@ -327,6 +326,8 @@ class Engine:
     @property
     def exchanges_in_forward(self) -> bool:
         """Whether the forward of some mirrored model is a matter of all towers together, as the models are now."""
+        from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
+
         modules = (module for model in self.recorder.models() for module in model.modules())
         return any(
             has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirrored.context import ReplicaContext, strategy_with_towers
+from mirrored.context import ReplicaContext, current_replica, strategy_with_towers
 from mirrored.data.dataset import MapDataset
 from mirrored.observer import Observer
 from mirrored.shares import Batch
@@ -54,7 +54,7 @@ from mirrored.verification.trace import (
     has_values,
     sketch,
 )
-from mirrored.verification.watch import Recording, Watcher, current_replica, in_a_graph, script_line
+from mirrored.verification.watch import Recording, Watcher, in_a_graph, script_line
 from towers.system import tree as trees
 from towers.system.devices import Device
 from towers.system.torch_private import pop_mode_temporarily
@@ -288,8 +288,8 @@ class TraceRecorder(StepLimit):
         tensor = next(tensors_of(inputs), None)
         strategy = strategy_with_towers()
         replica = current_replica()
-        arguments = replica.arguments if replica is not None else None
-        stands_in = strategy is not None and strategy.known_shares.holds_stand_in(arguments)
+        at_hand = replica.arguments if replica is not None else None
+        stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
         recording = self._recording
         self.trace.autocast |= torch.is_autocast_enabled(recording.device.type)

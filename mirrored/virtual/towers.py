@@ -38,9 +38,9 @@ from torch.optim import Optimizer
 from mirrored import seeds
 from mirrored.context import ReplicaContext
 from mirrored.data.sizes import local_examples
+from mirrored.empty_shares.stand_in import is_stand_in
 from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.shares import Distribution
-from mirrored.stand_in import is_stand_in
 from mirrored.virtual.buffers import StepBuffers, registered
 from mirrored.virtual.cutter import Cutter
 from towers.collectives.agreement import announce

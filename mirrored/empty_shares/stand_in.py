@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mirrored.context import ActiveStrategy, current_frame, strategy_with_towers
+from mirrored.context import ActiveStrategy, ReplicaContext, current_replica, current_strategy
 from mirrored.shares import Share
 from towers.system import tree as trees
 
@@ -52,12 +52,6 @@ def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
         if is_stand_in(strategy, values, _entries(values, dim), "the first value", batch):
             values = dropped
     return values if len(values) > 1 else values[0]
-
-
-def current_strategy() -> ActiveStrategy | None:
-    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
-    current = current_frame()
-    return current.strategy if current is not None else strategy_with_towers()
 
 
 def _without_entries(value: Any, dim: int) -> Any:
@@ -106,11 +100,10 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
     known = strategy.known_shares
     if not known.has_stand_in:
         return False
-    frame = current_frame()
+    replica = current_replica()
     if batch is not None:
         certain = shares = known.named(batch)
     else:
-        replica = frame.replica if frame is not None else None
         certain = known.of(values) or (replica.shares() if replica is not None else [])
         shares = certain or known.at_hand(None)
     kinds = {share.stand_in for share in shares}
@@ -124,6 +117,27 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
             "strategy.run in its args, or say batch=x, with a tensor x of the batch"
         )
     return kinds.pop()
+
+
+def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> bool:
+    """Whether losses, which were computed from some values, come from a stand-in.
+
+    Args:
+        counted: whether the number of losses counts; what counts for itself must be of a batch that may be a stand-in
+            on some tower, in every step.
+
+    Raises:
+        ValueError: it cannot be told.
+    """
+    shares = replica.strategy.known_shares.at_hand(replica.arguments) if batch is None and not counted else []
+    if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
+        sizes = " and ".join(str(share.entries) for share in shares)
+        raise ValueError(
+            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
+            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
+            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
+        )
+    return is_stand_in(replica.strategy, values, entries, "the loss", batch)
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
