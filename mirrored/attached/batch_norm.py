@@ -197,10 +197,8 @@ def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
     """The forward of ``layer`` in training mode; ``forward`` is that of its plain class."""
     strategy = current_strategy()
     layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
-    if strategy is None or layers is None:
-        return forward(*args, **kwargs)
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    if x is None:
+    if strategy is None or layers is None or x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
     if layer.plain.forward is BatchNormBase.forward:

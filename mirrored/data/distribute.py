@@ -51,8 +51,7 @@ def distribute(
             raise ValueError(
                 "shuffle, drop_last, collate_fn and num_workers belong to the DataLoader that was given; set them there"
             )
-        if seed is None:
-            seed = _seed_of(dataset, default_seed)
+        seed = _seed_of(dataset, default_seed) if seed is None else seed
         return _from_loader(distribution, dataset, global_batch_size, seed, batch_dims)
     seed = default_seed if seed is None else seed
     _check_batch_size(global_batch_size)

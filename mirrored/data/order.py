@@ -148,8 +148,7 @@ class Order:
 def tell_epoch(source: object, epoch: int) -> None:
     """Call ``set_epoch`` where a source of data, or its sampler, has it."""
     for owner in (source, getattr(source, "sampler", None)):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if set_epoch is not None:
+        if (set_epoch := getattr(owner, "set_epoch", None)) is not None:
             set_epoch(epoch)
 
 

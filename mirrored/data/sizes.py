@@ -26,9 +26,7 @@ def local_examples(known: KnownShares, batch: Sequence[Any]) -> int:
 
 def is_empty(known: KnownShares, batch: Sequence[Any]) -> bool:
     """Whether the arguments of a step hold no example for certain."""
-    if shares := known.of(batch):
-        return not any(share.entries for share in shares)
-    sizes = _sizes(batch)
+    sizes = [share.entries for share in known.of(batch)] or _sizes(batch)
     return bool(sizes) and not any(sizes)
 
 

@@ -73,9 +73,8 @@ class StreamDataset(DistributedDataset):
         super().__init__(distribution, seed, settings)
         self._dataset = loader.dataset
         self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
-        collate: Any = loader.collate_fn
-        if self._ready_made is None:
-            collate = CollateShare(collate, self._cut)
+        ready_made = self._ready_made is not None
+        collate: Any = loader.collate_fn if ready_made else CollateShare(loader.collate_fn, self._cut)
         sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
         self._sampler = _Replay(sampler) if isinstance(sampler, Sized) else None  # another one may never end
         self._generator = torch.Generator()

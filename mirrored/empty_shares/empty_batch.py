@@ -94,7 +94,7 @@ class _Comparison:
         if isinstance(single, Mapping):
             if list(single) != list(double):
                 raise _NoEmptyForm(f"{path} has the keys {list(single)} with one example, and {list(double)} with two")
-            return trees.like(single, {key: self.empty(single[key], double[key], f"{path}[{key!r}]") for key in single})
+            return trees.with_entries(single, [self.empty(single[k], double[k], f"{path}[{k!r}]") for k in single])
         if isinstance(single, (list, tuple)):
             if len(single) != len(double):
                 return single[: self._size(len(single), len(double))]

@@ -343,7 +343,7 @@ class Strategy(OwnGradients, Backward):
             shuffle=shuffle,
             drop_last=drop_last,
             seed=operator.index(seed) if seed is not None else None,
-            default_seed=operator.index(self._seed) if self._seed is not None else 0,
+            default_seed=operator.index(self._seed or 0),
             collate_fn=collate_fn,
             num_workers=num_workers,
             stand_in=stand_in,
@@ -372,5 +372,4 @@ class Strategy(OwnGradients, Backward):
 
         towers = self._distribution.comm.size
         pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
-        seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, seed, batch_dims)
+        return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, self._seed or 0, batch_dims)

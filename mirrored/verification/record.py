@@ -286,8 +286,7 @@ class TraceRecorder(StepLimit):
             return
         name = self._modules.root_name(module)
         tensor = next(tensors_of(inputs), None)
-        strategy = strategy_with_towers()
-        replica = current_replica()
+        strategy, replica = strategy_with_towers(), current_replica()
         at_hand = replica.arguments if replica is not None else None
         stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []

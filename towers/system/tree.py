@@ -27,18 +27,14 @@ def entries(tree: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
 
 def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any]) -> Any:
     """A structure as :func:`map_leaves` gives it back, with other entries in its first level."""
-    if isinstance(tree, Mapping):
-        return like(tree, dict(zip(tree, replaced, strict=True)))
     kind: Any = type(tree)
-    return kind(*replaced) if hasattr(tree, "_fields") else kind(replaced)
-
-
-def like(original: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """``mapped`` as the type of mapping that ``original`` is, where that takes a dict (else as dict)."""
-    if type(original) is dict:
+    if not isinstance(tree, Mapping):
+        return kind(*replaced) if hasattr(tree, "_fields") else kind(replaced)
+    mapped = dict(zip(tree, replaced, strict=True))
+    if kind is dict:
         return mapped
     try:
-        return type(original)(mapped)  # type: ignore[call-arg]
+        return kind(mapped)
     except TypeError:  # a mapping with a constructor of its own (defaultdict)
         return mapped
 
