@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from mirrored.data.dataset import DistributedDataset as DistributedDataset
     from mirrored.data.input_context import InputContext as InputContext
     from mirrored.data.input_context import ValueContext as ValueContext
+    from mirrored.empty_shares.stand_in import drop_stand_in as drop_stand_in
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
     from mirrored.operations import ReduceOp as ReduceOp
-    from mirrored.stand_in import drop_stand_in as drop_stand_in
     from mirrored.strategy.base import Strategy as Strategy
     from mirrored.strategy.kinds import MirroredStrategy as MirroredStrategy
     from mirrored.strategy.kinds import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -67,7 +67,7 @@ _NAMES = {
     "mirrored.data.input_context": "InputContext ValueContext",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
     "mirrored.operations": "ReduceOp",
-    "mirrored.stand_in": "drop_stand_in",
+    "mirrored.empty_shares.stand_in": "drop_stand_in",
     "mirrored.strategy.base": "Strategy",
     "mirrored.strategy.kinds": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy get_strategy",
     "mirrored.verification": "verify",

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from mirrored.data.shares import KnownShares, Share
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
+from mirrored.shares import KnownShares, Share
 from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
 from towers.options import instead_of
@@ -70,16 +70,17 @@ class ReplicaContext:
         replica_id_in_sync_group: this tower's index.
         num_replicas_in_sync: how many towers train together.
         device: this tower's device.
+        arguments: what ``run`` was given for the function that it calls.
 
     ``all_reduce`` and ``all_gather`` must be called by all towers, in the same order, and so must the
     backward through them.
     """
 
-    __slots__ = ("_inputs", "strategy")
+    __slots__ = ("arguments", "strategy")
 
-    def __init__(self, strategy: ActiveStrategy, inputs: object = None) -> None:
+    def __init__(self, strategy: ActiveStrategy, arguments: object = None) -> None:
         self.strategy = strategy
-        self._inputs = inputs
+        self.arguments = arguments
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -134,7 +135,7 @@ class ReplicaContext:
 
     def shares(self) -> list[Share]:
         """The shares of distributed batches among the arguments that ``run`` was given."""
-        return self.strategy.known_shares.of(self._inputs)
+        return self.strategy.known_shares.of(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,16 @@ def current_frame() -> Frame | None:
     return _current
 
 
+def current_replica() -> ReplicaContext | None:
+    """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
+    return _current.replica if _current is not None else None
+
+
+def current_strategy() -> ActiveStrategy | None:
+    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
+    return _current.strategy if _current is not None else strategy_with_towers()
+
+
 def note_towers_of(strategy: ActiveStrategy) -> None:
     """Note that a strategy with several towers exists (see :func:`strategy_with_towers`)."""
     global _newest_with_towers
@@ -200,14 +211,12 @@ def has_strategy() -> bool:
 
 def get_replica_context() -> ReplicaContext | None:
     """The current replica context: inside ``run`` its own, in a scope None, else the default strategy's."""
-    current = current_frame()
-    return current.replica if current is not None else ReplicaContext(_make_default())
+    return _current.replica if _current is not None else ReplicaContext(_make_default())
 
 
 def in_cross_replica_context() -> bool:
     """Whether this code is in a scope but not in a replica (as in TensorFlow, false outside every scope)."""
-    current = current_frame()
-    return current is not None and current.replica is None
+    return _current is not None and _current.replica is None
 
 
 def require_replica_context(caller: str) -> ReplicaContext:

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
-from mirrored.stand_in import is_stand_in, named_shares, shares_at_hand
 from towers.collectives.agreement import announce
 from towers.system.host_copy import on_device
 
@@ -179,9 +178,11 @@ def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, 
         entries: how many losses there are.
         values: they, and what they are weighted by.
     """
-    if batch is None and not counted:
-        _see_that_it_fits_stand_ins(entries, replica)
-    stand_in = is_stand_in(replica.strategy, values, entries, "the loss", batch)
+    known, stand_in = replica.strategy.known_shares, False
+    if known.has_stand_in or (not counted and any(share.may_stand_in for share in known.at_hand(replica.arguments))):
+        from mirrored.empty_shares.stand_in import loss_is_of_stand_in
+
+        stand_in = loss_is_of_stand_in(entries, values, counted, replica, batch)
     count = global_count(0 if stand_in else entries, replica, batch=batch) if counted else 0
     return max(count, 1), stand_in  # where nobody has examples in this step the sum is an exact zero
 
@@ -271,7 +272,8 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         there are several that may be meant.
     """
     # see [Note: batch sizes travel beside the batch]
-    shares = shares_at_hand(replica.strategy, replica) if batch is None else named_shares(replica.strategy, batch)
+    known = replica.strategy.known_shares
+    shares = known.at_hand(replica.arguments) if batch is None else known.named(batch)
     if not shares:
         return _count_together(local, replica)
     if local == 0 and any(share.local == 0 for share in shares):
@@ -291,22 +293,6 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
         "loss.view(labels.shape).mean(1); for padded ones loss.view(labels.shape) with sample_weight=mask and "
         "denominator='weights'), or pass global_batch_size, or batch=() where the loss is of no distributed batch"
     )
-
-
-def _see_that_it_fits_stand_ins(entries: int, replica: ReplicaContext) -> None:
-    """See that a loss which counts for itself is of a batch that may be a stand-in on some tower; in every step.
-
-    Raises:
-        ValueError: it cannot be told.
-    """
-    shares = shares_at_hand(replica.strategy, replica)
-    if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
-        sizes = " and ".join(str(share.entries) for share in shares)
-        raise ValueError(
-            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
-            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
-            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
-        )
 
 
 def _count_together(local: int, replica: ReplicaContext) -> int:

@@ -30,8 +30,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from mirrored.attached.batch_norm_calls import OwnCalls
-from mirrored.context import current_frame, strategy_with_towers
-from mirrored.stand_in import is_stand_in
+from mirrored.context import current_strategy
+from mirrored.empty_shares.stand_in import is_stand_in
 from towers import batch_norm
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -195,13 +195,10 @@ def _new(plain: Any) -> Any:
 @disable_dynamo
 def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of ``layer`` in training mode; ``forward`` is that of its plain class."""
-    frame = current_frame()
-    strategy = frame.strategy if frame is not None else strategy_with_towers()
+    strategy = current_strategy()
     layers = strategy.engine.attached(BatchNorms) if strategy is not None else None
-    if strategy is None or layers is None:
-        return forward(*args, **kwargs)
     x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    if x is None:
+    if strategy is None or layers is None or x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
     if layer.plain.forward is BatchNormBase.forward:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirrored.stand_in import current_strategy, is_stand_in
+from mirrored.context import current_strategy
+from mirrored.empty_shares.stand_in import is_stand_in
 from towers.collectives import values
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes

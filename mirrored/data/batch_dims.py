@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from mirrored.data.empty import narrow
+from mirrored.empty_shares.empty_batch import narrow
 from towers.system import tree as trees
 
 Dims = int | None | Callable[[Any, int, int], Any] | Mapping[Any, Any] | Sequence[Any]
@@ -79,28 +79,22 @@ class BatchDims:
 # -- with known dimensions -------------------------------------------------------------------------------
 
 
-def _pairs(value: Any, dims: Any, path: str) -> list[tuple[Any, Any, Any, str]] | None:
-    """The entries of a structure with their keys, dimensions and paths; None where ``dims`` are for all of it."""
-    if isinstance(value, Mapping) and (isinstance(dims, Mapping) or _is_dim(dims)):
-        if isinstance(dims, Mapping) and set(dims) != set(value):
+def _pairs(value: Any, dims: Any, path: str) -> list[tuple[Any, Any, str]] | None:
+    """The entries of a structure with their dimensions and paths; None where ``dims`` are for all of it."""
+    named = isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
+    if _is_dim(dims) and (named or isinstance(value, Mapping)):
+        dims = [dims] * len(value) if named else dict.fromkeys(value, dims)
+    if isinstance(dims, Mapping):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"batch_dims for {path} are a dict, but it is a {type(value).__name__}")
+        if set(dims) != set(value):
             raise TypeError(f"batch_dims for {path} have the keys {list(dims)}, but it has {list(value)}")
-        return [
-            (key, v, dims[key] if isinstance(dims, Mapping) else dims, f"{path}[{key!r}]") for key, v in value.items()
-        ]
-    if (
-        isinstance(value, tuple)
-        and hasattr(value, "_fields")
-        and _is_dim(dims)
-        and not isinstance(value, PackedSequence)
-    ):
-        return [(i, v, dims, f"{path}[{i}]") for i, v in enumerate(value)]
+        return [(entry, dims[key], f"{path}[{key!r}]") for key, entry in value.items()]
     if isinstance(dims, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) != len(dims):
             kind = f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
             raise TypeError(f"batch_dims for {path} are {len(dims)} entries, but it is {kind}")
-        return [(i, v, d, f"{path}[{i}]") for i, (v, d) in enumerate(zip(value, dims, strict=True))]
-    if isinstance(dims, Mapping):
-        raise TypeError(f"batch_dims for {path} are a dict, but it is a {type(value).__name__}")
+        return [(entry, d, f"{path}[{i}]") for i, (entry, d) in enumerate(zip(value, dims, strict=True))]
     if not (dims is None or _is_dim(dims) or callable(dims)):
         raise TypeError(f"batch_dims for {path} are {dims!r}, but must be a dimension, None or a function")
     return None
@@ -114,7 +108,7 @@ def _sizes(value: Any, dims: Any, path: str = "batch") -> Iterator[tuple[str, in
     """The number of examples that each part of a batch has which is per example, with the part's path."""
     pairs = _pairs(value, dims, path)
     if pairs is not None:
-        for _, entry, entry_dims, entry_path in pairs:
+        for entry, entry_dims, entry_path in pairs:
             yield from _sizes(entry, entry_dims, entry_path)
     elif _is_dim(dims):
         yield path, _size(value, dims, path)
@@ -143,10 +137,7 @@ def _count(batch: Any, dims: Dims) -> int:
 def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> Any:
     pairs = _pairs(value, dims, path)
     if pairs is not None:
-        parts = {key: _cut(entry, entry_dims, start, end, entry_path) for key, entry, entry_dims, entry_path in pairs}
-        if isinstance(value, Mapping):
-            return trees.like(value, parts)
-        return type(value)(*parts.values()) if hasattr(value, "_fields") else type(value)(parts.values())
+        return trees.with_entries(value, [_cut(entry, dims, start, end, path) for entry, dims, path in pairs])
     if dims is None:
         return value
     if callable(dims):

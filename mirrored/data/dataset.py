@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from mirrored import seeds
 from mirrored.data.examples import Joined, Request, SeededCollate, SeededExamples
-from mirrored.data.order import Drawn, Order
-from mirrored.data.shares import Batch, Cut, Distribution, Share
+from mirrored.data.order import Epoch, Order
 from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
+from mirrored.shares import Batch, Cut, Distribution
 from towers.collectives.agreement import announce
 from towers.errors import DisagreementError
 from towers.health.status import LOADING, BatchInHand
@@ -41,50 +40,49 @@ class DistributedDataset(ABC):
     Args:
         distribution: how batches are shared out.
         settings: what the data and its batches are, as towers compare them and states keep them; JSON values.
-        stand_in: whether a tower without examples gets one of another tower that counts nothing.
     """
 
-    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object], stand_in: bool) -> None:
+    def __init__(self, distribution: Distribution, seed: int, settings: dict[str, object]) -> None:
         self._comm = distribution.comm
         self._cut = distribution.cut
         self._known = distribution.known
         self._events = distribution.events
+        self._pieces = distribution.pieces
         self._seed = seed
         self._settings = settings
-        self._stand_in = stand_in
         self._epoch = 0
         self._step = 0
-        self._drawn: Drawn | None = None  # of the newest iterator, until it has come to its end
+        self._running: Epoch | None = None  # of the newest iterator, until it has come to its end
         self._saved_order: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._drawn is not None:
+        if self._running is not None:
             self._epoch, self._step = self._epoch + 1, 0
-        epoch, step = self._epoch, self._step
-        self._drawn = drawn = self._draw(epoch)
-        self._check_agreement(epoch, step, drawn)
-        if self._saved_order is not None and drawn.digest != self._saved_order:
+        step = self._step
+        self._running = epoch = self._begin(self._epoch)
+        self._check_agreement(epoch, step)
+        if self._saved_order is not None and epoch.digest != self._saved_order:
             raise ValueError(
-                f"state of a distributed dataset: epoch {epoch} has another order of examples than when the state was "
-                f"saved in step {step}, so the run would repeat examples or leave some out; give the sampler the "
-                "weights, and random_split or Subset the indices, that they had then"
+                f"state of a distributed dataset: epoch {epoch.number} has another order of examples than when the "
+                f"state was saved in step {step}, so the run would repeat examples or leave some out; give the sampler "
+                "the weights, and random_split or Subset the indices, that they had then"
             )
         self._saved_order = None
-        log.debug("epoch %d of a distributed dataset begins at step %d", epoch, step)
+        log.debug("epoch %d of a distributed dataset begins at step %d", epoch.number, step)
         health, known = self._comm.health, self._known
         in_hand_outside, batch_outside = known.in_hand, health.batch
         in_script = threading.current_thread() is threading.main_thread()
         health.loops = loop = health.loops + 1
         try:
-            for batch, share in health.each(LOADING, self._batches(drawn, epoch, step)):
+            for batch, share in health.each(LOADING, self._batches(epoch, step)):
                 if in_script:
-                    health.batch = BatchInHand(loop, epoch, step)
+                    health.batch = BatchInHand(loop, epoch.number, step)
                 step += 1
-                if self._drawn is drawn:
+                if self._running is epoch:
                     self._step = step
-                known.drop(drawn)
+                self._pieces.pop(epoch, None)
                 if isinstance(batch, Joined):
-                    known.hold(drawn, *batch)
+                    self._pieces[epoch] = batch.pieces()
                     batch = batch.whole
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
@@ -95,9 +93,9 @@ class DistributedDataset(ABC):
             known.in_hand = in_hand_outside
             if in_script:
                 health.batch = batch_outside
-            known.drop(drawn)
-        if self._drawn is drawn:
-            self._epoch, self._step, self._drawn = epoch + 1, 0, None
+            self._pieces.pop(epoch, None)
+        if self._running is epoch:
+            self._epoch, self._step, self._running = epoch.number + 1, 0, None
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
 
@@ -106,9 +104,9 @@ class DistributedDataset(ABC):
 
             raise missing("DistributedDataset", name)
 
-    def _batches(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
+    def _batches(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         def load(first: int) -> Iterator[Batch]:
-            return to_device(_loaded(self._load(drawn, epoch, first)), self._comm.device)
+            return to_device(_loaded(self._load(epoch, first)), self._comm.device)
 
         return interceptor().batches(self, load, first)
 
@@ -120,19 +118,13 @@ class DistributedDataset(ABC):
             TypeError: the data has no length.
         """
 
-    def _draw(self, epoch: int) -> Drawn:
-        """The epoch's order, drawn once for all that needs it."""
-        return Drawn(None, None)
+    def _begin(self, number: int) -> Epoch:
+        """The epoch of a number, whose order is found out once for all that needs it."""
+        return Epoch(self._seed, number)
 
     @abstractmethod
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         """This tower's shares of the epoch's batches, from batch number ``first`` on."""
-
-    def _share(self, total: int) -> Share:
-        """This tower's share of a global batch."""
-        start, end = self._cut.bounds(total)
-        stand_in = self._stand_in and start == end and total > 0
-        return Share(end - start, total, int(stand_in), self._stand_in)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs up to ``count`` (from 0) that are not done: ``for epoch in train.epochs(20):``.
@@ -140,9 +132,9 @@ class DistributedDataset(ABC):
         In a run that is resumed the first is the epoch that was interrupted, whose loop then yields what is left of it,
         perhaps nothing.
         """
-        first = self._epoch + (self._drawn is not None)
+        first = self._epoch + (self._running is not None)
         for epoch in range(first, count):
-            if (at := self._epoch + (self._drawn is not None)) != epoch:
+            if (at := self._epoch + (self._running is not None)) != epoch:
                 raise RuntimeError(
                     f"epochs() is at epoch {epoch}, but the data at {at}: loop over the data once in each"
                 )
@@ -156,7 +148,7 @@ class DistributedDataset(ABC):
         """
         state = {"seed": self._seed, "epoch": self._epoch, "step": self._step, "data": dict(self._settings)}
         if self._step:
-            order = self._drawn.digest if self._drawn is not None else self._saved_order
+            order = self._running.digest if self._running is not None else self._saved_order
             state |= {"order": order} if order is not None else {}
         return state
 
@@ -184,7 +176,7 @@ class DistributedDataset(ABC):
                     f"{len(self)} steps; the data or the global batch size is another than when it was saved"
                 )
         self._seed = state["seed"]
-        self._epoch, self._step, self._drawn = state["epoch"], step, None
+        self._epoch, self._step, self._running = state["epoch"], step, None
         self._saved_order = order if step else None
 
     def _place(self, step: int, saved: Mapping[str, Any], order: str | None) -> tuple[int, str | None]:
@@ -213,11 +205,11 @@ class DistributedDataset(ABC):
             )
         return step, order
 
-    def _check_agreement(self, epoch: int, step: int, drawn: Drawn) -> None:
+    def _check_agreement(self, epoch: Epoch, step: int) -> None:
         """See that all towers share out the same data in the same way, from the same place on."""
         if self._comm.size == 1:
             return
-        place = {**self._settings, "seed": self._seed, "epoch": epoch, "step": step, "order": drawn.digest}
+        place = {**self._settings, "seed": epoch.seed, "epoch": epoch.number, "step": step, "order": epoch.digest}
         announcements = announce(self._comm, "an epoch of a distributed dataset", place)
         described = [announcement.details for announcement in announcements]
         for tower, other in enumerate(described):
@@ -226,10 +218,11 @@ class DistributedDataset(ABC):
             order = other.pop("order"), described[0].pop("order")
             if other == described[0]:
                 raise DisagreementError(
-                    f"towers begin epoch {epoch} with different orders of the examples: what the sampler drew, or the "
-                    f"indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 ({order[1]}). "
-                    "Draw from torch's, NumPy's or Python's global generators, which are seeded alike on all towers "
-                    "while a sampler draws, and make splits outside of run, or from a generator with one seed"
+                    f"towers begin epoch {epoch.number} with different orders of the examples: what the sampler drew, "
+                    f"or the indices of a Subset, are not the same on tower {tower} ({order[0]}) as on tower 0 "
+                    f"({order[1]}). Draw from torch's, NumPy's or Python's global generators, which are seeded alike "
+                    "on all towers while a sampler draws, and make splits outside of run, or from a generator with "
+                    "one seed"
                 )
             raise DisagreementError(
                 "towers begin an epoch with different data, settings or places in it: "
@@ -251,15 +244,8 @@ def _loaded(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """A loader's own settings, for a loader that loads other batches in the same way."""
-    return {
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
+    workers = ("num_workers", "worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+    return {name: getattr(loader, name) for name in ("pin_memory", "timeout", *workers)}
 
 
 class MapDataset(DistributedDataset):
@@ -270,15 +256,9 @@ class MapDataset(DistributedDataset):
     """
 
     def __init__(
-        self,
-        distribution: Distribution,
-        loader: DataLoader[Any],
-        order: Order,
-        seed: int,
-        settings: dict[str, object],
-        stand_in: bool,
+        self, distribution: Distribution, loader: DataLoader[Any], order: Order, seed: int, settings: dict[str, object]
     ) -> None:
-        super().__init__(distribution, seed, settings, stand_in)
+        super().__init__(distribution, seed, settings)
         self.examples = len(loader.dataset)  # type: ignore[arg-type]
         self._dataset = loader.dataset
         self._order = order
@@ -287,7 +267,7 @@ class MapDataset(DistributedDataset):
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
-            collate_fn=SeededCollate(loader.collate_fn, self._cut, stand_in),  # type: ignore[arg-type]
+            collate_fn=SeededCollate(loader.collate_fn, self._cut),  # type: ignore[arg-type]
             generator=self._generator,
             **settings_of(loader),
         )
@@ -295,14 +275,13 @@ class MapDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._order)
 
-    def _draw(self, epoch: int) -> Drawn:
-        return Drawn(self._order.draw(self._seed, epoch), self._dataset)
+    def _begin(self, number: int) -> Epoch:
+        return self._order.epoch(self._seed, number, self._dataset)
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        self._sampler.place = self._seed, epoch, first, drawn.order
-        for batch, total in self._loader:
-            yield batch, self._share(total)
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        self._generator.manual_seed(epoch.seed_of("loader"))
+        self._sampler.place = epoch, first
+        yield from self._loader
 
 
 class _ShareSampler:
@@ -315,12 +294,10 @@ class _ShareSampler:
     def __init__(self, order: Order, cut: Cut) -> None:
         self._order = order
         self._cut = cut
-        self.place: tuple[int, int, int, list[Any] | None] = 0, 0, 0, None
+        self.place = Epoch(0, 0), 0
 
     def __iter__(self) -> Iterator[Request]:
-        seed, epoch, first, drawn = self.place
-        for indices in self._order.batches(seed, epoch, first, drawn):
+        epoch, first = self.place
+        for indices in self._order.batches(epoch, first):
             start, end = self._cut.bounds(len(indices))
-            missing = start == end and len(indices) > 0
-            chosen = indices[:1] if missing else indices[start:end]
-            yield Request(seed, epoch, chosen, missing, len(indices))
+            yield Request(epoch.seed, epoch.number, indices[start:end] or indices[:1], len(indices))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from mirrored.data.dataset import DistributedDataset, MapDataset
 from mirrored.data.examples import as_slices
 from mirrored.data.order import Order, is_plain, is_ready_made
-from mirrored.data.shares import Distribution
+from mirrored.shares import Distribution
 from towers.system.log import get_logger
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def distribute(
     Args:
         default_seed: where neither ``seed`` nor a generator of a loader's says otherwise.
     """
+    distribution = distribution.of_dataset(stand_in)
     if batch_dims is not None and not (isinstance(dataset, DataLoader) and is_ready_made(dataset)):
         raise ValueError(
             "batch_dims is for batches that come ready made (a DataLoader with batch_size=None, "
@@ -50,9 +51,8 @@ def distribute(
             raise ValueError(
                 "shuffle, drop_last, collate_fn and num_workers belong to the DataLoader that was given; set them there"
             )
-        if seed is None:
-            seed = _seed_of(dataset, default_seed)
-        return _from_loader(distribution, dataset, global_batch_size, seed, stand_in, batch_dims)
+        seed = _seed_of(dataset, default_seed) if seed is None else seed
+        return _from_loader(distribution, dataset, global_batch_size, seed, batch_dims)
     seed = default_seed if seed is None else seed
     _check_batch_size(global_batch_size)
     if isinstance(dataset, IterableDataset):
@@ -76,16 +76,11 @@ def distribute(
         # lies on the CPU, while a dataset in the main process may give tensors of the GPU, which cannot be pinned.
         pin_memory=distribution.comm.device.type != "cpu" and num_workers > 0,
     )
-    return _from_loader(distribution, loader, None, seed, stand_in, None)
+    return _from_loader(distribution, loader, None, seed, None)
 
 
 def _from_loader(
-    distribution: Distribution,
-    loader: DataLoader[Any],
-    global_batch_size: int | None,
-    seed: int,
-    stand_in: bool,
-    batch_dims: Dims,
+    distribution: Distribution, loader: DataLoader[Any], global_batch_size: int | None, seed: int, dims: Dims
 ) -> DistributedDataset:
     size = loader.batch_size
     if global_batch_size is not None and global_batch_size != size:
@@ -108,25 +103,20 @@ def _from_loader(
                 settings["batches"] = len(loader.dataset)  # type: ignore[arg-type]
         from mirrored.data.streams import StreamDataset
 
-        return StreamDataset(distribution, loader, seed, settings, stand_in, batch_dims)
+        return StreamDataset(distribution, loader, seed, settings, dims)
     sampler = loader.sampler if size is not None else loader.batch_sampler  # the user's own batches, if these
     if is_plain(sampler, loader.dataset):
         sampler = None
     shuffle = isinstance(loader.sampler, RandomSampler)
     examples = len(loader.dataset)  # type: ignore[arg-type]
     order = Order(examples, size, shuffle=shuffle, drop_last=loader.drop_last, sampler=sampler)
-    settings = {
-        "examples": examples,
-        "global_batch_size": size,
-        "shuffle": shuffle,
-        "drop_last": loader.drop_last,
-    }
+    settings = {"examples": examples, "global_batch_size": size, "shuffle": shuffle, "drop_last": loader.drop_last}
     with contextlib.suppress(TypeError):  # a sampler without a length
         settings["steps"] = len(order)
     if sampler is not None:
         settings["sampler"] = type(sampler).__name__
-    _say_if_small(distribution, settings, f"{type(loader.dataset).__name__}, {examples} examples", stand_in)
-    return MapDataset(distribution, loader, order, seed, settings, stand_in)
+    _say_if_small(distribution, settings, f"{type(loader.dataset).__name__}, {examples} examples")
+    return MapDataset(distribution, loader, order, seed, settings)
 
 
 def _seed_of(loader: DataLoader[Any], default: int) -> int:
@@ -146,7 +136,7 @@ def _check_batch_size(size: object) -> None:
         raise ValueError(f"global_batch_size is {size!r}, but must be a whole number from 1")
 
 
-def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str, stand_in: bool) -> None:
+def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str) -> None:
     """Say that towers will have nothing to do in some steps, which a model may not take."""
     comm, cut = distribution.comm, distribution.cut
     size, examples = settings["global_batch_size"], settings["examples"]
@@ -159,8 +149,8 @@ def _say_if_small(distribution: Distribution, settings: dict[str, object], datas
         batch, steps, smaller = "the last batch of an epoch", "that step", last
     else:
         return
-    hint = "" if stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
+    tip = "" if cut.stand_in else "; a model that cannot take an empty batch needs distribute_dataset(…, stand_in=True)"
     log.info(
         "%s (%s) has %d example%s for %d towers: %d of them have nothing to do in %s%s",
-        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, steps, hint),
+        *(batch, dataset, smaller, "s" * (smaller > 1), comm.size, idle, steps, tip),
     )

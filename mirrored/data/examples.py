@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from mirrored import seeds
-from mirrored.data.empty import NoEmptyForm, empty_batch
-from mirrored.data.shares import Cut
+from mirrored.data.sizes import is_array
+from mirrored.shares import Batch, Cut, Pieces, Share
 from towers.system import tree as trees
 
 
@@ -77,15 +77,13 @@ class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
-        indices: of the share's examples.
-        missing: whether it has none: the one of ``indices``, of another tower, shows what a batch looks like.
+        indices: of the share's examples; where it has none, one of another tower, which shows what a batch looks like.
         total: examples of all towers together.
     """
 
     seed: int
     epoch: int
     indices: list[Any]
-    missing: bool
     total: int
 
 
@@ -134,58 +132,67 @@ class Joined(NamedTuple):
     whole: Any
     parts: tuple[Any, ...]
 
+    def pieces(self) -> Pieces:
+        """What stands for the arrays and structures of the whole in each part."""
+        pieces: Pieces = {}
+        _pair(self.whole, self.parts, pieces)
+        return pieces
+
+
+def _pair(whole: Any, parts: Sequence[Any], pieces: Pieces) -> None:
+    """Add the pieces of a value, and of the values in it."""
+    if not is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
+        return
+    pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
+    if isinstance(whole, Mapping):
+        for key in whole:
+            _pair(whole[key], [part[key] for part in parts], pieces)
+    elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
+        for value, *others in zip(whole, *parts, strict=True):
+            _pair(value, others, pieces)
+
 
 class ShareCollate:
     """A collate function with a random stream of its own for every part of a batch (masking, mixing of examples).
 
     Parts are the towers' shares, or the virtual towers' parts of them: what is drawn, and how far a part is padded,
     must not depend on how many towers there are. Neither the model's random streams nor the data's are touched.
-
-    Args:
-        stand_in: whether a tower without examples is given another tower's one, instead of an empty batch.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut, stand_in: bool) -> None:
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut) -> None:
         self._collate_fn = collate_fn
         self._cut = cut
-        self._stand_in = stand_in
         self._draws = collate_fn is not default_collate  # whose parts can be cut out of the whole, too
 
-    def collate(self, examples: list[Any], missing: bool, seeds_of: Callable[[int], int]) -> Any:
-        """One batch, or a :class:`Joined`.
+    def collate(self, examples: list[Any], total: int, seeds_of: Callable[[int], int]) -> Batch:
+        """One batch, or a :class:`Joined`, and the share that it is.
 
         Args:
-            missing: whether the share has no examples: the one here is of another tower.
+            examples: of the share; where it has none, one of another tower.
+            total: how many examples the global batch has.
             seeds_of: a seed for the part that begins with a certain one of the examples.
 
         Raises:
             TypeError: an empty batch cannot be made.
         """
-        if missing:
-            return self._without_examples(examples[0], seeds_of(0))
+        share = self._cut.share(total)
+        return self._collated(examples, share, seeds_of), share
+
+    def _collated(self, examples: list[Any], share: Share, seeds_of: Callable[[int], int]) -> Any:
+        if examples and not share.entries:
+            from mirrored.empty_shares.empty_batch import empty_batch
+
+            with _own_randomness():
+                return empty_batch(lambda some: self._seeded(some, seeds_of(0)), examples[0], self._cut.tower)
         if not self._draws or not examples:
             return self._collate_fn(examples)
         cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
         with _own_randomness():
             parts = [self._seeded(examples[start:end], seeds_of(start)) for start, end in cuts]
-            if not self._cut.virtual:
+            if share.stand_in or not self._cut.virtual:
                 return parts[0]
             whole = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
             return Joined(whole, tuple(parts))
-
-    def _without_examples(self, example: Any, seed: int) -> Any:
-        """The batch of a share that has none, or its stand-in, made with an example of another tower."""
-        with _own_randomness():
-            if self._stand_in:
-                return self._seeded([example], seed)
-            try:
-                return empty_batch(lambda examples: self._seeded(examples, seed), example)
-            except NoEmptyForm as error:
-                raise TypeError(
-                    f"tower {self._cut.tower}'s share of a batch has no examples, and what collate_fn returns cannot "
-                    f"be made empty: {error}. Give distribute_dataset stand_in=True: then a tower without examples "
-                    "gets a batch of one that counts nothing"
-                ) from None
 
     def _seeded(self, examples: list[Any], seed: int) -> Any:
         seeds.seed_cpu(seed)
@@ -195,14 +202,13 @@ class ShareCollate:
 class SeededCollate(ShareCollate):
     """Collates a share of what :class:`SeededExamples` gives."""
 
-    def __call__(self, loaded: tuple[Request, list[Any]]) -> tuple[Any, int]:
-        """The collated share, and the global batch's size."""
+    def __call__(self, loaded: tuple[Request, list[Any]]) -> Batch:
         request, examples = loaded
 
         def seed_of(start: int) -> int:
             return seeds.mix(request.seed, "collate", request.epoch, request.indices[start])
 
-        return self.collate(examples, request.missing, seed_of), request.total
+        return self.collate(examples, request.total, seed_of)
 
 
 class CollateShare(ShareCollate):
@@ -212,11 +218,9 @@ class CollateShare(ShareCollate):
     which must stay the same on all towers.
     """
 
-    def __call__(self, examples: list[Any]) -> tuple[Any, int]:
-        """The collated share, and the global batch's size."""
+    def __call__(self, examples: list[Any]) -> Batch:
         start, end = self._cut.bounds(len(examples))
         seed = int(torch.randint(2**62, (), device="cpu"))  # the same on all towers
         with seeds.undisturbed():
-            share = examples[start:end] or examples[:1]
-            batch = self.collate(share, start == end, lambda first: seeds.mix(seed, start + first))
-            return batch, len(examples)
+            own = examples[start:end] or examples[:1]
+            return self.collate(own, len(examples), lambda first: seeds.mix(seed, start + first))

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,28 +23,53 @@ from torch.utils.data import ConcatDataset, DataLoader, RandomSampler, Sequentia
 from mirrored import seeds
 
 
-class Drawn:
-    """The order of an epoch, as far as it does not follow from settings alone.
+class Epoch:
+    """One epoch of a distributed dataset: what its order of examples and its random numbers follow from.
 
     Args:
-        order: what a sampler has drawn: indices, or batches of them; None for an order from (seed, epoch).
+        sampler: a source of indices, or of batches of them; None for an order from (seed, number).
         dataset: the indices of a ``Subset`` (in a ``Subset`` …) say which examples it has.
 
     Attributes:
-        order: as given.
+        seed: the seed of the data.
+        number: how many epochs were before.
+        sampled: all that the sampler gives in this epoch, the same on every tower; None without a sampler.
     """
 
-    def __init__(self, order: list[Any] | None, dataset: object) -> None:
-        self.order = order
+    def __init__(self, seed: int, number: int, sampler: Iterable[Any] | None = None, dataset: object = None) -> None:
+        self.seed = seed
+        self.number = number
+        self.sampled = self._sample(sampler) if sampler is not None else None
         self._subsets = list(_subsets(dataset))
+
+    def seed_of(self, purpose: str) -> int:
+        """The seed of this epoch's random numbers for one purpose."""
+        return seeds.mix(self.seed, purpose, self.number)
+
+    def _sample(self, sampler: Iterable[Any]) -> list[Any]:
+        """A sampler's own generator keeps its seed and its place."""
+        tell_epoch(sampler, self.number)
+        owners = (sampler, getattr(sampler, "sampler", None))
+        generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
+        states = [generator.get_state() for generator in generators]
+        seed = self.seed_of("sampler")
+        try:
+            for generator in generators:
+                generator.manual_seed(seed)
+            with seeds.undisturbed():
+                seeds.seed_cpu(seed)
+                return list(sampler)
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     @functools.cached_property
     def digest(self) -> str | None:
         """Equal for equal orders; None where settings say all. See [Note: orders are compared]."""
-        if self.order is None and not self._subsets:
+        if self.sampled is None and not self._subsets:
             return None
         digest = hashlib.blake2b(digest_size=16)
-        for indices in (self.order, *self._subsets):
+        for indices in (self.sampled, *self._subsets):
             digest.update(_bytes_of(indices))
         return digest.hexdigest()
 
@@ -73,10 +99,11 @@ def _plain(index: Any) -> Any:
     return index.tolist() if hasattr(index, "tolist") else type(index).__name__
 
 
+@dataclass(frozen=True)
 class Order:
-    """Global batches of example indices, from (seed, epoch) alone.
+    """The global batches of example indices of every epoch.
 
-    Args:
+    Attributes:
         length: number of examples.
         batch_size: examples per global batch; None where ``sampler`` gives whole batches.
         shuffle: a new permutation every epoch.
@@ -84,70 +111,44 @@ class Order:
         sampler: another source of indices than 0 … length - 1, or their permutation.
     """
 
-    def __init__(
-        self, length: int, batch_size: int | None, *, shuffle: bool, drop_last: bool, sampler: Any = None
-    ) -> None:
-        self._length = length
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._drop_last = drop_last
-        self._sampler = sampler
+    length: int
+    batch_size: int | None
+    shuffle: bool
+    drop_last: bool
+    sampler: Any = None
 
     def __len__(self) -> int:
-        entries = self._length if self._sampler is None else len(self._sampler)
-        if self._batch_size is None:
+        entries = self.length if self.sampler is None else len(self.sampler)
+        if self.batch_size is None:
             return entries
-        return entries // self._batch_size if self._drop_last else -(-entries // self._batch_size)
+        return entries // self.batch_size if self.drop_last else -(-entries // self.batch_size)
 
-    def draw(self, seed: int, epoch: int) -> list[Any] | None:
-        """The indices that the sampler draws in an epoch, the same on every tower; None without a sampler."""
-        if self._sampler is None:
-            return None
-        drawn = draw(self._sampler, seed, epoch)
-        return drawn if self._batch_size is not None else [list(batch) for batch in drawn]
+    def epoch(self, seed: int, number: int, dataset: object) -> Epoch:
+        """An epoch of the dataset, for which the sampler is asked once."""
+        epoch = Epoch(seed, number, self.sampler, dataset)
+        if self.batch_size is None:
+            epoch.sampled = [list(batch) for batch in epoch.sampled or []]
+        return epoch
 
-    def batches(self, seed: int, epoch: int, first: int, drawn: list[Any] | None) -> Iterator[list[Any]]:
-        """The epoch's global batches from number ``first`` on. Skipping loads nothing.
-
-        Args:
-            drawn: what :meth:`draw` has returned for this epoch.
-        """
-        if self._batch_size is None:
-            yield from (drawn or [])[first:]
+    def batches(self, epoch: Epoch, first: int) -> Iterator[list[Any]]:
+        """An epoch's global batches from number ``first`` on. Skipping loads nothing."""
+        if self.batch_size is None:
+            yield from (epoch.sampled or [])[first:]
             return
-        order: Any = range(self._length) if drawn is None else drawn
-        if drawn is None and self._shuffle:
-            generator = torch.Generator().manual_seed(seeds.mix(seed, "order", epoch))
-            order = torch.randperm(self._length, generator=generator, device="cpu")
-        for start in range(first * self._batch_size, len(order), self._batch_size):
-            batch = order[start : start + self._batch_size]
-            if len(batch) == self._batch_size or not self._drop_last:
+        order: Any = range(self.length) if epoch.sampled is None else epoch.sampled
+        if epoch.sampled is None and self.shuffle:
+            generator = torch.Generator().manual_seed(epoch.seed_of("order"))
+            order = torch.randperm(self.length, generator=generator, device="cpu")
+        for start in range(first * self.batch_size, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            if len(batch) == self.batch_size or not self.drop_last:
                 yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
-
-
-def draw(source: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """All that a sampler draws in an epoch; its own generator keeps its seed and its place."""
-    seed = seeds.mix(seed, "sampler", epoch)
-    tell_epoch(source, epoch)
-    owners = (source, getattr(source, "sampler", None))
-    generators = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
-        with seeds.undisturbed():
-            seeds.seed_cpu(seed)
-            return list(source)
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def tell_epoch(source: object, epoch: int) -> None:
     """Call ``set_epoch`` where a source of data, or its sampler, has it."""
     for owner in (source, getattr(source, "sampler", None)):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if set_epoch is not None:
+        if (set_epoch := getattr(owner, "set_epoch", None)) is not None:
             set_epoch(epoch)
 
 
@@ -158,8 +159,5 @@ def is_ready_made(loader: DataLoader[Any]) -> bool:
 
 def is_plain(sampler: Any, dataset: Any) -> bool:
     """Whether a loader's sampler does what one of the two does that DataLoader makes itself for ``shuffle``."""
-    if type(sampler) not in (RandomSampler, SequentialSampler):
-        return False
-    if getattr(sampler, "replacement", False):
-        return False
-    return len(sampler) == len(sampler.data_source) == len(dataset)
+    own = type(sampler) in (RandomSampler, SequentialSampler) and not getattr(sampler, "replacement", False)
+    return own and len(sampler) == len(sampler.data_source) == len(dataset)

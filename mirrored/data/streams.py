@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
@@ -14,8 +13,8 @@ from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
 from mirrored.data.examples import CollateShare, Joined
-from mirrored.data.order import Drawn, draw, is_ready_made, tell_epoch
-from mirrored.data.shares import Batch, Cut, Distribution, Share
+from mirrored.data.order import Epoch, is_ready_made, tell_epoch
+from mirrored.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.errors import DisagreementError
@@ -65,24 +64,17 @@ class StreamDataset(DistributedDataset):
     there is a next batch, and how many examples it has, is agreed at every step.
 
     Args:
-        batch_dims: what of a batch that comes ready made is per example; None to find it out.
+        dims: what of a batch that comes ready made is per example; None to find it out.
     """
 
     def __init__(
-        self,
-        distribution: Distribution,
-        loader: DataLoader[Any],
-        seed: int,
-        settings: dict[str, object],
-        stand_in: bool,
-        batch_dims: Dims,
+        self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
-        super().__init__(distribution, seed, settings, stand_in)
+        super().__init__(distribution, seed, settings)
         self._dataset = loader.dataset
-        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in) if is_ready_made(loader) else None
-        collate: Any = loader.collate_fn
-        if self._ready_made is None:
-            collate = CollateShare(collate, self._cut, stand_in)
+        self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
+        ready_made = self._ready_made is not None
+        collate: Any = loader.collate_fn if ready_made else CollateShare(loader.collate_fn, self._cut)
         sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
         self._sampler = _Replay(sampler) if isinstance(sampler, Sized) else None  # another one may never end
         self._generator = torch.Generator()
@@ -100,26 +92,21 @@ class StreamDataset(DistributedDataset):
     def __len__(self) -> int:
         return len(self._loader)
 
-    def _draw(self, epoch: int) -> Drawn:
-        order = draw(self._sampler.source, self._seed, epoch) if self._sampler is not None else None
-        return Drawn(order, self._dataset)
+    def _begin(self, number: int) -> Epoch:
+        return Epoch(self._seed, number, self._sampler.source if self._sampler is not None else None, self._dataset)
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        tell_epoch(self._dataset, epoch)
-        self._generator.manual_seed(seeds.mix(self._seed, "loader", epoch))
-        stream = seeds.Stream(seeds.mix(self._seed, "stream", epoch))
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        tell_epoch(self._dataset, epoch.number)
+        self._generator.manual_seed(epoch.seed_of("loader"))
+        stream = seeds.Stream(epoch.seed_of("stream"))
         if self._sampler is not None:
-            self._sampler.order = drawn.order
-        count = self._ready_made.examples if self._ready_made is not None else operator.itemgetter(1)
+            self._sampler.sampled = epoch.sampled
+        count = self._ready_made.examples if self._ready_made is not None else lambda batch: batch[1].total
         for step, batch, totals in _counted(self._comm, self._loader, stream, "a stream", count):
             self._check_totals(step, totals)
             if step < first:
                 continue
-            total = totals[0]
-            if self._ready_made is not None:
-                yield self._ready_made.share(batch, *self._cut.bounds(total), total)
-            else:
-                yield batch[0], self._share(total)
+            yield self._ready_made.share(batch, totals[0]) if self._ready_made is not None else batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """See that all towers find as many examples in a batch.
@@ -142,17 +129,17 @@ class StreamDataset(DistributedDataset):
 
 
 class _Replay:
-    """A sampler that gives what another one has drawn."""
+    """A sampler that gives once more what another one has given."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self.order: list[Any] | None = None
+        self.sampled: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.order or [])
+        return iter(self.sampled or [])
 
 
 class ReadyMade:
@@ -160,31 +147,24 @@ class ReadyMade:
 
     Args:
         dims: what of a batch is per example.
-        stand_in: whether a share without examples holds one that counts nothing.
     """
 
-    def __init__(self, cut: Cut, dims: Dims, stand_in: bool) -> None:
+    def __init__(self, cut: Cut, dims: Dims) -> None:
         self._cut = cut
         self._dims = BatchDims(dims)
-        self._stand_in = stand_in
         self.examples = self._dims.examples
 
-    def share(self, batch: Any, start: int, end: int, total: int) -> Batch:
-        """A share of a batch whose examples were counted.
-
-        Args:
-            start, end: which of them.
-            total: examples of all towers together.
-        """
+    def share(self, batch: Any, total: int) -> Batch:
+        """This tower's share of a global batch, whose examples were counted."""
+        start, end = self._cut.bounds(total)
         if start == end:
             return self.nothing(batch, total)
         return self.whole(self._dims.cut(batch, start, end), end - start, total)
 
     def nothing(self, batch: Any, total: int) -> Batch:
         """A share without examples, in the form of a batch whose examples were counted."""
-        if self._stand_in and total and self.examples(batch):
-            return self._dims.cut(batch, 0, 1), Share(0, total, 1, True)
-        return self._dims.cut(batch, 0, 0), Share(0, total, 0, self._stand_in)
+        stand_in = self._cut.stand_in and total > 0 and self.examples(batch) > 0
+        return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._cut.stand_in)
 
     def whole(self, share: Any, local: int, total: int) -> Batch:
         """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
@@ -192,7 +172,7 @@ class ReadyMade:
         if self._cut.virtual and self._dims.are_given:
             cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
             batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
-        return batch, Share(local, total, 0, self._stand_in)
+        return batch, Share(local, total, may_stand_in=self._cut.stand_in)
 
 
 class PipelineDataset(DistributedDataset):
@@ -202,28 +182,21 @@ class PipelineDataset(DistributedDataset):
     own, another one in every epoch.
 
     Args:
-        batch_dims: as of :class:`StreamDataset`.
+        dims: what of a batch is per example; None to find it out.
     """
 
-    def __init__(
-        self,
-        distribution: Distribution,
-        pipeline: Iterable[Any],
-        seed: int,
-        stand_in: bool,
-        batch_dims: Dims,
-    ) -> None:
-        super().__init__(distribution, seed, {"pipelines": distribution.comm.size}, stand_in)
+    def __init__(self, distribution: Distribution, pipeline: Iterable[Any], seed: int, dims: Dims) -> None:
+        super().__init__(distribution, seed, {"pipelines": distribution.comm.size})
         self._pipeline = pipeline
-        self._ready_made = ReadyMade(self._cut, batch_dims, stand_in)
+        self._ready_made = ReadyMade(self._cut, dims)
 
     def __len__(self) -> int:
         raise TypeError("datasets from a function have no common length; it is agreed step by step")
 
-    def _load(self, drawn: Drawn, epoch: int, first: int) -> Iterator[Batch]:
-        tell_epoch(self._pipeline, epoch)
+    def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
+        tell_epoch(self._pipeline, epoch.number)
         # A stream of its own, so that a run which goes on in the middle of the epoch reads the same order again.
-        stream = seeds.Stream(seeds.mix(self._seed, "pipeline", self._comm.index, epoch))
+        stream = seeds.Stream(seeds.mix(epoch.seed, "pipeline", self._comm.index, epoch.number))
         template: Any = None
         count = self._ready_made.examples
         for step, batch, counts in _counted(self._comm, self._pipeline, stream, "a dataset from a function", count):
@@ -235,7 +208,5 @@ class PipelineDataset(DistributedDataset):
             if local > 0 or template is None:
                 template = batch
             if step >= first:
-                if local > 0:
-                    yield self._ready_made.whole(batch, local, total)
-                else:
-                    yield self._ready_made.nothing(template, total)
+                ready = self._ready_made
+                yield ready.whole(batch, local, total) if local > 0 else ready.nothing(template, total)

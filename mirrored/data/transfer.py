@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
-from mirrored.data.shares import Batch
+from mirrored.shares import Batch
 from towers.system import tree as trees
 from towers.system.host_copy import pinned
 

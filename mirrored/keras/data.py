@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from mirrored.data.dataset import DistributedDataset
-from mirrored.data.shares import Share, bounds
 from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
 from mirrored.keras.patching import around
+from mirrored.shares import Share, bounds
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -56,7 +56,7 @@ def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
         share = max(known, key=lambda each: each.total)
         if share.local or share.stand_in:
             return batch, share
-        return _note(strategy, _map(_zeros, batch), Share(0, share.total, 1, True))
+        return _note(strategy, _map(_zeros, batch), Share(0, share.total, True, True))
     sizes = {len(leaf) for leaf in keras.tree.flatten(batch) if _is_array(leaf)}
     if len(sizes) != 1:
         raise ValueError(f"the arrays of a batch have different numbers of examples: {sorted(sizes)}")
@@ -67,7 +67,7 @@ def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
 def _cut(strategy: Strategy, total: int) -> tuple[slice, Share]:
     """This tower's rows of a global batch, or the first row as a stand-in; and its share."""
     start, end = bounds(total, strategy.num_replicas_in_sync, strategy.topology.index)
-    share = Share(end - start, total, int(start == end), True)
+    share = Share(end - start, total, start == end, True)
     return slice(start, end) if share.local else slice(0, 1), share
 
 

@@ -19,11 +19,11 @@ import keras
 import torch
 from torch import Tensor
 
-from mirrored.data.shares import Share
 from mirrored.keras.keras_private import reduction_metrics
 from mirrored.keras.metric_probe import probe_first_update
 from mirrored.keras.patching import around
 from mirrored.keras.steps import Step, current
+from mirrored.shares import Share
 from towers.collectives.communicator import Communicator
 from towers.collectives.values import all_reduce_together
 

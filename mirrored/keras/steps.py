@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirrored.data.shares import Share
 from mirrored.keras.patching import around
+from mirrored.shares import Share
 from mirrored.strategy.base import Strategy
 from towers.system.torch_private import disable_dynamo
 

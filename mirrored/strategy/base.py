@@ -14,12 +14,11 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
-from mirrored.data.shares import Distribution, KnownShares, cut_for
 from mirrored.events import Events, Ranges
 from mirrored.interceptor import interceptor
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
-from mirrored.stand_in import explain_empty_share, holds_stand_in, shares_at_hand
+from mirrored.shares import Distribution, KnownShares, cut_for
 from mirrored.strategy.backward import Backward
 from mirrored.strategy.calls import RUNS_LATER, RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
@@ -170,7 +169,7 @@ class Strategy(OwnGradients, Backward):
             for begin_run in self.events.begin_run:
                 begin_run(fn)
             fn = interceptor().running(replica, fn)
-            if self._several and holds_stand_in(self, replica):
+            if self._several and self.known_shares.holds_stand_in(replica.arguments):
                 fn = self.engine.keeping_statistics(fn)
             with frame(self, replica), self.streams.inside():
                 result = fn(*args, **(kwargs or {}))
@@ -178,7 +177,9 @@ class Strategy(OwnGradients, Backward):
                 refuse_what_runs_later(fn, result)
         except BaseException as error:
             if self._several and isinstance(error, Exception):
-                explain_empty_share(error, self.topology.index, shares_at_hand(self, replica))
+                from mirrored.empty_shares.stand_in import explain_empty_share
+
+                explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
             for failed in self.events.failed:
                 failed(error)
             raise
@@ -323,7 +324,7 @@ class Strategy(OwnGradients, Backward):
                 what grows with them is left out.
             num_workers: loader processes of each tower.
             stand_in: give a tower whose share is empty one example of another tower that counts nothing
-                (:mod:`mirrored.stand_in`), for models that cannot take an empty batch.
+                (:mod:`mirrored.empty_shares.stand_in`), for models that cannot take an empty batch.
             batch_dims: what is per example in batches that come ready made (a ``DataLoader`` with
                 ``batch_size=None``), see :mod:`mirrored.data.batch_dims`. Default: what is certain.
 
@@ -339,7 +340,7 @@ class Strategy(OwnGradients, Backward):
             shuffle=shuffle,
             drop_last=drop_last,
             seed=operator.index(seed) if seed is not None else None,
-            default_seed=operator.index(self._seed) if self._seed is not None else 0,
+            default_seed=operator.index(self._seed or 0),
             collate_fn=collate_fn,
             num_workers=num_workers,
             stand_in=stand_in,
@@ -368,5 +369,4 @@ class Strategy(OwnGradients, Backward):
 
         towers = self._distribution.comm.size
         pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
-        seed = self._seed if self._seed is not None else 0
-        return PipelineDataset(self._distribution, pipeline, seed, stand_in, batch_dims)
+        return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, self._seed or 0, batch_dims)

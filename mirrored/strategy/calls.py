@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from mirrored.context import current_frame
-from mirrored.data.shares import KnownShares
 from mirrored.events import Events
+from mirrored.shares import KnownShares
 from mirrored.strategy.engine import Engine
 from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError

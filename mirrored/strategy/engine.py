@@ -20,10 +20,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mirrored.attached.kept_statistics import KeptStatistics, takes_statistics_of_all_towers
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
-from mirrored.data.shares import Distribution
+from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
 from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
@@ -54,7 +53,7 @@ untraced = Untraced(
         "mirrored.context",
         "mirrored.losses",
         "mirrored.operations",
-        "mirrored.stand_in",
+        "mirrored.empty_shares.stand_in",
     },
 )
 
@@ -93,7 +92,6 @@ class Engine:
         self._several = comm.size > 1
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
-        self._statistics = KeptStatistics(self.recorder.roots)
         self.one_tower_reads_state = False
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
@@ -157,7 +155,7 @@ class Engine:
         events.recorded.append(early.watch)
         events.mirrored += [averager.add, check.add]
         events.begin_run.append(lambda fn: check.begin_run())
-        events.before_step += [lambda optimizer: averager.check_paired(), self._statistics.put_back, check.notice]
+        events.before_step += [lambda optimizer: averager.check_paired(), check.notice]
         events.check.append(check.check)
         parts: list[Any] = [early, averager, check, KerasGuard(comm.index, recorder)]
         if sharder is not None:
@@ -290,7 +288,9 @@ class Engine:
 
     def keeping_statistics(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` for a run on a stand-in: running statistics that follow this tower's examples are not moved by it."""
-        return self._statistics.kept()(fn)
+        from mirrored.empty_shares.statistics import statistics_kept
+
+        return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
     def check_mirrored(self, call: str) -> None:
         """See now that all towers hold the same; all of them call it.
@@ -313,6 +313,8 @@ class Engine:
     @property
     def exchanges_in_forward(self) -> bool:
         """Whether the forward of some mirrored model is a matter of all towers together, as the models are now."""
+        from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
+
         modules = (module for model in self.recorder.models() for module in model.modules())
         return any(
             has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))

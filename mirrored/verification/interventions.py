@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.data.shares import bounds
+from mirrored.shares import bounds
 from mirrored.verification.loss_graph import MOST_TERMS
 from mirrored.verification.trace import Form, Padding, Trace, digest_of
 from towers.system import accelerator

@@ -2,8 +2,8 @@
 
 [Note: recording from outside] The script runs unchanged, as ``__main__``. Torch's global hooks tell of optimizers and
 modules, a ``TorchFunctionMode`` (:mod:`mirrored.verification.watch`) of losses, batch norms, random numbers and writes
-to parameters; strategies and distributed datasets ask the observer of the process (:mod:`mirrored.observer`), which
-costs them a look-up where there is none. Exporters run unwatched, because they would compile the recording.
+to parameters; strategies and distributed datasets ask the interceptor of the process (:mod:`mirrored.interceptor`).
+Exporters run unwatched, because they would compile the recording.
 
 [Note: when a script ends] A loop whose steps are recorded ends, and so does each further epoch after one step, until an
 evaluation has come: most scripts evaluate after each epoch, some after all epochs. A trace that ends without an
@@ -29,11 +29,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mirrored.context import ReplicaContext, strategy_with_towers
+from mirrored.context import ReplicaContext, current_replica, strategy_with_towers
 from mirrored.data.dataset import MapDataset
-from mirrored.data.shares import Batch
 from mirrored.interceptor import Interceptor
-from mirrored.stand_in import holds_stand_in, shares_at_hand
+from mirrored.shares import Batch
 from mirrored.verification.interventions import (
     Interventions,
     RoundingPerturbation,
@@ -55,7 +54,7 @@ from mirrored.verification.trace import (
     has_values,
     sketch,
 )
-from mirrored.verification.watch import Recording, Watcher, current_replica, in_a_graph, script_line
+from mirrored.verification.watch import Recording, Watcher, in_a_graph, script_line
 from towers.system import tree as trees
 from towers.system.devices import Device
 from towers.system.torch_private import pop_mode_temporarily
@@ -214,7 +213,7 @@ class TraceRecorder(StepLimit):
             trace.towers, recording.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             call = RunCall(len(trace.steps))
-            shares = shares_at_hand(strategy, replica)
+            shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]
             tensors = list(tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):
@@ -288,8 +287,9 @@ class TraceRecorder(StepLimit):
             return
         name = self._modules.root_name(module)
         tensor = next(tensors_of(inputs), None)
-        strategy = strategy_with_towers()
-        stands_in = strategy is not None and holds_stand_in(strategy, current_replica())
+        strategy, replica = strategy_with_towers(), current_replica()
+        at_hand = replica.arguments if replica is not None else None
+        stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
         recording = self._recording
         self.trace.autocast |= torch.is_autocast_enabled(recording.device.type)

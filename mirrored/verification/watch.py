@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mirrored.attached.kept_statistics import takes_statistics_of_all_towers
-from mirrored.context import ReplicaContext, current_frame
+from mirrored.context import current_frame, current_replica
+from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 from mirrored.verification.interventions import (
     DRAWING,
     GlobalDraw,
@@ -60,12 +60,6 @@ def in_a_graph() -> bool:
     What they compute is no training.
     """
     return torch.jit.is_tracing() or torch.compiler.is_compiling() or torch.compiler.is_exporting()
-
-
-def current_replica() -> ReplicaContext | None:
-    """The replica context of the ``run`` that this code is in; None in a scope and outside of both."""
-    frame = current_frame()
-    return frame.replica if frame is not None else None
 
 
 class Modules:

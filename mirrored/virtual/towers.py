@@ -37,10 +37,12 @@ from torch.optim import Optimizer
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.data.shares import Distribution
+from mirrored.data.sizes import local_examples
+from mirrored.empty_shares.stand_in import is_stand_in
 from mirrored.losses import expand_weights, global_count, sum_over
-from mirrored.stand_in import is_stand_in
+from mirrored.shares import Distribution
 from mirrored.virtual.buffers import StepBuffers, registered
+from mirrored.virtual.cutter import Cutter
 from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import as_bytes
@@ -100,6 +102,7 @@ class VirtualTowers:
         self._comm = comm = distribution.comm
         self._known = distribution.known
         self._cut = distribution.cut
+        self._cutter = Cutter(distribution)
         self._averager = averager
         self._find_modules = modules
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -135,7 +138,7 @@ class VirtualTowers:
         """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
         if not batch:
             raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
-        local = self._known.local_of(batch)
+        local = local_examples(self._known, batch)
         if is_stand_in(replica.strategy, batch, local, "the batch"):
             local = 0
             if isinstance(sample_weight, Tensor) and sample_weight.dim():
@@ -217,9 +220,9 @@ class VirtualTowers:
 
     def _part(self, batch: Sequence[Any], weight: Any, local: int, part: int) -> list[Any]:
         """One virtual tower's part of batch and weight; see [Note: parts are copies]."""
-        pieces = [self._known.part(value, self._cut, local, part) for value in batch]
-        pieces.append(self._known.part(weight, self._cut, local, part, derived=True))
-        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, pieces)
+        parts = [self._cutter.part(value, local, part) for value in batch]
+        parts.append(self._cutter.part(weight, local, part, derived=True))
+        copied: list[Any] = trees.map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, parts)
         return copied
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import mirrored
-from mirrored.data.shares import bounds
+from mirrored.shares import bounds
 from tests.support.datasets import Augmented, Stream, batches
 from tests.support.jobs import failures, towers
 from tests.support.waiting import HANG

@@ -28,8 +28,8 @@ from torch.utils.data import (
 import mirrored
 from mirrored.data import transfer
 from mirrored.data.distribute import distribute
-from mirrored.data.shares import Cut, Distribution, KnownShares, Share
 from mirrored.events import Events
+from mirrored.shares import Cut, Distribution, KnownShares, Share
 from tests.support.datasets import Listed, Stream, batches
 from tests.support.jobs import failures, towers
 from towers.collectives.communicator import Alone

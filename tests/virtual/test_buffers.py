@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from mirrored.data.shares import bounds
+from mirrored.shares import bounds
 from mirrored.virtual import buffers
 from tests.support.jobs import assert_close, make_data
 from tests.support.virtual import CountsExamples, V, counting, digest, failures_of, one_digest, virtual

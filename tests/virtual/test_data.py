@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import mirrored
-from mirrored.data.shares import Cut, bounds
+from mirrored.shares import Cut, bounds
 from tests.support.virtual import V, digest, failures_of, one_digest, virtual
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -15,24 +15,26 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: type | tuple[()] = ()
     Args:
         whole: a type whose instances are leaves, too.
     """
-    if isinstance(tree, whole):
+    if isinstance(tree, whole) or not isinstance(tree, (Mapping, list, tuple)):
         return fn(tree)
-    if isinstance(tree, Mapping):
-        mapped = {key: map_leaves(fn, value, whole) for key, value in tree.items()}
-        return like(tree, mapped)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, value, whole) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([map_leaves(fn, value, whole) for value in tree])
-    return fn(tree)
+    return with_entries(tree, [map_leaves(fn, entry, whole) for entry in entries(tree)])
 
 
-def like(original: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """``mapped`` as the type of mapping that ``original`` is, where that takes a dict (else as dict)."""
-    if type(original) is dict:
+def entries(tree: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
+    """The first level of a structure: a mapping's values, or what a list holds."""
+    return tree.values() if isinstance(tree, Mapping) else tree
+
+
+def with_entries(tree: Mapping[Any, Any] | Sequence[Any], replaced: Sequence[Any]) -> Any:
+    """A structure as :func:`map_leaves` gives it back, with other entries in its first level."""
+    kind: Any = type(tree)
+    if not isinstance(tree, Mapping):
+        return kind(*replaced) if hasattr(tree, "_fields") else kind(replaced)
+    mapped = dict(zip(tree, replaced, strict=True))
+    if kind is dict:
         return mapped
     try:
-        return type(original)(mapped)  # type: ignore[call-arg]
+        return kind(mapped)
     except TypeError:  # a mapping with a constructor of its own (defaultdict)
         return mapped
 

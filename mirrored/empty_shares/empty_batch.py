@@ -25,26 +25,34 @@ from towers.system import tree as trees
 _WHOLE = (str, bytes, bool, type(None), torch.dtype, torch.device)
 
 
-class NoEmptyForm(TypeError):
+class _NoEmptyForm(Exception):
     """A part of a batch cannot be empty; the message is a clause that names it."""
 
 
-def empty_batch(collate: Callable[[list[Any]], Any], example: Any) -> Any:
+def empty_batch(collate: Callable[[list[Any]], Any], example: Any, tower: int) -> Any:
     """The batch that ``collate`` would make of no examples; see [Note: one example and two].
 
     Args:
         collate: makes a batch of a list of examples; called twice.
         example: any one of the data; it is copied, since collate functions may change what they are given.
+        tower: this one, for messages.
 
     Raises:
-        NoEmptyForm: a part of its batches cannot be empty, such as a packed sequence.
+        TypeError: a part of its batches cannot be empty, such as a packed sequence.
     """
     alone = collate([_copied(example)])
     twice = collate([_copied(example), _copied(example)])
     comparison = _Comparison()
-    nothing = comparison.empty(alone, twice, "batch")
-    if not comparison.has_grown:
-        raise NoEmptyForm("nothing in it grows with the number of examples")
+    try:
+        nothing = comparison.empty(alone, twice, "batch")
+        if not comparison.has_grown:
+            raise _NoEmptyForm("nothing in it grows with the number of examples")
+    except _NoEmptyForm as error:
+        raise TypeError(
+            f"tower {tower}'s share of a batch has no examples, and what collate_fn returns cannot be made empty: "
+            f"{error}. Give distribute_dataset stand_in=True: then a tower without examples gets a batch of one that "
+            "counts nothing"
+        ) from None
     return nothing
 
 
@@ -76,23 +84,22 @@ class _Comparison:
     def empty(self, single: Any, double: Any, path: str) -> Any:
         """A value in the batch of no examples that is ``single`` in that of one and ``double`` in that of two."""
         if type(single) is not type(double):
-            raise NoEmptyForm(
+            raise _NoEmptyForm(
                 f"{path} is a {type(single).__name__} with one example, and a {type(double).__name__} with two"
             )
         if isinstance(single, PackedSequence):
-            raise NoEmptyForm(f"{path} is a PackedSequence, which cannot be empty")
+            raise _NoEmptyForm(f"{path} is a PackedSequence, which cannot be empty")
         if isinstance(single, (Tensor, np.ndarray)):
             return self._array(single, double, path)
         if isinstance(single, Mapping):
             if list(single) != list(double):
-                raise NoEmptyForm(f"{path} has the keys {list(single)} with one example, and {list(double)} with two")
-            return trees.like(single, {key: self.empty(single[key], double[key], f"{path}[{key!r}]") for key in single})
-        if isinstance(single, tuple) and hasattr(single, "_fields"):
-            return type(single)(*self._entries(single, double, path))
+                raise _NoEmptyForm(f"{path} has the keys {list(single)} with one example, and {list(double)} with two")
+            return trees.with_entries(single, [self.empty(single[k], double[k], f"{path}[{k!r}]") for k in single])
         if isinstance(single, (list, tuple)):
             if len(single) != len(double):
                 return single[: self._size(len(single), len(double))]
-            return type(single)(self._entries(single, double, path))
+            pairs = enumerate(zip(single, double, strict=True))
+            return trees.with_entries(single, [self.empty(a, b, f"{path}[{i}]") for i, (a, b) in pairs])
         if dataclasses.is_dataclass(single) and not isinstance(single, type):
             return self._dataclass(single, double, path)
         if isinstance(single, _WHOLE):
@@ -100,9 +107,6 @@ class _Comparison:
         if isinstance(single, (int, float, complex, np.generic)):
             return type(single)(0) if self._counts(np.asarray(single), np.asarray(double)) else single
         return self._object(single, double, path)
-
-    def _entries(self, single: Any, double: Any, path: str) -> list[Any]:
-        return [self.empty(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(single, double, strict=True))]
 
     def _size(self, single: int, double: int) -> int:
         """The size for no examples, where there may be an offset: see [Note: one example and two]."""
@@ -127,9 +131,9 @@ class _Comparison:
 
     def _array(self, single: Any, double: Any, path: str) -> Any:
         if isinstance(single, Tensor) and single.is_nested:
-            raise NoEmptyForm(f"{path} is a nested tensor, which cannot be cut")
+            raise _NoEmptyForm(f"{path} is a nested tensor, which cannot be cut")
         if single.ndim != double.ndim:
-            raise NoEmptyForm(f"{path} has {single.ndim} dimensions with one example, and {double.ndim} with two")
+            raise _NoEmptyForm(f"{path} has {single.ndim} dimensions with one example, and {double.ndim} with two")
         grown = [d for d in range(single.ndim) if double.shape[d] > single.shape[d]]
         if not grown:
             return single * 0 if self._counts(single, double) else single
@@ -153,5 +157,5 @@ class _Comparison:
             if single is double or (not isinstance(single, (set, frozenset)) and bool(single == double)):
                 return single
         except Exception as error:  # whatever an object of the user's raises
-            raise NoEmptyForm(f"{path} is a {kind}, which cannot be cut ({error})") from None
-        raise NoEmptyForm(f"{path} is a {kind}, which cannot be cut")
+            raise _NoEmptyForm(f"{path} is a {kind}, which cannot be cut ({error})") from None
+        raise _NoEmptyForm(f"{path} is a {kind}, which cannot be cut")

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mirrored.context import ActiveStrategy, ReplicaContext, current_frame, strategy_with_towers
-from mirrored.data.shares import Share
+from mirrored.context import ActiveStrategy, ReplicaContext, current_replica, current_strategy
+from mirrored.shares import Share
 from towers.system import tree as trees
 
 
@@ -54,22 +54,13 @@ def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
     return values if len(values) > 1 else values[0]
 
 
-def current_strategy() -> ActiveStrategy | None:
-    """The strategy whose scope or run this code is in, elsewhere one of several towers, if there is one."""
-    current = current_frame()
-    return current.strategy if current is not None else strategy_with_towers()
-
-
 def _without_entries(value: Any, dim: int) -> Any:
     if isinstance(value, Tensor) and value.dim():
         return value.narrow(dim, 0, 0)
     if isinstance(value, np.ndarray) and value.ndim:
         return value[(slice(None),) * (dim % value.ndim) + (slice(0),)]
-    if isinstance(value, Mapping):
-        return trees.like(value, {key: _without_entries(entry, dim) for key, entry in value.items()})
-    if isinstance(value, tuple):
-        entries = [_without_entries(entry, dim) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    if isinstance(value, (Mapping, tuple)):
+        return trees.with_entries(value, [_without_entries(entry, dim) for entry in trees.entries(value)])
     if isinstance(value, list):
         return []
     if value is None or isinstance(value, str):
@@ -88,10 +79,8 @@ def _entries(values: Any, dim: int) -> int | None:
             return int(leaf.shape[dim]) if leaf.ndim else None
         if isinstance(leaf, list):
             return len(leaf)
-        if isinstance(leaf, (tuple, Mapping)):
-            inner = _entries(leaf.values() if isinstance(leaf, Mapping) else leaf, dim)
-            if inner is not None:
-                return inner
+        if isinstance(leaf, (tuple, Mapping)) and (inner := _entries(trees.entries(leaf), dim)) is not None:
+            return inner
     return None
 
 
@@ -111,16 +100,16 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
     known = strategy.known_shares
     if not known.has_stand_in:
         return False
-    named = known.of(values) if batch is None else named_shares(strategy, batch)
-    frame = current_frame()
-    shares = named or (frame.replica.shares() if frame is not None and frame.replica is not None else [])
-    at_hand = shares or ([known.in_hand] if known.in_hand is not None else [])
-    kinds = {share.stand_in > 0 for share in (at_hand if batch is None else named)}
-    if not kinds or kinds == {False}:
-        return False
-    if kinds == {True} and shares:
-        return True
-    kinds = {share.stand_in > 0 for share in at_hand if share.entries == entries}
+    replica = current_replica()
+    if batch is not None:
+        certain = shares = known.named(batch)
+    else:
+        certain = known.of(values) or (replica.shares() if replica is not None else [])
+        shares = certain or known.at_hand(None)
+    kinds = {share.stand_in for share in shares}
+    if len(kinds) < 2 and (certain or True not in kinds):
+        return True in kinds
+    kinds = {share.stand_in for share in shares if share.entries == entries}
     if len(kinds) != 1:
         raise ValueError(
             f"tower {strategy.topology.index} has no examples of its own in a batch of this step but a stand-in, and "
@@ -130,34 +119,25 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
     return kinds.pop()
 
 
-def named_shares(strategy: ActiveStrategy, batch: Any) -> list[Share]:
-    """The share of the batch that a script names by ``batch=``; none for ``()``.
+def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> bool:
+    """Whether losses, which were computed from some values, come from a stand-in.
+
+    Args:
+        counted: whether the number of losses counts; what counts for itself must be of a batch that may be a stand-in
+            on some tower, in every step.
 
     Raises:
-        ValueError: it is no distributed batch.
+        ValueError: it cannot be told.
     """
-    shares = strategy.known_shares.of(batch)
-    if not shares and not (isinstance(batch, tuple) and not batch):
+    shares = replica.strategy.known_shares.at_hand(replica.arguments) if batch is None and not counted else []
+    if any(share.may_stand_in for share in shares) and all(share.entries != entries for share in shares):
+        sizes = " and ".join(str(share.entries) for share in shares)
         raise ValueError(
-            "batch= holds nothing of a batch of strategy.distribute_dataset: give it one of the batch's own tensors, "
-            "or () for what belongs to no distributed batch"
+            f"the loss has {entries} entries on tower {replica.replica_id_in_sync_group}, whose distributed batch has "
+            f"{sizes}. As a batch can be a stand-in (stand_in=True), which must not count, say to which one the loss "
+            "belongs: batch=x, with a tensor x of the batch, or batch=() if it is of no distributed batch"
         )
-    return shares
-
-
-def holds_stand_in(strategy: ActiveStrategy, replica: ReplicaContext | None) -> bool:
-    """Whether any of the batches at hand is a stand-in."""
-    return strategy.known_shares.has_stand_in and any(share.stand_in for share in shares_at_hand(strategy, replica))
-
-
-def shares_at_hand(strategy: ActiveStrategy, replica: ReplicaContext | None) -> list[Share]:
-    """The shares of the batches that a run was given, else that of the newest batch.
-
-    See [Note: batch sizes travel beside the batch] in :mod:`mirrored.data.shares`.
-    """
-    known = strategy.known_shares
-    shares = replica.shares() if replica is not None else []
-    return shares or ([known.in_hand] if known.in_hand is not None else [])
+    return is_stand_in(replica.strategy, values, entries, "the loss", batch)
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
