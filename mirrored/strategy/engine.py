@@ -123,6 +123,7 @@ class Engine:
             channel,
             communication.bucket_bytes,
             reduction=exchange.reduction if exchange is not None else None,
+            lazy=exchange.lazy if exchange is not None else None,
             announce=functools.partial(announce, comm),
             watch=watch,
         )

@@ -25,6 +25,7 @@ import contextlib
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +52,22 @@ class Hooks(enum.Enum):
     DISABLED = "nothing: as if nothing were attached"
 
 
+class Lazy(Protocol):
+    """Completes gradients of which the reduction has averaged this tower's chunk only.
+
+    :class:`towers.gradients.reduce_scatter.ReduceScatter` does.
+    """
+
+    def defer_rest(self) -> None:
+        """A backward is averaged. From now on its gradients complete themselves when they are used."""
+
+    def complete(self) -> None:
+        """Outside of an averaged backward: gradients are about to change, or to be made. The last may still be held.
+
+        All towers call it, or none; until the next backward is averaged, only the first call does anything.
+        """
+
+
 _IDLE, _ACCUMULATE, _DISABLED = State.IDLE, Hooks.ACCUMULATE, Hooks.DISABLED  # looking up a member takes 0.1 µs
 
 
@@ -61,6 +78,7 @@ class GradientAverager:
         channel: a communicator that nothing else uses (see [Note: a channel of its own]).
         bucket_bytes: size of a bucket.
         reduction: how buckets are averaged; all-reduces by default.
+        lazy: completes what ``reduction`` leaves incomplete, if that is anything.
         announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
             all of them are; raises on all where they are not.
         watch: inspects what this tower contributes.
@@ -76,12 +94,14 @@ class GradientAverager:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         *,
         reduction: Reduction | None = None,
+        lazy: Lazy | None = None,
         announce: Callable[[str], object] = lambda call: None,
         watch: Watch | None = None,
     ) -> None:
         self._channel = channel
         self._bucket_bytes = bucket_bytes
         self._reduction = reduction or AllReduce(channel)
+        self._lazy = lazy
         self._announce = announce
         self._watch = watch
         self._cycle = Cycle(channel, self._reduction, watch)
@@ -116,7 +136,7 @@ class GradientAverager:
         """
         self._cycle.check_whole()
         self.check_paired()
-        self._reduction.before_adding()
+        self._complete()
         self._lay_out(self._layout.kept(self._channel) + list(parameters))
         # see [Note: buckets in the order of arrival]
         self._arrivals = None if self._channel.averages_in_place else []
@@ -134,7 +154,7 @@ class GradientAverager:
         self._overtaken = []
         if (converted := self._layout.converted()) is not None:
             self._announce(f"a run() after the model was converted or moved ({converted})")
-            self._reduction.before_adding()
+            self._complete()
             self._lay_out(self._layout.kept(self._channel))
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
@@ -153,7 +173,6 @@ class GradientAverager:
         for slot in layout.slots:
             if (old := before.get(id(slot.parameter))) is not None:
                 slot.unsynced, slot.averaged = self._any_unsynced and old.holds_unsynced, old.averaged
-        self._reduction.lay_out(layout)
         self._cycle.lay_out(layout)
         self._unhook = []
         for slot in layout.slots:
@@ -165,10 +184,10 @@ class GradientAverager:
             return
         hook = GradientHook(parameter, lambda parameter: self._arrive(slot, parameter, hook))
         self._unhook.append(hook.remove)
-        if self._reduction.watches_adding:
+        if self._lazy is not None:
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)  # torch hooks no others
-            self._unhook.append(parameter.register_hook(lambda _: self._before_adding()).remove)
+            self._unhook.append(parameter.register_hook(lambda _: self._complete()).remove)
             parameter.requires_grad_(trainable)
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
@@ -177,10 +196,10 @@ class GradientAverager:
 
     # -- one backward ------------------------------------------------------------------------------------
 
-    def _before_adding(self) -> None:
-        """Autograd is about to add to a gradient, or to make one."""
-        if self._cycle.state is State.IDLE and self._hooks is not Hooks.DISABLED:
-            self._reduction.before_adding()
+    def _complete(self) -> None:
+        """Gradients are about to change: autograd adds to one, for example."""
+        if self._lazy is not None and self._cycle.state is State.IDLE:
+            self._lazy.complete()
 
     def _arrive(self, slot: Slot, parameter: Tensor, hook: GradientHook) -> None:
         """Autograd has finished a gradient. It also calls the hooks of what was frozen since the forward."""
@@ -215,6 +234,8 @@ class GradientAverager:
     def _finish(self, reduction: Reduction | None = None) -> None:
         self._cycle.close(reduction)
         self._any_unsynced = False
+        if self._lazy is not None:
+            self._lazy.defer_rest()
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
         if self._watch is not None:
@@ -237,7 +258,7 @@ class GradientAverager:
             TowersError: the last backward ended in an exception, so towers may be out of step.
         """
         self._cycle.check_whole()
-        self._before_adding()
+        self._complete()
         if self._hooks is Hooks.ACCUMULATE:
             self._channel.health.train()
             return
@@ -258,10 +279,7 @@ class GradientAverager:
         self._cycle.open()
         for slot in self._layout.slots:
             slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
-        try:
-            self._finish(kind(self._channel))
-        finally:
-            self._reduction.note_whole()
+        self._finish(kind(self._channel))
 
     @property
     def in_backward(self) -> bool:
@@ -323,7 +341,7 @@ class GradientAverager:
                 f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
                 "no_sync and not averaged yet: adding up virtual towers' gradients would mix the two"
             )
-        self._reduction.before_adding()
+        self._complete()
         self._channel.health.train()
         self._hooks = Hooks.DISABLED
         try:

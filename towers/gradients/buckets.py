@@ -29,7 +29,7 @@ make must give old + mean(new), and contributing zero would divide the old.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,11 +60,9 @@ class DenseSlot(Slot):
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
         copied: the gradient that was copied so, and its version then.
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
-        on_install: is told of each gradient that lies in the buffer and will be reduced there, if that leaves it
-            incomplete.
     """
 
-    __slots__ = ("bucket", "copied", "large", "on_install", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "large", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -74,7 +72,6 @@ class DenseSlot(Slot):
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
         self.packed: Tensor | None = None
-        self.on_install: Callable[[DenseSlot, Tensor], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -90,9 +87,7 @@ class DenseSlot(Slot):
 
     def install(self, parameter: Tensor) -> None:
         """Make this slot's place in the buffer the parameter's gradient."""
-        parameter.grad = gradient = self.view.detach()
-        if self.on_install is not None:
-            self.on_install(self, gradient)
+        parameter.grad = self.view.detach()
 
     def has_copied(self, gradient: Tensor) -> bool:
         """Whether ``gradient`` was copied at once, and nobody has changed it since."""
@@ -200,8 +195,6 @@ class Bucket:
             elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
-                if slot.on_install is not None:
-                    slot.on_install(slot, gradient)
             else:
                 if not slot.has_copied(gradient):
                     sources.append(gradient)

@@ -162,7 +162,7 @@ class Cycle:
             slot.arrived = True
             return False
         bucket = slot.bucket
-        if gradient is not None and gradient.dtype != slot.dtype and slot.dtype != gradient_dtype(parameter):
+        if gradient is not None and gradient.dtype != slot.dtype and gradient_dtype(parameter) != slot.dtype:
             raise TowersError(
                 f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its gradients were "
                 f"of {slot.dtype} when strategy.run(...) began. Convert a model (model.to, model.float, model.half) "

@@ -38,6 +38,7 @@ class Exchange:
 
     Attributes:
         reduction: what makes the gradients that shards are updated with.
+        lazy: completes them, where they are averaged in part.
         state_is_readable: whether a tower alone can read all towers' state.
     """
 
@@ -45,6 +46,7 @@ class Exchange:
 
     def __init__(self, channel: Communicator) -> None:
         self.reduction: Reduction = AllReduce(channel)
+        self.lazy: ReduceScatter | None = None
         self._channel = channel
 
     def begin(self, purpose: str) -> None:
@@ -128,6 +130,7 @@ class SharedParameters(Exchange):
     def __init__(self, channel: SharedMemoryCommunicator) -> None:
         super().__init__(channel)
         self.reduction: ReduceScatter = ReduceScatter(channel, channel.regions)
+        self.lazy = self.reduction
         self._regions = channel.regions
         self._generation = -1
         self._keys: dict[int, int] = {}  # by the index of a bucket
