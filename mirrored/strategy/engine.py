@@ -22,8 +22,8 @@ from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
 from towers.collectives.agreement import agree, announce
-from towers.collectives.communicator import Communicator
 from towers.gradients.averager import GradientAverager
+from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
 from towers.mirroring.mirror import Named
 from towers.options import CommunicationOptions
@@ -119,7 +119,7 @@ class Engine:
             from towers.gradients.nonfinite import GradientWatch
 
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
-        self.averager = GradientAverager(
+        averager = GradientAverager(
             channel,
             communication.bucket_bytes,
             reduction=exchange.reduction if exchange is not None else None,
@@ -127,16 +127,17 @@ class Engine:
             announce=functools.partial(announce, comm),
             watch=watch,
         )
+        self.averager: GradientReducer = averager
         self.virtual: VirtualTowers | None = None
         parts: list[Part] = []
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
-            averager = self.averager if self._several else None
-            self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
+            reducer = averager if self._several else None
+            self.virtual = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
             parts.append(Part(self.virtual, add=self.virtual.add, before_step=self.virtual.before_step))
         if self._several:
-            parts += self._parts_of_several_towers(channel, training, exchange)
+            parts += self._parts_of_several_towers(averager, training, exchange)
         elif watch is not None:
             parts.append(Part(self.averager, add=self.averager.add))
         self._records = bool(parts)
@@ -151,15 +152,15 @@ class Engine:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, self._before_step)
 
     def _parts_of_several_towers(
-        self, channel: Communicator, training: TrainingOptions, exchange: Exchange | None
+        self, averager: GradientAverager, training: TrainingOptions, exchange: Exchange | None
     ) -> list[Part]:
-        comm, averager, recorder = self._comm, self.averager, self.recorder
+        comm, recorder = self._comm, self.recorder
         early = EarlyBackwardGuard(comm.index, recorder)
         sharder = None
         if exchange is not None:
             from towers.sharding.optimizer import OptimizerSharder
 
-            sharder = OptimizerSharder(averager, channel, exchange)
+            sharder = OptimizerSharder(averager, exchange)
         check = MirrorCheck(
             comm,
             training.mirror_check_interval,

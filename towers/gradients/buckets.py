@@ -140,10 +140,6 @@ class Bucket:
         """Slots begin at multiples of so many elements."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
         self.is_packed = self._ready = False
@@ -263,21 +259,17 @@ class Bucket:
             MirrorError: a parameter is frozen on this tower and not on another one.
         """
         used = self.flags[: len(self.slots)]
-        for slot, used_here in zip(self.slots, used, strict=True):
-            if used_here:
+        anywhere = used if all(used) else counts.used()
+        for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
+            if count:
                 slot.averaged = number
-        if all(used):
-            return
-        for slot, count, used_here in zip(self.slots, counts.used(), used, strict=True):
-            parameter = slot.parameter
-            if count == 0 or parameter is None:
+            if used_here or not count or (parameter := slot.parameter) is None:
                 continue
-            if not used_here and not parameter.requires_grad:
+            if not parameter.requires_grad:
                 raise MirrorError(
                     f"parameter {slot.name} is frozen (requires_grad is False) on tower {tower}, but another tower has "
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
-            slot.averaged = number
             if not slot.is_installed(parameter.grad):
                 slot.install(parameter)
 
@@ -318,8 +310,8 @@ def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
                 continue
             key = (gradient_dtype(tensor).to_real() if tensor.is_complex() else gradient_dtype(tensor), tensor.device)
             bucket = filling.get(key)
-            limit = FIRST_BUCKET_BYTES if bucket is not None and bucket.index == 0 else bucket_bytes
-            if bucket is None or bucket.nbytes >= min(limit, bucket_bytes):
+            limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if bucket is not None and not bucket.index else bucket_bytes
+            if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
                 bucket = filling[key] = Bucket(len(buckets), *key)
                 buckets.append(bucket)
             bucket.add(named)

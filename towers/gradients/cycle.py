@@ -110,11 +110,13 @@ class Cycle:
             )
 
     def check_paired(self) -> None:
-        """See that the last backward was the same one on all towers, where that has not been looked at yet.
+        """See that the last backward was whole, and the same one on all towers, where that was not looked at yet.
 
         Raises:
-            DisagreementError: on all towers, when it was not.
+            TowersError: it ended in an exception.
+            DisagreementError: on all towers, when it was not the same one.
         """
+        self.check_whole()
         unread, self._unread = self._unread, None
         if unread is not None:
             self._read(unread)

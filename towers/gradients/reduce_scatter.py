@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -38,7 +39,7 @@ class ReduceScatter(AllReduce):
         self._owes_barrier = False
 
     def start(self, bucket: Bucket) -> None:
-        pass
+        """All buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         with WholeCall(self._regions.barrier):
@@ -54,10 +55,7 @@ class ReduceScatter(AllReduce):
                 self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
                 tails.append(bucket.tail)
                 continue
-            tail = tensors[0][bucket.numel :].clone()
-            for other in tensors[1:]:
-                tail += other[bucket.numel :]
-            tails.append(tail)
+            tails.append(torch.stack([tensor[bucket.numel :] for tensor in tensors]).sum(0))
             self._regions.average_range(tensors, *self._chunk(bucket, self._channel.index))
             self._reduced.append((bucket, tensors))
         if self._regions.newly_mapped:
@@ -134,6 +132,5 @@ class ReduceScatter(AllReduce):
             self._note_barrier()
 
     def _note_barrier(self) -> None:
-        if self._owes_barrier:
-            self._regions.close_files()
-            self._owes_barrier = False
+        self._regions.close_files()
+        self._owes_barrier = False

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.gradients.buckets import Bucket
-from towers.gradients.sparse import SparseSlot, average_rows, to_dense
+from towers.gradients.sparse import SparseSlot, average_rows
 
 
 class Reduction(ABC):
@@ -72,11 +72,10 @@ class AllReduce(Reduction):
         return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        gradient, all_sparse = slot.contribution(self._channel)
-        if all_sparse:
-            mean = average_rows(self._channel, gradient)
+        mean = slot.contribution(self._channel)
+        if mean.is_sparse:
+            mean = average_rows(self._channel, mean)
         else:
-            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             self._channel.all_reduce(mean)
             mean /= self._channel.size
         slot.replace(mean)
