@@ -122,7 +122,7 @@ class GradientAverager(GradientReducer):
         self._complete()
         self._lay_out(self.layout.kept(self._channel) + list(parameters))
         # see [Note: buckets in the order of arrival]
-        self._arrivals = None if self._channel.averages_in_place else []
+        self._arrivals = [] if self._channel.may_overlap else None
 
     def refresh(self) -> None:
         self.check_paired()

@@ -63,7 +63,7 @@ class AllReduce(Reduction):
         self._pending: list[Pending] = []
 
     def start(self, bucket: Bucket) -> None:
-        self._pending.append(self._channel.start_average(bucket.buffer))
+        self._pending.append(self._channel.submit_average(bucket.buffer))
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         pending, self._pending = self._pending, []
