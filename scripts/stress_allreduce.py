@@ -37,7 +37,7 @@ def reduce_at_random(count: int, largest: int, seed: int) -> str:
         if in_place:
             op, key = "sum", 0
             result = comm.allocate(key, size, dtype, comm.device).copy_(own)
-            comm.start_average(result).wait()
+            comm.submit_average(result).wait()
             comm.release(key)
         else:
             result = own.clone()

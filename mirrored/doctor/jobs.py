@@ -113,7 +113,7 @@ def _average(implementation: str, seconds: float) -> tuple[str, list[float], boo
             _synchronize(communicator.device)
             communicator.barrier()
             started = clock.monotonic()
-            communicator.start_average(bucket).wait()
+            communicator.submit_average(bucket).wait()
             _synchronize(communicator.device)
             times.append(clock.monotonic() - started)
         medians.append(statistics.median(times[1:]))

@@ -28,8 +28,8 @@ from mirrored.strategy.keras_guard import KerasGuard
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
 from towers.collectives.agreement import agree, announce
-from towers.collectives.communicator import Communicator
 from towers.gradients.averager import GradientAverager
+from towers.gradients.reducer import GradientReducer
 from towers.mirroring import mirror
 from towers.options import CommunicationOptions
 from towers.system.log import get_logger
@@ -109,25 +109,27 @@ class Engine:
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.events = events = distribution.events
         events.begin_run.append(functools.partial(_begin_run, weakref.ref(self)))
-        self.averager = GradientAverager(
+        averager = GradientAverager(
             channel,
             communication.bucket_bytes,
             reduction=exchange.reduction if exchange is not None else None,
+            lazy=exchange.lazy if exchange is not None else None,
             announce=functools.partial(announce, comm),
             watch=watch,
         )
-        events.failed.append(self.averager.give_up)
+        self.averager: GradientReducer = averager
+        events.failed.append(averager.give_up)
         self.virtual: VirtualTowers | None = None
         self._parts: dict[type, Any] = {}
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
-            averager = self.averager if self._several else None
-            self.virtual = VirtualTowers(distribution, averager, self.recorder.modules_with_buffers)
+            reducer = averager if self._several else None
+            self.virtual = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
             events.mirrored.append(self.virtual.add)
             events.before_step.append(self.virtual.before_step)
         if self._several:
-            self._attach_to_several_towers(channel, training, exchange)
+            self._attach_to_several_towers(averager, training, exchange)
         elif watch is not None:
             events.mirrored.append(self.averager.add)
         self._records = bool(events.mirrored)
@@ -136,15 +138,15 @@ class Engine:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
     def _attach_to_several_towers(
-        self, channel: Communicator, training: TrainingOptions, exchange: Exchange | None
+        self, averager: GradientAverager, training: TrainingOptions, exchange: Exchange | None
     ) -> None:
-        comm, averager, recorder, events = self._comm, self.averager, self.recorder, self.events
+        comm, recorder, events = self._comm, self.recorder, self.events
         early = EarlyBackwardGuard(comm.index, recorder)
         sharder = None
         if exchange is not None:
             from towers.sharding.optimizer import OptimizerSharder
 
-            sharder = OptimizerSharder(averager, channel, exchange)
+            sharder = OptimizerSharder(averager, exchange)
         check = MirrorCheck(
             comm,
             training.mirror_check_interval,

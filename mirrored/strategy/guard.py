@@ -22,8 +22,8 @@ from mirrored.events import Events
 from mirrored.strategy.scope import Recorder
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
-from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
+from towers.gradients.reducer import GradientReducer
 from towers.health.status import AFTER_OPTIMIZER, OPTIMIZER
 from towers.system.autograd_hooks import GradientHook
 from towers.system.log import get_logger
@@ -101,7 +101,7 @@ class OptimizerGuard:
         self,
         comm: Communicator,
         recorder: Recorder,
-        averager: GradientAverager,
+        averager: GradientReducer,
         is_inner_optimizer: Callable[[Optimizer], bool],
         events: Events,
     ) -> None:

@@ -82,7 +82,9 @@ class OwnGradients(CheckedCalls):
         except Exception as error:
             announce(self.communicator, call, error=error)  # an error on all towers
             raise
-        return tuple(self._averaged(call, wanted, gradients))
+        means = self._averaged(call, wanted, gradients)
+        self.engine.averager.note_averaged(wanted, replaced=False)
+        return tuple(means)
 
     def average_gradients(self, parameters: Tensor | Iterable[Tensor]) -> None:
         """Average what lies in ``p.grad`` now, for a script that has put it there itself; all towers call it.
@@ -113,7 +115,7 @@ class OwnGradients(CheckedCalls):
                 parameter.grad = mean
             else:
                 before.detach().copy_(mean)
-        self.engine.averager.note_synced(chosen)
+        self.engine.averager.note_averaged(chosen, replaced=True)
 
     def _averaged(
         self, call: str, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -133,9 +135,7 @@ class OwnGradients(CheckedCalls):
         call = with_batch(call, health.batch)
         from towers.gradients.averages import average
 
-        means = average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
-        self.engine.averager.note_averaged(tensors)
-        return means
+        return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
 
     def _refuse_own(self, call: str, tensors: Sequence[Tensor]) -> None:
         """See that no tensor is this tower's share of a batch."""

@@ -30,7 +30,7 @@ def _measure(numel: int, turns: int, seconds: float) -> steps.Times:
     region = comm.allocate(0, numel, torch.float32, comm.device)
     plain, other, source = torch.zeros(numel), torch.zeros(numel), torch.ones(numel)
     variants: dict[str, steps.Step] = {
-        "ours, in place": lambda: comm.start_average(region).wait(),
+        "ours, in place": lambda: comm.submit_average(region).wait(),
         "ours, any tensor": lambda: comm.all_reduce(plain),
         "Gloo": lambda: dist.all_reduce(other),
         "copy": (lambda: plain.copy_(source)) if strategy.is_chief else (lambda: None),  # the others wait

@@ -102,7 +102,7 @@ def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
     for _ in range(3):
         try:
             if where == "average":
-                comm.start_average(region).wait()
+                comm.submit_average(region).wait()
             elif where == "reduce":
                 own = strategy.reduce("sum", torch.ones(1000))
             else:

@@ -137,7 +137,7 @@ def average_regions(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
                 if turn == 1 and comm.index == 1:
                     region = comm.allocate(key, size, dtype, comm.device)
                 region.copy_(parts[comm.index])
-                comm.start_average(region).wait()
+                comm.submit_average(region).wait()
                 right = right and agrees(region, fixed_order(parts, "sum") / comm.size, comm.size)
             comm.release(key)
     return right

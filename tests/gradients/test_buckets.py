@@ -71,7 +71,7 @@ def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], 
 
     for _ in range(3):
         strategy.run(step)
-        layouts.append([slot.name.split(".")[1] for bucket in averager.buckets for slot in bucket.slots])
+        layouts.append([slot.name.split(".")[1] for bucket in averager.layout.buckets for slot in bucket.slots])
         losses.append(float(sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)))
     model.zero_grad()
     x = model["first"](torch.eye(8)[:2])
@@ -103,7 +103,7 @@ def use_all_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[int
     averager = strategy.engine.averager
     slots = []
     for _ in range(3):
-        slots.append([len(bucket.slots) for bucket in averager.buckets])
+        slots.append([len(bucket.slots) for bucket in averager.layout.buckets])
         strategy.run(lambda: (model[1].mean() * model[2].mean() * model[0].mean()).backward())
     return slots[1:], [float(p.grad.sum()) for p in model]
 
@@ -193,7 +193,7 @@ def test_each_arrival_on_a_gpu_is_ordered_after_the_one_before(monkeypatch: pyte
     averager = GradientAverager(Alone(torch.device("cpu")))
     model = nn.Linear(300, 200)
     averager.add([Named(name, p, "parameter", True) for name, p in model.named_parameters()])
-    for bucket in averager.buckets:
+    for bucket in averager.layout.buckets:
         bucket.streams = StreamOrder(torch.device("cuda", 0))
     model(torch.ones(1, 300)).sum().backward()
     assert sorted(did[:3]) == ["advance", "advance", "copy_in"]

@@ -147,7 +147,7 @@ def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]
         strategy.run(lambda model=model: (model.weight * (r + 1)).sum().backward())
         found.append(float(model.weight.grad))
         del model
-    return found, len(strategy.engine.averager._layout.slots)
+    return found, len(strategy.engine.averager.layout.slots)
 
 
 def test_models_that_are_gone_are_forgotten() -> None:

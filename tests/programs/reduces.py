@@ -12,10 +12,10 @@ import mirrored
 def reduce_for_long(folder):
     strategy = mirrored.MirroredStrategy()
     region = strategy.communicator.allocate(0, 1_000_000, torch.float32, strategy.device)
-    strategy.communicator.start_average(region).wait()
+    strategy.communicator.submit_average(region).wait()
     pathlib.Path(folder, str(strategy.topology.index)).write_text(str(os.getpid()))
     while True:
-        strategy.communicator.start_average(region).wait()
+        strategy.communicator.submit_average(region).wait()
 
 
 if __name__ == "__main__":

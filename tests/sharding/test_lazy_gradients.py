@@ -162,3 +162,31 @@ def test_towers_that_meet_one_meeting_apart_find_out() -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
         launch(come_one_meeting_late)
     assert isinstance(caught.value.__cause__, mirrored.DisagreementError)
+
+
+def train_beside_a_sparse_table(shard: bool) -> list[Tensor]:
+    """The table's gradients are clipped with the others and not stepped: no sharded optimizer takes them."""
+    strategy = strategy_of(shard)
+    with strategy.scope():
+        table, model = nn.Embedding(6, 5, sparse=True), mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    seen: list[Tensor] = []
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        table.zero_grad()
+        model(table(torch.tensor([number, strategy.topology.index]))).square().mean().backward()
+        if number == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        seen.append(table.weight.grad.to_dense())
+        optimizer.step()
+
+    for number in range(4):
+        strategy.run(step, (number,))
+    return [*seen, *parameters(model)]
+
+
+def test_dense_gradients_are_gathered_when_used_beside_sparse_ones() -> None:
+    ours, expected = launch(train_beside_a_sparse_table, True), launch(train_beside_a_sparse_table, False)
+    for mine, should in zip(ours, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))

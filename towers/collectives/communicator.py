@@ -171,10 +171,10 @@ class Communicator(PeerGroup):
 
     Attributes:
         backend: name for messages and the log.
-        prescale: what a tensor has to be multiplied by before :meth:`start_average`: 1 over the number of towers where
+        prescale: what a tensor has to be multiplied by before :meth:`submit_average`: 1 over the number of towers where
             the backend can only sum, else 1.
-        averages_in_place: whether :meth:`start_average` averages where the tensors lie, in memory that all towers map,
-            and all at once when the first is awaited; else averages may run beside the computation, in their order.
+        may_overlap: whether averages may run beside the computation, in the order in which they were submitted; else
+            they run all at once when the first is awaited.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -182,21 +182,23 @@ class Communicator(PeerGroup):
 
     backend: str
     prescale: float = 1.0
-    averages_in_place: bool = False
+    may_overlap: bool = True
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Reduce ``tensor`` over all towers, in place. ``op``: sum, min, max or prod."""
 
     @abstractmethod
-    def start_average(self, tensor: Tensor) -> Pending:
-        """Start to average ``tensor`` over all towers, in place; nobody else uses it until the result is awaited.
+    def submit_average(self, tensor: Tensor) -> Pending:
+        """Have ``tensor`` averaged over all towers, in place, from now on or when the result is awaited.
+
+        Nobody else uses it until then.
 
         Its values have been multiplied by :attr:`prescale` before.
         """
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, flat, where :meth:`start_average` takes the least time.
+        """Zeros, flat, where :meth:`submit_average` takes the least time.
 
         Args:
             key: tells such tensors apart; the same on all towers for what is reduced together. The one that was
@@ -289,7 +291,7 @@ class Alone(Communicator):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         pass
 
-    def start_average(self, tensor: Tensor) -> Pending:
+    def submit_average(self, tensor: Tensor) -> Pending:
         return Deferred(lambda: None)
 
     def all_gather(self, tensor: Tensor) -> Tensor:

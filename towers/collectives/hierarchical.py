@@ -54,20 +54,20 @@ class HierarchicalCommunicator(Communicator):
     def release(self, key: int) -> None:
         self._local.release(key)
 
-    def start_average(self, tensor: Tensor) -> Pending:
-        self._queue.append((tensor, self._local.start_average(tensor)))
-        return Deferred(self.finish_started)
+    def submit_average(self, tensor: Tensor) -> Pending:
+        self._queue.append((tensor, self._local.submit_average(tensor)))
+        return Deferred(self.finish_submitted)
 
     @whole
-    def finish_started(self) -> None:
-        """Finish all that was started; see [Note: two levels] for the weights."""
+    def finish_submitted(self) -> None:
+        """Average all that was submitted; see [Note: two levels] for the weights."""
         queue, self._queue = self._queue, []
         crossing: list[Pending] = []
         for tensor, pending in queue:
             pending.wait()
             if self._across is not None:
                 tensor.mul_(len(self._hosts[self._host]) / self.size)
-                crossing.append(self._across.start_average(tensor))
+                crossing.append(self._across.submit_average(tensor))
         for number, (tensor, _) in enumerate(queue):
             if crossing:
                 crossing[number].wait()

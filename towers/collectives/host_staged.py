@@ -66,20 +66,20 @@ class HostStagedCommunicator(Communicator):
     def barrier(self) -> None:
         self._hosts.barrier()
 
-    def start_average(self, tensor: Tensor) -> Pending:
+    def submit_average(self, tensor: Tensor) -> Pending:
         if tensor.device.type == "cpu":
-            return self._hosts.start_average(tensor)
+            return self._hosts.submit_average(tensor)
         self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self._stream:
             self._queue.append((tensor, HostCopy(tensor)))
         tensor.record_stream(self._stream)
-        return Deferred(self.finish_started)
+        return Deferred(self.finish_submitted)
 
     @whole
-    def finish_started(self) -> None:
-        """Finish all that was started: while one bucket is averaged, the next ones come and the last one goes back."""
+    def finish_submitted(self) -> None:
+        """Average all that was submitted: while one bucket is averaged, the next come and the last goes back."""
         queue, self._queue = self._queue, []
-        averages = [self._hosts.start_average(copy.get()) for _, copy in queue]
+        averages = [self._hosts.submit_average(copy.get()) for _, copy in queue]
         for (tensor, copy), average in zip(queue, averages, strict=True):
             average.wait()
             tensor.copy_(copy.get(), non_blocking=True)

@@ -85,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         self._do(tensor, functools.partial(dist.all_reduce, tensor, op=_OPERATIONS[op]))
 
-    def start_average(self, tensor: Tensor) -> Pending:
+    def submit_average(self, tensor: Tensor) -> Pending:
         narrow = self._wire_dtype == "bfloat16" and tensor.dtype == torch.float32
         sent = tensor.bfloat16() if narrow else tensor
         work = dist.all_reduce(sent, self._average, self._begin(), async_op=True)

@@ -25,16 +25,17 @@ import contextlib
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
-from towers.gradients.buckets import Bucket
 from towers.gradients.cycle import Cycle, State, Watch
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
+from towers.gradients.reducer import GradientReducer
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.mirroring.mirror import Named
@@ -51,23 +52,40 @@ class Hooks(enum.Enum):
     DISABLED = "nothing: as if nothing were attached"
 
 
+class Lazy(Protocol):
+    """Completes gradients of which the reduction has averaged this tower's chunk only.
+
+    :class:`towers.gradients.reduce_scatter.ReduceScatter` does.
+    """
+
+    def defer_rest(self) -> None:
+        """A backward is averaged. From now on its gradients complete themselves when they are used."""
+
+    def complete(self) -> None:
+        """Outside of an averaged backward: gradients are about to change, or to be made. The last may still be held.
+
+        All towers call it, or none; until the next backward is averaged, only the first call does anything.
+        """
+
+
 _IDLE, _ACCUMULATE, _DISABLED = State.IDLE, Hooks.ACCUMULATE, Hooks.DISABLED  # looking up a member takes 0.1 µs
 
 
-class GradientAverager:
+class GradientAverager(GradientReducer):
     """Attaches to parameters and keeps their gradients averaged.
 
     Args:
         channel: a communicator that nothing else uses (see [Note: a channel of its own]).
         bucket_bytes: size of a bucket.
         reduction: how buckets are averaged; all-reduces by default.
+        lazy: completes what ``reduction`` leaves incomplete, if that is anything.
         announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
             all of them are; raises on all where they are not.
         watch: inspects what this tower contributes.
 
     Attributes:
         keys: of memory in ``channel``.
-        generation: counts the layouts of buckets.
+        layout: the present buckets; another one whenever they are laid out anew.
     """
 
     def __init__(
@@ -76,12 +94,14 @@ class GradientAverager:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         *,
         reduction: Reduction | None = None,
+        lazy: Lazy | None = None,
         announce: Callable[[str], object] = lambda call: None,
         watch: Watch | None = None,
     ) -> None:
         self._channel = channel
         self._bucket_bytes = bucket_bytes
         self._reduction = reduction or AllReduce(channel)
+        self._lazy = lazy
         self._announce = announce
         self._watch = watch
         self._cycle = Cycle(channel, self._reduction, watch)
@@ -91,69 +111,44 @@ class GradientAverager:
         self._arrivals: list[str] | None = None  # names, of the first backward, until their order is known
         self._any_unsynced = False
         self.keys = Keys(channel)
-        self.generation = 0
-        self._layout = BucketLayout([], bucket_bytes)
+        self.layout = BucketLayout([], bucket_bytes)
         self._lay_out([])
         keep_from_forks(self)
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Of the present layout."""
-        return self._layout.buckets
-
-    @property
-    def averaged(self) -> int:
-        """How many backwards there were whose gradients were averaged."""
-        return self._cycle.number
 
     # -- parameters --------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[Named]) -> None:
-        """Average the gradients of these too. All towers add the same, in the same order.
-
-        Raises:
-            TowersError: the last backward ended in an exception, so towers may be out of step.
-        """
-        self._cycle.check_whole()
         self.check_paired()
-        self._reduction.before_adding()
-        self._lay_out(self._layout.kept(self._channel) + list(parameters))
+        self._complete()
+        self._lay_out(self.layout.kept(self._channel) + list(parameters))
         # see [Note: buckets in the order of arrival]
-        self._arrivals = None if self._channel.averages_in_place else []
+        self._arrivals = [] if self._channel.may_overlap else None
 
     def refresh(self) -> None:
-        """Take notice of parameters that were converted or moved since the last step.
-
-        Raises:
-            TowersError: the last backward ended in an exception, so towers may be out of step.
-        """
-        self._cycle.check_whole()
         self.check_paired()
         for hook in self._overtaken:
             hook.come_last()
         self._overtaken = []
-        if (converted := self._layout.converted()) is not None:
+        if (converted := self.layout.converted()) is not None:
             self._announce(f"a run() after the model was converted or moved ({converted})")
-            self._reduction.before_adding()
-            self._lay_out(self._layout.kept(self._channel))
+            self._complete()
+            self._lay_out(self.layout.kept(self._channel))
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         """Distribute parameters over new buckets, and attach to them. All towers have made a collective before."""
-        before = {id(slot.parameter): slot for slot in self._layout.slots}
+        before = {id(slot.parameter): slot for slot in self.layout.slots}
         for remove in self._unhook:
             remove()
         self._overtaken = []
         self.keys.recycle()
-        for bucket in self.buckets:
+        for bucket in self.layout.buckets:
             self.keys.release(bucket.key)
-        self.generation += 1
-        self._layout = layout = BucketLayout(parameters, self._bucket_bytes)
-        for bucket in self.buckets:
+        self.layout = layout = BucketLayout(parameters, self._bucket_bytes)
+        for bucket in layout.buckets:
             bucket.key = self.keys.new()
         for slot in layout.slots:
             if (old := before.get(id(slot.parameter))) is not None:
                 slot.unsynced, slot.averaged = self._any_unsynced and old.holds_unsynced, old.averaged
-        self._reduction.lay_out(layout)
         self._cycle.lay_out(layout)
         self._unhook = []
         for slot in layout.slots:
@@ -165,22 +160,21 @@ class GradientAverager:
             return
         hook = GradientHook(parameter, lambda parameter: self._arrive(slot, parameter, hook))
         self._unhook.append(hook.remove)
-        if self._reduction.watches_adding:
+        if self._lazy is not None:
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)  # torch hooks no others
-            self._unhook.append(parameter.register_hook(lambda _: self._before_adding()).remove)
+            self._unhook.append(parameter.register_hook(lambda _: self._complete()).remove)
             parameter.requires_grad_(trainable)
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
-        """A parameter's slot, if its gradients are averaged: a place in a bucket, or a sparse one."""
-        return self._layout.slot_of(parameter)
+        return self.layout.slot_of(parameter)
 
     # -- one backward ------------------------------------------------------------------------------------
 
-    def _before_adding(self) -> None:
-        """Autograd is about to add to a gradient, or to make one."""
-        if self._cycle.state is State.IDLE and self._hooks is not Hooks.DISABLED:
-            self._reduction.before_adding()
+    def _complete(self) -> None:
+        """Gradients are about to change: autograd adds to one, for example."""
+        if self._lazy is not None and self._cycle.state is State.IDLE:
+            self._lazy.complete()
 
     def _arrive(self, slot: Slot, parameter: Tensor, hook: GradientHook) -> None:
         """Autograd has finished a gradient. It also calls the hooks of what was frozen since the forward."""
@@ -215,6 +209,8 @@ class GradientAverager:
     def _finish(self, reduction: Reduction | None = None) -> None:
         self._cycle.close(reduction)
         self._any_unsynced = False
+        if self._lazy is not None:
+            self._lazy.defer_rest()
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
         if self._watch is not None:
@@ -224,20 +220,15 @@ class GradientAverager:
         """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
         self._arrivals = None
         replies = self._channel.all_gather_bytes(json.dumps(arrivals).encode() if self._channel.index == 0 else b"")
-        ordered = self._layout.in_order_of(json.loads(replies[0]), self._channel)
+        ordered = self.layout.in_order_of(json.loads(replies[0]), self._channel)
         if ordered is not None:
             self._lay_out(ordered)
 
     @disable_dynamo
     @handles_gradients
     def contribute_nothing(self) -> None:
-        """Take part in a backward of the other towers without one of this tower's own.
-
-        Raises:
-            TowersError: the last backward ended in an exception, so towers may be out of step.
-        """
         self._cycle.check_whole()
-        self._before_adding()
+        self._complete()
         if self._hooks is Hooks.ACCUMULATE:
             self._channel.health.train()
             return
@@ -247,44 +238,27 @@ class GradientAverager:
     @disable_dynamo
     @handles_gradients
     def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
-        """Reduce the gradients that there are, without a backward; all towers call it.
-
-        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
-
-        Args:
-            kind: makes the reduction of the averager's channel.
-        """
         self._cycle.check_whole()
         self._cycle.open()
-        for slot in self._layout.slots:
+        for slot in self.layout.slots:
             slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
-        try:
-            self._finish(kind(self._channel))
-        finally:
-            self._reduction.note_whole()
+        self._finish(kind(self._channel))
 
     @property
     def in_backward(self) -> bool:
-        """Whether autograd is running, or has begun a backward whose gradients are not averaged yet."""
         return self._cycle.state is not State.IDLE or current_graph_task_id() != -1
 
     def check_paired(self) -> None:
-        """See that the last backward was the same one on all towers, where that has not been looked at yet.
-
-        Raises:
-            DisagreementError: on all towers, when it was not.
-        """
         self._cycle.check_paired()
 
     def give_up(self, error: BaseException) -> None:
-        """The script's step has ended in ``error``. Towers that wait for an open backward's gradients are told."""
         if self._cycle.state is State.IDLE:
             return
         if self._channel.size > 1:
             self._channel.break_off(error)
         else:  # a tower alone cannot be out of step
             self._cycle = Cycle(self._channel, self._reduction, self._watch)
-            self._lay_out(self._layout.kept(self._channel))
+            self._lay_out(self.layout.kept(self._channel))
 
     @handles_gradients
     def disown(self, error: ForkedError) -> None:
@@ -292,7 +266,7 @@ class GradientAverager:
 
         Autograd adds to a gradient before any hook could refuse to.
         """
-        for slot in self._layout.dense:
+        for slot in self.layout.dense:
             if (parameter := slot.parameter) is not None and slot.is_installed(parameter.grad):
                 parameter.grad = None
 
@@ -300,7 +274,6 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Inside, gradients accumulate on this tower alone; the next backward outside averages them too."""
         before = self._hooks
         self._hooks = Hooks.DISABLED if before is Hooks.DISABLED else Hooks.ACCUMULATE
         try:
@@ -310,20 +283,13 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def hooks_disabled(self) -> Iterator[None]:
-        """Inside, gradients are the caller's business: they are computed as if nothing were attached.
-
-        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
-
-        Raises:
-            TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
-        """
         self._cycle.check_whole()
         if unsynced := self.unsynced():
             raise TowersError(
                 f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
                 "no_sync and not averaged yet: adding up virtual towers' gradients would mix the two"
             )
-        self._reduction.before_adding()
+        self._complete()
         self._channel.health.train()
         self._hooks = Hooks.DISABLED
         try:
@@ -332,22 +298,21 @@ class GradientAverager:
             self._hooks = Hooks.AVERAGE
 
     def unsynced(self) -> dict[int, str]:
-        """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
         if not self._any_unsynced:
             return {}
-        return {id(slot.parameter): slot.name for slot in self._layout.slots if slot.holds_unsynced}
+        return {id(slot.parameter): slot.name for slot in self.layout.slots if slot.holds_unsynced}
 
-    def note_synced(self, parameters: Iterable[Tensor]) -> None:
-        """What these parameters hold has been averaged by other means: nothing of it is this tower's own any more."""
-        for slot in self._layout.slots_of(parameters):
-            slot.unsynced = False
+    # -- what has been averaged --------------------------------------------------------------------------
 
-    def note_averaged(self, parameters: Iterable[Tensor]) -> None:
-        """The gradients of these have been averaged by other means."""
-        self._cycle.number += 1
-        for slot in self._layout.slots_of(parameters):
-            slot.averaged = self.averaged
+    @property
+    def averaged(self) -> int:
+        return self._cycle.number
 
     def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
-        """Whether gradients of any of these were averaged after backward ``number`` (as of :attr:`averaged`)."""
-        return any(slot.averaged > number for slot in self._layout.slots_of(parameters))
+        return any(slot.averaged > number for slot in self.layout.slots_of(parameters))
+
+    def note_averaged(self, parameters: Iterable[Tensor], *, replaced: bool) -> None:
+        self._cycle.number += 1
+        for slot in self.layout.slots_of(parameters):
+            slot.averaged = self.averaged
+            slot.unsynced = slot.unsynced and not replaced

@@ -89,7 +89,7 @@ def _average_dense(comm: Communicator, gradients: Sequence[Tensor]) -> list[Tens
     for members in groups.values():
         flat = torch.cat([gradients[i].reshape(-1).resolve_conj().resolve_neg() for i in members])
         real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        comm.start_average(real.mul_(comm.prescale)).wait()
+        comm.submit_average(real.mul_(comm.prescale)).wait()
         for i, piece in zip(members, flat.split([gradients[i].numel() for i in members]), strict=True):
             means[i] = piece.view(gradients[i].shape)
     return means

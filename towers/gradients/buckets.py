@@ -7,8 +7,8 @@ A bucket's buffer holds, one after the other::
 The numbers behind the gradients are its *tail*. They make unused parameters exact without a collective of their own:
 after the sum over towers, a slot's "used?" says how many towers computed that gradient in this backward. In the bucket
 that closes a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for, and the
-last numbers say which backward it is (:mod:`towers.gradients.pairing`). Between GPUs these flags take another way
-(:mod:`towers.gradients.usage`).
+last numbers say which backward it is (:class:`towers.gradients.usage.Closing`). Between GPUs these flags take another
+way (:mod:`towers.gradients.usage`).
 
 [Note: gradients lie in buckets] A parameter's gradient is a view of its bucket from the moment the bucket is packed, so
 nothing is copied out after the sum. DDP's ``gradient_as_bucket_view`` does the same, saves a copy of all gradients a
@@ -29,7 +29,7 @@ make must give old + mean(new), and contributing zero would divide the old.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,9 +37,11 @@ from torch import Tensor
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError, TowersError
+from towers.gradients.pairing import BITS
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.gradients.streams import StreamOrder
+from towers.gradients.usage import Closing, Counts
 from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.torch_private import foreach_copy_, storage_holders
@@ -58,11 +60,9 @@ class DenseSlot(Slot):
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
         copied: the gradient that was copied so, and its version then.
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
-        on_install: is told of each gradient that lies in the buffer and will be reduced there, if that leaves it
-            incomplete.
     """
 
-    __slots__ = ("bucket", "copied", "large", "on_install", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "large", "packed", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -72,7 +72,6 @@ class DenseSlot(Slot):
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
         self.packed: Tensor | None = None
-        self.on_install: Callable[[DenseSlot, Tensor], None] | None = None
 
     @property
     def numel(self) -> int:
@@ -88,17 +87,11 @@ class DenseSlot(Slot):
 
     def install(self, parameter: Tensor) -> None:
         """Make this slot's place in the buffer the parameter's gradient."""
-        parameter.grad = gradient = self.view.detach()
-        if self.on_install is not None:
-            self.on_install(self, gradient)
+        parameter.grad = self.view.detach()
 
-    def copy(self, gradient: Tensor, scale: float) -> None:
-        """Copy ``gradient`` times ``scale`` into the buffer."""
-        dense = to_dense(gradient) if gradient.is_sparse else gradient
-        if scale == 1.0:
-            self.view.copy_(dense)
-        else:
-            torch.mul(dense, scale, out=self.view)
+    def has_copied(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` was copied at once, and nobody has changed it since."""
+        return self.copied is not None and self.copied[0] is gradient and self.copied[1] == gradient._version
 
 
 class Bucket:
@@ -108,10 +101,11 @@ class Bucket:
         index: its place among the buckets; collectives start in this order.
         key: of its memory, as of :meth:`Communicator.allocate`.
         numel: elements of the gradients, without the tail.
-        closing: how many numbers follow in the tail after one for each slot.
+        units: how many numbers of the tail say which units were touched.
         missing: how many gradients of this backward have not arrived.
-        launched: it was packed in this backward.
-        used: which slots had a gradient of this tower's own when it was packed.
+        is_packed: whether it was packed in this backward.
+        flags: what this tower tells the others with it: for each slot whether it had a gradient of its own, and in the
+            bucket that closes a backward all of :class:`Closing`.
         buffer, tail: its memory, allocated once it is needed, and the part behind the gradients.
         streams: orders what comes on an accelerator; None elsewhere.
     """
@@ -123,10 +117,10 @@ class Bucket:
         self.device = device
         self.slots: list[DenseSlot] = []
         self.numel = 0
-        self.closing = 0
+        self.units = 0
         self.missing = 0
-        self.launched = False
-        self.used: list[bool] = []
+        self.is_packed = False
+        self.flags: list[bool] = []
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._ready = False
@@ -146,13 +140,9 @@ class Bucket:
         """Slots begin at multiples of so many elements."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
     def reset(self) -> None:
         """After a backward: nothing has arrived, nothing is unsynced."""
-        self.launched = self._ready = False
+        self.is_packed = self._ready = False
         if self.streams is not None:
             self.streams.reset()
         for slot in self.slots:
@@ -171,60 +161,53 @@ class Bucket:
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None or slot.is_installed(gradient):
             return
-        slot.copy(gradient, scale)
+        _copy([slot.view], [gradient], scale)
         if scale == 1.0:
             slot.install(parameter)
         else:  # a second gradient of this backward would be added to the scaled first: it is installed when packed
             slot.copied = gradient, gradient._version
 
     def pack(
-        self, channel: Communicator, scale: float, closing: Sequence[bool] | None = None, *, tail: bool = True
+        self, channel: Communicator, scale: float, closing: Closing | None = None, *, flags_in_tail: bool = True
     ) -> None:
-        """Copy all gradients, times ``scale``, and the tail into the buffer; it is ready to be reduced.
+        """Copy all gradients, times ``scale``, and the flags into the buffer; it is ready to be reduced.
 
         From here on the gradients of fresh slots lie in the buffer. A slot without any gradient contributes zero (and
         see [Note: stale slots contribute what they hold]).
 
         Args:
-            closing: for the bucket that closes a backward: which units this tower touched, and which backward it is.
-            tail: whether flags travel in the tail.
+            closing: for the bucket that closes a backward.
+            flags_in_tail: whether the flags travel in the tail.
         """
         self._make_ready(channel)
-        used = []
+        used = [slot.fresh for slot in self.slots]
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for slot in self.slots:
-            parameter, fresh = slot.parameter, slot.fresh
+        for slot, fresh in zip(self.slots, used, strict=True):
+            parameter = slot.parameter
             gradient = None if parameter is None else parameter.grad
-            used.append(fresh)
             if parameter is None or gradient is None:
                 slot.view.zero_()
-            elif (copied := slot.copied) is not None and copied[0] is gradient and copied[1] == gradient._version:
-                slot.install(parameter)  # it was copied at once, and nobody has changed it since
             elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
-                if slot.on_install is not None:
-                    slot.on_install(slot, gradient)
             else:
-                if self.streams is not None and not gradient.is_sparse:
-                    self.streams.keep(gradient)
-                if scale == 1.0 and not gradient.is_sparse:
+                if not slot.has_copied(gradient):
                     sources.append(gradient)
                     targets.append(slot.view)
-                else:
-                    slot.copy(gradient, scale)
                 if fresh:
                     slot.install(parameter)
             slot.copied = None
             slot.packed = None if parameter is None else parameter.grad
         if sources:
-            foreach_copy_(targets, sources)  # many small ones in one call
-        self.used = used
-        if tail:
-            _write(self.tail[: len(used)], used)
-            _write(self.tail[len(used) :], closing or [False] * self.closing)
-        self.launched = True
+            if self.streams is not None:
+                self.streams.keep(sources)
+            _copy(targets, sources, scale)
+        self.flags = used if closing is None else [*used, *closing.touched, *closing.backward]
+        if flags_in_tail:
+            self.tail[: len(self.flags)].copy_(torch.frombuffer(bytearray(self.flags), dtype=torch.uint8))
+            self.tail[len(self.flags) :].zero_()
+        self.is_packed = True
         self._version = self.buffer._version
 
     def check_untouched(self, tower: int) -> None:
@@ -264,38 +247,34 @@ class Bucket:
         if moved or storage_holders(self.buffer) > self._holders + ours:
             self._allocate(channel)
 
-    def settle(self, tail: Callable[[], Tensor], number: int, tower: int) -> None:
+    def settle(self, counts: Counts, number: int, tower: int) -> None:
         """After the reduction: parameters that only other towers used get their gradient too.
 
         Args:
-            tail: gives the sum of all towers' tails; asking for it may make the host wait.
+            counts: of this bucket's flags.
             number: of this backward.
             tower: this one, for messages.
 
         Raises:
             MirrorError: a parameter is frozen on this tower and not on another one.
         """
-        for slot, used in zip(self.slots, self.used, strict=True):
-            if used:
+        used = self.flags[: len(self.slots)]
+        anywhere = used if all(used) else counts.used()
+        for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
+            if count:
                 slot.averaged = number
-        if all(self.used):
-            return
-        counts = tail()[: len(self.slots)].tolist()
-        for slot, count, used in zip(self.slots, counts, self.used, strict=True):
-            parameter = slot.parameter
-            if count == 0 or parameter is None:
+            if used_here or not count or (parameter := slot.parameter) is None:
                 continue
-            if not used and not parameter.requires_grad:
+            if not parameter.requires_grad:
                 raise MirrorError(
                     f"parameter {slot.name} is frozen (requires_grad is False) on tower {tower}, but another tower has "
                     "computed a gradient for it: freeze and thaw the same parameters on all towers"
                 )
-            slot.averaged = number
             if not slot.is_installed(parameter.grad):
                 slot.install(parameter)
 
     def _allocate(self, channel: Communicator) -> None:
-        numel = self.numel + len(self.slots) + self.closing
+        numel = self.numel + len(self.slots) + self.units + BITS
         self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
@@ -305,14 +284,14 @@ class Bucket:
         self._address = self.buffer.data_ptr()
 
 
-def _write(target: Tensor, flags: Sequence[bool]) -> None:
-    """Write flags as numbers, without a copy from the host where they are all alike."""
-    if all(flags):
-        target.fill_(1)
-    elif not any(flags):
-        target.zero_()
+def _copy(targets: list[Tensor], gradients: list[Tensor], scale: float) -> None:
+    """Copy gradients, times ``scale``, into places in buffers; in one call where they are not multiplied."""
+    sources = [to_dense(gradient) if gradient.is_sparse else gradient for gradient in gradients]
+    if scale == 1.0:
+        foreach_copy_(targets, sources)
     else:
-        target.copy_(torch.tensor(flags, dtype=target.dtype, device="cpu"))
+        for target, source in zip(targets, sources, strict=True):
+            torch.mul(source, scale, out=target)
 
 
 def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
@@ -331,8 +310,8 @@ def distribute(parameters: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
                 continue
             key = (gradient_dtype(tensor).to_real() if tensor.is_complex() else gradient_dtype(tensor), tensor.device)
             bucket = filling.get(key)
-            limit = FIRST_BUCKET_BYTES if bucket is not None and bucket.index == 0 else bucket_bytes
-            if bucket is None or bucket.nbytes >= min(limit, bucket_bytes):
+            limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if bucket is not None and not bucket.index else bucket_bytes
+            if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
                 bucket = filling[key] = Bucket(len(buckets), *key)
                 buckets.append(bucket)
             bucket.add(named)

@@ -11,8 +11,7 @@ wastes nothing after the first time; a parameter that a single tower used is exa
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +25,7 @@ from towers.gradients.pairing import BackwardCounter
 from towers.gradients.prediction import Prediction
 from towers.gradients.reductions import Reduction
 from towers.gradients.slots import Slot, handles_gradients
+from towers.gradients.usage import Closing, Counts, Read
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
@@ -84,9 +84,9 @@ class Cycle:
         self._reduction = reduction
         self._watch = watch
         self._flags_in_tails = channel.device.type == "cpu"  # see [Note: usage flags between GPUs]
-        self._exchanged: Callable[[int], Tensor] | None = None  # flags that nobody may have awaited
         self._backward = BackwardCounter(channel.health)
-        self._unread: Callable[[], object] | None = None  # reads the flags of the last backward, where that waits
+        self._counts: list[Counts] = []  # they hold what may not have been awaited
+        self._unread: Counts | None = None  # of the bucket that closed the last backward, where reading them waits
         self._starts_early = False  # not before a backward has been seen that has no other within it
         self._nested = False
         self._task = -1  # of autograd, in which the cycle was opened
@@ -110,14 +110,16 @@ class Cycle:
             )
 
     def check_paired(self) -> None:
-        """See that the last backward was the same one on all towers, where that has not been looked at yet.
+        """See that the last backward was whole, and the same one on all towers, where that was not looked at yet.
 
         Raises:
-            DisagreementError: on all towers, when it was not.
+            TowersError: it ended in an exception.
+            DisagreementError: on all towers, when it was not the same one.
         """
+        self.check_whole()
         unread, self._unread = self._unread, None
         if unread is not None:
-            unread()
+            self._read(unread)
 
     def _enter(self, state: State) -> None:
         assert state is _NEXT[self.state], f"{self.state} is not followed by {state}"
@@ -162,13 +164,13 @@ class Cycle:
             slot.arrived = True
             return False
         bucket = slot.bucket
-        if gradient is not None and gradient.dtype != slot.dtype != gradient_dtype(parameter):
+        if gradient is not None and gradient.dtype != slot.dtype and gradient_dtype(parameter) != slot.dtype:
             raise TowersError(
                 f"parameter {slot.name} was converted inside a step on tower {self._channel.index}: its gradients were "
                 f"of {slot.dtype} when strategy.run(...) began. Convert a model (model.to, model.float, model.half) "
                 "between two runs, on all towers"
             )
-        if bucket.launched:
+        if bucket.is_packed:
             raise TowersError(
                 f"parameter {slot.name} has received a gradient on tower {self._channel.index} after its bucket was "
                 "already on its way to the other towers: a second one in one backward() (reentrant checkpointing does "
@@ -202,13 +204,13 @@ class Cycle:
             self._start(bucket, self._reduction)
             self._next += 1
 
-    def _start(self, bucket: Bucket, reduction: Reduction, closing: Sequence[bool] | None = None) -> None:
+    def _start(self, bucket: Bucket, reduction: Reduction, closing: Closing | None = None) -> None:
         with range_("mirrored::bucket"):
             if bucket.streams is not None:
                 bucket.streams.advance()
             if self._watch is not None:
                 self._watch.inspect(bucket.slots)
-            bucket.pack(self._channel, reduction.scale, closing, tail=self._flags_in_tails)
+            bucket.pack(self._channel, reduction.scale, closing, flags_in_tail=self._flags_in_tails)
             self._started.append(bucket)
             reduction.start(bucket)
 
@@ -238,21 +240,20 @@ class Cycle:
         for bucket in self._started:
             bucket.check_untouched(self._channel.index)
         touched = layout.touched()
-        closing = [*touched, *self._backward.bits()]
-        *others, last = self._expected[self._next :]
-        for index in others:
-            self._start(buckets[index], reduction)
-        self._start(buckets[last], reduction, closing)
-        tail = self._await(reduction, closing)
-        if not self._flags_in_tails and all(touched):  # then nobody can have touched more than this tower
-            self._unread = lambda: self._read(layout, buckets[last], tail)
-        else:
-            touched = self._read(layout, buckets[last], tail)
+        *others, last = (buckets[index] for index in self._expected[self._next :])
+        for bucket in others:
+            self._start(bucket, reduction)
+        self._start(last, reduction, Closing(touched, self._backward.bits()))
+        counts = self._await(reduction)
+        if self._flags_in_tails or not all(touched):
+            touched = self._read(counts)
+        else:  # nobody can have touched more than this tower
+            self._unread = counts
         missed = [b for b in buckets if touched[b.index] and b.index not in self._expected]
         for bucket in missed:
             self._start(bucket, reduction)
         if missed:
-            self._await(reduction, closing)
+            self._await(reduction)
         if self._watch is not None:
             self._watch.inspect(layout.sparse)
         for slot, anyone in zip(layout.sparse, touched[len(buckets) :], strict=True):
@@ -261,29 +262,30 @@ class Cycle:
                 slot.averaged = self.number
         return touched
 
-    def _await(self, reduction: Reduction, closing: Sequence[bool]) -> Callable[[], Tensor]:
-        """Finish what was started; returns what gives the sum of the last bucket's tails, which may make one wait."""
+    def _await(self, reduction: Reduction) -> Counts:
+        """Finish what was started; returns the counts of the flags of the last bucket."""
         buckets, self._started = self._started, []
         with range_("mirrored::wait"):
+            reads: list[Read] = []
             if not self._flags_in_tails:
-                self._exchanged = usage.exchange(self._channel, buckets, closing)
+                reads = usage.exchange(self._channel, [bucket.flags for bucket in buckets])
             tails = reduction.finish(buckets)
-        sums = [functools.partial(self._exchanged or tails.__getitem__, number) for number in range(len(buckets))]
-        for bucket, tail in zip(buckets, sums, strict=True):
-            bucket.settle(tail, self.number, self._channel.index)
-        return sums[-1]
+        reads = reads or [tail.tolist for tail in tails]
+        self._counts = [Counts(read, len(b.slots), b.units) for read, b in zip(reads, buckets, strict=True)]
+        for bucket, counts in zip(buckets, self._counts, strict=True):
+            bucket.settle(counts, self.number, self._channel.index)
+        return self._counts[-1]
 
-    def _read(self, layout: BucketLayout, last: Bucket, tail: Callable[[], Tensor]) -> list[bool]:
+    def _read(self, counts: Counts) -> list[bool]:
         """Which units any tower has touched, after a look whether all towers were in the same backward.
 
         Args:
-            layout, last: the layout at that time, and the bucket that closed the backward.
-            tail: of that bucket.
+            counts: of the bucket that closed the backward.
 
         Raises:
             DisagreementError: on all towers, when they were not.
         """
-        counts = tail()[len(last.slots) :].tolist()  # for each flag, how many towers have set it
-        if not pairing.agree(counts[layout.units :]):
+        touched, backward = counts.closing()
+        if not pairing.agree(backward):
             raise pairing.difference(self._channel, self._backward)
-        return [count > 0 for count in counts[: layout.units]]
+        return touched

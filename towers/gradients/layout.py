@@ -9,7 +9,6 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket, DenseSlot, distribute
-from towers.gradients.pairing import BITS
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import SparseSlot
 from towers.mirroring.mirror import Named
@@ -36,7 +35,7 @@ class BucketLayout:
         self.slots: list[Slot] = [*self.dense, *self.sparse]
         self.units = len(self.buckets) + len(self.sparse)
         for bucket in self.buckets:
-            bucket.closing = self.units + BITS
+            bucket.units = self.units
         self._by_id = {id(slot.parameter): slot for slot in self.slots}
         self._kinds = self._present_kinds()
 

@@ -18,6 +18,7 @@ checkpoints may differ between towers.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 
 from towers.collectives.communicator import Communicator
@@ -74,7 +75,7 @@ def agree(counts: Sequence[float]) -> bool:
     Args:
         counts: for each of the :data:`BITS` bits, how many towers have set it.
     """
-    return all(yes == 0 or no == 0 for yes, no in zip(counts[::2], counts[1::2], strict=True))
+    return not any(map(operator.mul, counts[::2], counts[1::2]))  # of a bit and its opposite one is zero
 
 
 def difference(channel: Communicator, backward: BackwardCounter) -> DisagreementError:

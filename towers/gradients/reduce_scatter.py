@@ -7,13 +7,14 @@ another kind. A script that does so pays what the unsharded step costs; one that
 
 [Note: deferred barrier] The owner of a bucket may write to it again only when the towers that have reduced from it have
 come to the next barrier. That one is not made here but left to whatever comes next, which most often is the barrier of
-the optimizer's step; where it is something else, :meth:`ReduceScatter.before_adding` makes it.
+the optimizer's step; where it is something else, :meth:`ReduceScatter.complete` makes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -21,7 +22,6 @@ from towers.collectives.arithmetic import chunk_of
 from towers.collectives.communicator import Communicator, WholeCall
 from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket, DenseSlot
-from towers.gradients.layout import BucketLayout
 from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
 from towers.gradients.reductions import AllReduce
 from towers.gradients.slots import handles_gradients
@@ -29,33 +29,19 @@ from towers.system.torch_private import disable_dynamo
 
 
 class ReduceScatter(AllReduce):
-    """Averages this tower's chunks of buckets that lie in shared regions.
-
-    Sparse gradients are averaged whole, and an optimizer whose step is sharded refuses them. So where a layout has any,
-    all buckets are averaged whole.
-    """
+    """Averages this tower's chunks of buckets that lie in shared regions, and completes their gradients when asked."""
 
     def __init__(self, channel: Communicator, regions: Regions) -> None:
         super().__init__(channel)
         self._regions = regions
-        self._lazy: dict[DenseSlot, TensorWeakRef] = {}  # the gradients that were installed last
+        self._lazy: dict[DenseSlot, TensorWeakRef] = {}  # the gradients that were averaged last
         self._reduced: list[tuple[Bucket, list[Tensor]]] = []  # with every tower's memory, until gathered or dropped
         self._owes_barrier = False
 
-    def lay_out(self, layout: BucketLayout) -> None:
-        self._lazy = {}
-        self.watches_adding = not layout.sparse
-        if self.watches_adding:
-            for slot in layout.dense:
-                slot.on_install = self._make_lazy
-
     def start(self, bucket: Bucket) -> None:
-        if not self.watches_adding:
-            super().start(bucket)
+        """All buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        if not self.watches_adding:
-            return super().finish(buckets)
         with WholeCall(self._regions.barrier):
             return self._reduce(buckets)
 
@@ -69,10 +55,7 @@ class ReduceScatter(AllReduce):
                 self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
                 tails.append(bucket.tail)
                 continue
-            tail = tensors[0][bucket.numel :].clone()
-            for other in tensors[1:]:
-                tail += other[bucket.numel :]
-            tails.append(tail)
+            tails.append(torch.stack([tensor[bucket.numel :] for tensor in tensors]).sum(0))
             self._regions.average_range(tensors, *self._chunk(bucket, self._channel.index))
             self._reduced.append((bucket, tensors))
         if self._regions.newly_mapped:
@@ -83,6 +66,22 @@ class ReduceScatter(AllReduce):
         return chunk_of(bucket.numel, bucket.dtype.itemsize, self._channel.size, tower)
 
     # -- the other half ----------------------------------------------------------------------------------
+
+    @handles_gradients
+    def defer_rest(self) -> None:
+        for bucket, _ in self._reduced:
+            for slot in bucket.slots:
+                gradient = None if (parameter := slot.parameter) is None else parameter.grad
+                if gradient is not None and slot.is_installed(gradient):
+                    make_lazy(gradient, self.gather)
+                    self._lazy[slot] = TensorWeakRef(gradient)
+
+    def complete(self) -> None:
+        if self._reduced:
+            if self._held():
+                self.gather()
+            self._reduced, self._lazy = [], {}
+        self.make_deferred_barrier()
 
     @disable_dynamo
     @handles_gradients
@@ -105,7 +104,9 @@ class ReduceScatter(AllReduce):
                         mine[start:end].copy_(tensor[start:end])
             self._owes_barrier = True
             self.make_deferred_barrier()
-        self.note_whole()
+        for gradient in self._held().values():
+            make_ordinary(gradient)
+        self._lazy = {}
 
     def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
@@ -113,28 +114,11 @@ class ReduceScatter(AllReduce):
         pairs = ((slot, slot.parameter.grad) for slot in slots if slot.parameter is not None)
         return any(isinstance(gradient, LazyGradient) and gradient is not held.get(slot) for slot, gradient in pairs)
 
-    def _make_lazy(self, slot: DenseSlot, gradient: Tensor) -> None:
-        make_lazy(gradient, self.gather)
-        self._lazy[slot] = TensorWeakRef(gradient)
-
     def _held(self) -> dict[DenseSlot, Tensor]:
         """The lazily gathered gradients that somebody still holds."""
         return {slot: gradient for slot, held in self._lazy.items() if (gradient := held()) is not None}
 
-    def note_whole(self) -> None:
-        for gradient in self._held().values():
-            make_ordinary(gradient)
-        self._lazy = {}
-
     # -- barriers ----------------------------------------------------------------------------------------
-
-    @handles_gradients
-    def before_adding(self) -> None:
-        if self._reduced:
-            if self._held():
-                self.gather()
-            self._reduced = []
-        self.make_deferred_barrier()
 
     def barrier(self, purpose: str) -> None:
         """Meet the others after this tower's chunks were averaged (:meth:`Barrier.wait_tagged`)."""
@@ -148,6 +132,5 @@ class ReduceScatter(AllReduce):
             self._note_barrier()
 
     def _note_barrier(self) -> None:
-        if self._owes_barrier:
-            self._regions.close_files()
-            self._owes_barrier = False
+        self._regions.close_files()
+        self._owes_barrier = False

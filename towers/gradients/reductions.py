@@ -18,8 +18,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Pending
 from towers.gradients.buckets import Bucket
-from towers.gradients.layout import BucketLayout
-from towers.gradients.sparse import SparseSlot, average_rows, to_dense
+from towers.gradients.sparse import SparseSlot, average_rows
 
 
 class Reduction(ABC):
@@ -27,14 +26,9 @@ class Reduction(ABC):
 
     Attributes:
         scale: what gradients are multiplied by on their way into the buckets (see [Note: where the mean is taken]).
-        watches_adding: whether autograd has to call :meth:`before_adding`.
     """
 
     scale: float = 1.0
-    watches_adding: bool = False
-
-    def lay_out(self, layout: BucketLayout) -> None:  # noqa: B027  (nothing to do is a right default)
-        """From now on buckets of ``layout`` are reduced. Of those before nothing is under way or incomplete."""
 
     @abstractmethod
     def start(self, bucket: Bucket) -> None:
@@ -55,15 +49,6 @@ class Reduction(ABC):
     def reduce_sparse(self, slot: SparseSlot) -> None:
         """Reduce a sparse gradient: to a sparse one, coalesced, unless some tower's is dense; to a dense one then."""
 
-    def note_whole(self) -> None:  # noqa: B027
-        """What lies in the buckets is the same on all towers: another reduction has made it."""
-
-    def before_adding(self) -> None:  # noqa: B027
-        """Outside of an averaged backward: gradients are about to change, or to be made. The last may still be held.
-
-        All towers call it, or none.
-        """
-
 
 class AllReduce(Reduction):
     """Means of whole buckets, by all-reduces.
@@ -78,7 +63,7 @@ class AllReduce(Reduction):
         self._pending: list[Pending] = []
 
     def start(self, bucket: Bucket) -> None:
-        self._pending.append(self._channel.start_average(bucket.buffer))
+        self._pending.append(self._channel.submit_average(bucket.buffer))
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         pending, self._pending = self._pending, []
@@ -87,11 +72,10 @@ class AllReduce(Reduction):
         return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        gradient, all_sparse = slot.contribution(self._channel)
-        if all_sparse:
-            mean = average_rows(self._channel, gradient)
+        mean = slot.contribution(self._channel)
+        if mean.is_sparse:
+            mean = average_rows(self._channel, mean)
         else:
-            mean = to_dense(gradient) if gradient.is_sparse else gradient.clone()
             self._channel.all_reduce(mean)
             mean /= self._channel.size
         slot.replace(mean)

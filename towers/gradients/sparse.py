@@ -15,17 +15,20 @@ class SparseSlot(Slot):
 
     __slots__ = ()
 
-    def contribution(self, channel: Communicator) -> tuple[Tensor, bool]:
-        """What this tower contributes, zero where it has no gradient, and whether all can be reduced row by row.
+    def contribution(self, channel: Communicator) -> Tensor:
+        """What this tower contributes, zero where it has no gradient.
 
-        They can unless some tower's gradient is dense: the embedding is also used as an ordinary matrix.
+        It is sparse on all towers, to be reduced row by row, unless some tower's gradient is dense, since the embedding
+        is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
         """
         parameter = self.parameter
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             gradient = without_rows(self.shape, self.dtype, channel.device)
         dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
-        return gradient, not dense_somewhere.any()
+        if not dense_somewhere.any():
+            return gradient
+        return to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
 
     def replace(self, gradient: Tensor) -> None:
         """Give the parameter the reduced gradient."""

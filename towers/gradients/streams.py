@@ -10,6 +10,8 @@ bucket there has no :class:`StreamOrder`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -34,11 +36,12 @@ class StreamOrder:
             self._several = True
         self._stream = stream
 
-    def keep(self, gradient: Tensor) -> None:
-        """A dense gradient is about to be copied and let go: its memory must not be used again before the copy."""
-        if self._several:
-            assert self._stream is not None
-            gradient.record_stream(self._stream)
+    def keep(self, gradients: Iterable[Tensor]) -> None:
+        """Gradients are about to be copied and let go: dense ones' memory must not be used again before the copy."""
+        for gradient in gradients if self._several else ():
+            if not gradient.is_sparse:
+                assert self._stream is not None
+                gradient.record_stream(self._stream)
 
     def reset(self) -> None:
         """A backward is over."""

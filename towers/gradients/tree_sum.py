@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket
 from towers.gradients.reductions import Reduction
-from towers.gradients.sparse import SparseSlot, add_sparse, rows_of_towers, to_dense
+from towers.gradients.sparse import SparseSlot, add_sparse, rows_of_towers
 from towers.system.torch_private import foreach_add_
 
 Leaf = Sequence[Tensor | None]
@@ -28,21 +27,20 @@ class TreeSum(Reduction):
         self._channel = channel
 
     def start(self, bucket: Bucket) -> None:
-        pass
+        """All buckets are summed together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         self._channel.sum_by_tree([bucket.buffer for bucket in buckets])
         return [bucket.tail for bucket in buckets]
 
     def reduce_sparse(self, slot: SparseSlot) -> None:
-        gradient, all_sparse = slot.contribution(self._channel)
-        if all_sparse:
-            level = rows_of_towers(self._channel, gradient)
+        total = slot.contribution(self._channel)
+        if total.is_sparse:
+            level = rows_of_towers(self._channel, total)
             while len(level) > 1:
                 level = [add_sparse(a, b) for a, b in zip(level[::2], level[1::2], strict=True)]
             total = level[0]
         else:
-            total = to_dense(gradient) if gradient.is_sparse else gradient.clone(memory_format=torch.contiguous_format)
             self._channel.sum_by_tree([total.view(-1)])
         slot.replace(total)
 

@@ -10,31 +10,70 @@ tests for GPUs are written, and have had no GPU.)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from towers.collectives.communicator import Communicator
-from towers.gradients.buckets import Bucket
+
+Read = Callable[[], Sequence[float]]
+"""Returns for each flag how many towers have set it (or a multiple of that); it may make the host wait."""
 
 
-def exchange(channel: Communicator, buckets: Sequence[Bucket], closing: Sequence[bool]) -> Callable[[int], Tensor]:
+class Closing(NamedTuple):
+    """What the bucket that closes a backward tells the towers beside its own flags.
+
+    Attributes:
+        touched: the units that this tower has gradients for.
+        backward: which backward it is (:mod:`towers.gradients.pairing`).
+    """
+
+    touched: list[bool]
+    backward: list[bool]
+
+
+class Counts:
+    """How many towers have set each flag of one bucket; asking for them may make the host wait.
+
+    Args:
+        read: gives the numbers in the order of the bucket's tail.
+        slots: how many slots the bucket has.
+        units: how many units the layout has.
+    """
+
+    def __init__(self, read: Read, slots: int, units: int) -> None:
+        self._read = read
+        self._touched_at = slots
+        self._backward_at = slots + units
+
+    def used(self) -> Sequence[float]:
+        """For each slot of the bucket."""
+        return self._read()[: self._touched_at]
+
+    def closing(self) -> tuple[list[bool], Sequence[float]]:
+        """Of the bucket that closes a backward: which units any tower has touched, and the numbers of its backward."""
+        counts = self._read()
+        return [n > 0 for n in counts[self._touched_at : self._backward_at]], counts[self._backward_at :]
+
+
+def exchange(channel: Communicator, flags: Sequence[Sequence[bool]]) -> list[Read]:
     """Start to exchange the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
 
     Args:
-        closing: what the bucket that closes a backward carries beside its own flags.
+        flags: of each bucket, of one length on all towers.
 
     Returns:
-        What waits for the hosts, and gives the sum over all towers of the flags of one of the buckets, by its place
-        among these. To be kept until then, for it has the tensors of the collective.
+        For each bucket what waits for the hosts and gives the counts of its flags. To be kept until one of them was
+        called, for they have the tensors of the collective.
     """
-    flags = [torch.tensor([*bucket.used, *closing], dtype=torch.uint8, device="cpu") for bucket in buckets]
-    pending, rows = channel.start_all_gather(torch.cat(flags))
+    rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
+    pending, gathered = channel.start_all_gather(torch.cat(rows))
 
-    def sum_of(number: int) -> Tensor:
+    def read(number: int) -> Sequence[float]:
         pending.wait()
-        column: Tensor = rows.split([own.numel() for own in flags], dim=1)[number]
-        return column.sum(0)
+        counts: list[float] = gathered.split([row.numel() for row in rows], dim=1)[number].sum(0).tolist()
+        return counts
 
-    return sum_of
+    return [functools.partial(read, number) for number in range(len(rows))]

@@ -25,6 +25,7 @@ from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.keys import Keys
+from towers.gradients.layout import BucketLayout
 from towers.gradients.reduce_scatter import ReduceScatter
 from towers.gradients.reductions import AllReduce, Reduction
 from towers.sharding.shards import Shard, ranges
@@ -37,7 +38,9 @@ class Exchange:
     """A way for shards to reach the other towers: here they are gathered in one collective.
 
     Attributes:
+        channel: over which the gradients are averaged.
         reduction: what makes the gradients that shards are updated with.
+        lazy: completes them, where they are averaged in part.
         state_is_readable: whether a tower alone can read all towers' state.
     """
 
@@ -45,7 +48,8 @@ class Exchange:
 
     def __init__(self, channel: Communicator) -> None:
         self.reduction: Reduction = AllReduce(channel)
-        self._channel = channel
+        self.lazy: ReduceScatter | None = None
+        self.channel = channel
 
     def begin(self, purpose: str) -> None:
         """All towers are about to do something, such as "steps Adam"; returns when all have come.
@@ -53,17 +57,17 @@ class Exchange:
         Raises:
             DisagreementError: on all towers, when some are about to do something else.
         """
-        announce(self._channel, purpose)
+        announce(self.channel, purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         """Whether :meth:`place` may be asked for it."""
         return True
 
-    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:
+    def place(self, slots: Sequence[DenseSlot], layout: BucketLayout, keys: Keys) -> None:
         """Prepare for these parameters; all towers, after :meth:`begin`.
 
         Args:
-            generation: of the buckets.
+            layout: the buckets.
             keys: of memory.
         """
 
@@ -94,7 +98,7 @@ class Exchange:
         """
         sizes = [[shard.nbytes for shard in row] for row in shards]
         longest = max(map(sum, sizes))
-        channel, index = self._channel, self._channel.index
+        channel, index = self.channel, self.channel.index
 
         def spread() -> None:
             mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
@@ -128,8 +132,9 @@ class SharedParameters(Exchange):
     def __init__(self, channel: SharedMemoryCommunicator) -> None:
         super().__init__(channel)
         self.reduction: ReduceScatter = ReduceScatter(channel, channel.regions)
+        self.lazy = self.reduction
         self._regions = channel.regions
-        self._generation = -1
+        self._layout: BucketLayout | None = None
         self._keys: dict[int, int] = {}  # by the index of a bucket
         self._addresses = WeakIdKeyDictionary()  # by parameter: where it was put
         self._templates = WeakIdKeyDictionary()  # by parameter: its shape and strides there, without memory
@@ -141,9 +146,9 @@ class SharedParameters(Exchange):
         # Two parameters that share memory would not share it any more.
         return storage_holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
 
-    def place(self, slots: Sequence[DenseSlot], generation: int, keys: Keys) -> None:
-        if self._generation != generation:
-            self._generation = generation
+    def place(self, slots: Sequence[DenseSlot], layout: BucketLayout, keys: Keys) -> None:
+        if self._layout is not layout:
+            self._layout = layout
             for key in self._keys.values():
                 keys.release(key)
             self._keys = {}
@@ -178,7 +183,7 @@ class SharedParameters(Exchange):
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for row in shards for shard in row}
-        index = self._channel.index
+        index = self.channel.index
         mine = ranges(shards[index])
         gathering = super().plan
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
+from towers.gradients.layout import BucketLayout
 from towers.sharding import state as sharded_state
 from towers.sharding.exchange import Exchange
 from towers.sharding.inner import (
@@ -58,13 +58,11 @@ class OptimizerSharder:
 
     Args:
         averager: of these parameters' gradients, by the reduction of ``exchange``.
-        channel: the averager's.
         exchange: how shards reach the other towers.
     """
 
-    def __init__(self, averager: GradientAverager, channel: Communicator, exchange: Exchange) -> None:
+    def __init__(self, averager: GradientAverager, exchange: Exchange) -> None:
         self._averager = averager
-        self._channel = channel
         self._exchange = exchange
         self._known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -97,7 +95,7 @@ class OptimizerSharder:
         if sharded is None:
             name = f"{type(optimizer).__name__} number {self._made}"
             self._made += 1
-            sharded = ShardedOptimizer(optimizer, self._averager, self._channel, self._exchange, name)
+            sharded = ShardedOptimizer(optimizer, self._averager, self._exchange, name)
             self._known[optimizer] = sharded
             self._inner.add(sharded.inner)
         sharded.move_hooks(optimizer)
@@ -108,7 +106,7 @@ class _Division:
     """How one optimizer's parameters are divided among the towers, as the buckets are at present.
 
     Attributes:
-        generation: of the buckets.
+        layout: the buckets.
         groups: for each of the optimizer's groups, the ``id`` of its parameters.
         all_shards, shards: of every tower, and this tower's.
         parameters: of the inner optimizer, one for each shard.
@@ -117,7 +115,7 @@ class _Division:
         spread: brings all towers' shards to all towers.
     """
 
-    generation: int
+    layout: BucketLayout
     groups: list[list[int]]
     all_shards: list[list[Shard]]
     shards: list[Shard]
@@ -130,17 +128,9 @@ class _Division:
 class ShardedOptimizer:
     """One optimizer and this tower's inner one."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        averager: GradientAverager,
-        channel: Communicator,
-        exchange: Exchange,
-        name: str,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, averager: GradientAverager, exchange: Exchange, name: str) -> None:
         check_elementwise(optimizer)
         self._averager = averager
-        self._channel = channel
         self._exchange = exchange
         self._name = name
         self.inner: Optimizer = inner_optimizer(optimizer)
@@ -156,7 +146,7 @@ class ShardedOptimizer:
         optimizer.register_state_dict_pre_hook(self._show_state)
         optimizer.register_state_dict_post_hook(self._hide_state)
         self._hooks = before.id, after.id
-        weakref.finalize(optimizer, channel.release, key)
+        weakref.finalize(optimizer, exchange.channel.release, key)
 
     def move_hooks(self, optimizer: Optimizer) -> None:
         """See that the inner one steps after all other hooks of the optimizer, which find its parameters again."""
@@ -196,14 +186,14 @@ class ShardedOptimizer:
 
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         division = self._division
-        if division is not None and division.generation == self._averager.generation:
+        if division is not None and division.layout is self._averager.layout:
             self._exchange.restore_places(division.sharded)  # before others write there
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         new = "" if isinstance(optimizer.state, ShardedState) else " and new state"
         self._exchange.begin(f"steps {self._name} with {count} parameters{new}")
         self._averager.refresh()
         groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        if division is None or (division.generation, division.groups) != (self._averager.generation, groups):
+        if division is None or division.layout is not self._averager.layout or division.groups != groups:
             division = self._divide(optimizer, groups)
         if not isinstance(optimizer.state, ShardedState):
             self._take_state(optimizer, division)
@@ -240,18 +230,17 @@ class ShardedOptimizer:
             self._unused = {p: values for p, values in state.items() if p not in present}
             optimizer.state = defaultdict(dict, {p: values for p, values in state.items() if p in present})
         whole = self._updated_whole(flat)
-        size = self._channel.size
+        size = self._exchange.channel.size
         all_shards = [shards_of(tower, slots, whole, size) for tower in range(size)]
-        shards = all_shards[self._channel.index]
+        shards = all_shards[self._exchange.channel.index]
         sharded = [slot for slot in flat if slot not in whole]
         templates = {slot: p.detach().to("meta") for slot in flat if (p := slot.parameter) is not None}
-        self._exchange.place(sharded, self._averager.generation, self._averager.keys)
+        layout = self._averager.layout
+        self._exchange.place(sharded, layout, self._averager.keys)
         spread = self._exchange.plan([[shard for shard in row if not shard.whole] for row in all_shards])
         parameters = [inner_parameter(shard) for shard in shards]
         make_groups(optimizer, self.inner, shards, parameters)
-        self._division = _Division(
-            self._averager.generation, groups, all_shards, shards, parameters, sharded, templates, spread
-        )
+        self._division = _Division(layout, groups, all_shards, shards, parameters, sharded, templates, spread)
         if isinstance(optimizer.state, ShardedState):
             optimizer.state = defaultdict(dict)
         return self._division
@@ -266,10 +255,10 @@ class ShardedOptimizer:
     def _updated_whole(self, slots: Sequence[DenseSlot]) -> set[DenseSlot]:
         """The parameters that every tower has to update whole, since some tower cannot shard them."""
         mine = bytes(self._can_be_sharded(slot) for slot in slots)
-        rows = self._channel.all_gather_bytes(mine)
+        rows = self._exchange.channel.all_gather_bytes(mine)
         whole = {slot for slot, *can in zip(slots, *rows, strict=True) if not all(can)}
         names = [slot.name for slot in slots if slot in whole and slot.numel]
-        if names and self._channel.index == 0:
+        if names and self._exchange.channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
                 "gradients are of another dtype, or something shares them (another parameter, a kept state_dict())",
@@ -305,7 +294,7 @@ class ShardedOptimizer:
         blocks = None if self._readable is None else self._readable.blocks()
         if blocks is None:
             mine = sharded_state.encode(self.inner.state, division.parameters)
-            replies = announce(self._channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
+            replies = announce(self._exchange.channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
             blocks = [torch.frombuffer(bytearray(reply.body), dtype=torch.uint8) for reply in replies]
         return sharded_state.join(division.all_shards, blocks, division.templates)
 

@@ -46,7 +46,7 @@ class _Layout:
 class SharedMemoryCommunicator(Communicator):
     """Collectives of towers that are processes of one host; :func:`join` makes it."""
 
-    averages_in_place = True
+    may_overlap = False
 
     def __init__(self, base: PeerGroup, timeout: float, segments: Sequence[Segment], processes: Sequence[int]) -> None:
         self.index, self.size, self.device = base.index, base.size, base.device
@@ -78,13 +78,13 @@ class SharedMemoryCommunicator(Communicator):
     def release(self, key: int) -> None:
         self.regions.release(key)
 
-    def start_average(self, tensor: Tensor) -> Pending:
+    def submit_average(self, tensor: Tensor) -> Pending:
         self._queue.append(tensor)
-        return Deferred(self.finish_started)
+        return Deferred(self.finish_submitted)
 
     @whole
-    def finish_started(self) -> None:
-        """Finish all that was started. Towers reduce on the cores that they compute on: nothing could overlap."""
+    def finish_submitted(self) -> None:
+        """Average all that was submitted. Towers reduce on the cores that they compute on: nothing could overlap."""
         queue, self._queue = self._queue, []
         if queue:
             for tensor in self.regions.average(queue):

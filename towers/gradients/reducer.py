@@ -1,0 +1,103 @@
+"""What a strategy asks of whatever reduces its gradients; :mod:`towers.gradients.averager` averages them in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from towers.collectives.communicator import Communicator
+from towers.gradients.reductions import Reduction
+from towers.gradients.slots import Slot
+from towers.mirroring.mirror import Named
+
+
+class GradientReducer(Protocol):
+    """Reduces the gradients of parameters over the towers, in every backward."""
+
+    # -- parameters --------------------------------------------------------------------------------------
+
+    def add(self, parameters: Sequence[Named]) -> None:
+        """Reduce the gradients of these too. All towers add the same, in the same order.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+
+    def refresh(self) -> None:
+        """Take notice of parameters that were converted or moved since the last step.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """A parameter's slot, if its gradients are reduced: a place in a bucket, or a sparse one."""
+
+    # -- one backward ------------------------------------------------------------------------------------
+
+    def contribute_nothing(self) -> None:
+        """Take part in a backward of the other towers without one of this tower's own.
+
+        Raises:
+            TowersError: the last backward ended in an exception, so towers may be out of step.
+        """
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd is running, or has begun a backward whose gradients are not reduced yet."""
+
+    def check_paired(self) -> None:
+        """See that towers are in step: that the last backward was whole, and the same one on all of them.
+
+        Raises:
+            TowersError: it ended in an exception.
+            DisagreementError: on all towers, when it was not the same one.
+        """
+
+    def give_up(self, error: BaseException) -> None:
+        """The script's step has ended in ``error``. Towers that wait for an open backward's gradients are told."""
+
+    # -- gradients that are reduced otherwise, or not ----------------------------------------------------
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Inside, gradients accumulate on this tower alone; the next backward outside averages them too."""
+
+    def hooks_disabled(self) -> AbstractContextManager[None]:
+        """Inside, gradients are the caller's business: they are computed as if nothing were attached.
+
+        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
+
+        Raises:
+            TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
+        """
+
+    def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
+        """Reduce the gradients that there are, without a backward; all towers call it.
+
+        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
+
+        Args:
+            kind: makes the reduction of the towers' communicator.
+        """
+
+    def unsynced(self) -> dict[int, str]:
+        """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
+
+    # -- what has been averaged --------------------------------------------------------------------------
+
+    @property
+    def averaged(self) -> int:
+        """How many backwards there were whose gradients were averaged."""
+
+    def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
+        """Whether gradients of any of these were averaged after backward ``number`` (as of :attr:`averaged`)."""
+
+    def note_averaged(self, parameters: Iterable[Tensor], *, replaced: bool) -> None:
+        """The gradients of these have been averaged by other means.
+
+        Args:
+            replaced: whether the parameters hold the averages, and so nothing that is this tower's own any more.
+        """
