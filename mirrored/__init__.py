@@ -1,4 +1,4 @@
-"""Train one PyTorch model on many devices, with the numbers of one.
+"""Train one PyTorch model on many devices, with the losses, gradients and weights that one device would have.
 
 Each name is imported when it is first used, so that ``import mirrored`` and ``mirrored --help`` do not load torch.
 """

@@ -14,7 +14,7 @@ import mirrored
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line ``mirrored …``; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="mirrored", description="Train one PyTorch model on many devices, with the numbers of one."
+        prog="mirrored", description="Train one PyTorch model on many devices, with the losses of one."
     )
     parser.add_argument("--version", action="version", version=f"mirrored {mirrored.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -8,46 +8,47 @@ listener but the interceptor (:mod:`mirrored.interceptor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from towers.health.status import Health
-from towers.mirroring.mirror import Named
 from towers.system.profiling import begin_range, end_range
+
+
+class Moment(list[Callable[..., object]]):
+    """The listeners of one moment; a call tells all of them, in their order."""
+
+    def __call__(self, *what: Any) -> None:
+        for listener in self:
+            listener(*what)
 
 
 class Events:
     """The listeners of one strategy, by moment. A training goes through the moments in this order.
 
     Attributes:
-        recorded: what a scope has recorded and is not mirrored yet has changed.
-        mirrored: these parameters are mirrored from now on, the same ones in the same order on all towers.
-        loaded: a batch is there: this tower's examples in it, and those of all towers.
-        begin_run: ``strategy.run`` is about to call a function.
-        phase: the tower enters a phase, one of :mod:`towers.health.status` (its function, backward, averaging
-            gradients, the optimizer's step, loading data) or one of the script's; empty: it leaves the last one.
-        before_step: an optimizer of mirrored parameters is about to step. (At one tower nothing looks for that.)
-        after_step: an optimizer has stepped.
-        end_run: the function has returned.
-        failed: the function, or what came before it, has ended in an exception.
-        saved: a checkpoint of this name has been taken; it may still be on its way to the disk.
-        check: see now that all towers hold the same; the text is what a person would say is being done.
+        recorded: ``()``: what a scope has recorded and is not mirrored yet has changed.
+        mirrored: ``(parameters)`` are mirrored from now on, the same ones in the same order on all towers.
+        loaded: ``(local, total)``: a batch is there, with so many examples on this tower and on all towers.
+        begin_run: ``(fn)`` is about to be called by ``strategy.run``.
+        phase: ``(phase)``: the tower enters a phase, one of :mod:`towers.health.status` (its function, backward,
+            averaging gradients, the optimizer's step, loading data) or one of the script's; empty: it leaves the last.
+        before_step: ``(optimizer)`` of mirrored parameters is about to step. (At one tower nothing looks for that.)
+        after_step: ``(optimizer)`` has stepped.
+        end_run: ``()``: the function has returned.
+        failed: ``(error)``: the function, or what came before it, has ended in an exception.
+        saved: ``(name)``: a checkpoint of this name has been taken; it may still be on its way to the disk.
+        check: ``(call)``: see now that all towers hold the same, for what a person would say is being done.
     """
 
     def __init__(self, health: Health) -> None:
-        self.recorded: list[Callable[[], object]] = []
-        self.mirrored: list[Callable[[Sequence[Named]], object]] = []
-        self.loaded: list[Callable[[int, int], object]] = []
-        self.begin_run: list[Callable[[Callable[..., Any]], object]] = []
-        self.phase: list[Callable[[str], object]] = health.followers
-        self.before_step: list[Callable[[Optimizer], object]] = []
-        self.after_step: list[Callable[[Optimizer], object]] = []
-        self.end_run: list[Callable[[], object]] = []
-        self.failed: list[Callable[[BaseException], object]] = []
-        self.saved: list[Callable[[str], object]] = []
-        self.check: list[Callable[[str], object]] = []
+        self.recorded, self.mirrored, self.loaded = Moment(), Moment(), Moment()
+        self.begin_run, self.end_run, self.failed = Moment(), Moment(), Moment()
+        self.before_step, self.after_step = Moment(), Moment()
+        self.saved, self.check = Moment(), Moment()
+        self.phase = health.followers
 
 
 class Ranges:

@@ -170,8 +170,7 @@ class CheckpointManager:
         wait = not self._asynchronous if wait is None else wait
         with self._strategy.health.during(f"saving checkpoint {chosen}"), self._noting_failure():
             self._saver.save(chosen, self.steps, wait=wait)
-        for saved in self._strategy.events.saved:
-            saved(chosen)
+        self._strategy.events.saved(chosen)
         if name is None:
             self._saved_step = self.steps
         self._saved_at, self._requested_save = clock.monotonic(), False

@@ -86,8 +86,7 @@ class DistributedDataset(ABC):
                     batch = batch.whole
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
-                for loaded in self._events.loaded:
-                    loaded(share.local, share.total)
+                self._events.loaded(share.local, share.total)
                 yield batch
         finally:
             known.in_hand = in_hand_outside

@@ -1,4 +1,4 @@
-"""The strategy: one model on several towers, with the numbers of one."""
+"""The strategy: one model on several towers, with the losses, gradients and weights of one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
 from mirrored.strategy.backward import Backward
-from mirrored.strategy.calls import RUNS_LATER, RunKinds, check_arguments, refuse_what_runs_later
+from mirrored.strategy.calls import RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.own_gradients import OwnGradients
@@ -166,28 +166,28 @@ class Strategy(OwnGradients, Backward):
         check_arguments(fn, args, kwargs)
         outer, replica = self._begin_run(), ReplicaContext(self, (args, kwargs))
         try:
-            for begin_run in self.events.begin_run:
-                begin_run(fn)
-            fn = interceptor().running(replica, fn)
+            self.events.begin_run(fn)
+            called = interceptor().running(replica, fn)
             if self._several and self.known_shares.holds_stand_in(replica.arguments):
-                fn = self.engine.keeping_statistics(fn)
+                called = self.engine.keeping_statistics(called)
             with frame(self, replica), self.streams.inside():
-                result = fn(*args, **(kwargs or {}))
-            if isinstance(result, RUNS_LATER):
-                refuse_what_runs_later(fn, result)
+                result = called(*args, **(kwargs or {}))
+            refuse_what_runs_later(called, result)
         except BaseException as error:
-            if self._several and isinstance(error, Exception):
-                from mirrored.empty_shares.stand_in import explain_empty_share
-
-                explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
-            for failed in self.events.failed:
-                failed(error)
+            self._explain(error, replica)
+            self.events.failed(error)
             raise
         finally:
             self._runs_in = outer
-        for end_run in self.events.end_run:
-            end_run()
+        self.events.end_run()
         return result
+
+    def _explain(self, error: BaseException, replica: ReplicaContext) -> None:
+        """Add to an exception of a run that the share has no examples, where that may be why."""
+        if self._several and isinstance(error, Exception):
+            from mirrored.empty_shares.stand_in import explain_empty_share
+
+            explain_empty_share(error, self.topology.index, self.known_shares.at_hand(replica.arguments))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

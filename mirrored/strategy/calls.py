@@ -6,7 +6,7 @@ import os
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from towers.collectives.communicator import Communicator
 from towers.errors import ForkedError
 from towers.health.status import Health
 
-RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_RUNS_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 """Types that a function returns before its body has run."""
 
 
@@ -140,12 +140,14 @@ def check_arguments(fn: object, args: object, kwargs: object) -> None:
     raise TypeError(f"strategy.run({name}, …) was given {wrong}, but {right}: {way}")
 
 
-def refuse_what_runs_later(fn: object, result: Any) -> NoReturn:
-    """Refuse a result of one of ``RUNS_LATER``.
+def refuse_what_runs_later(fn: object, result: Any) -> None:
+    """See that the body of ``fn``, which has returned ``result``, has run.
 
     Raises:
-        TypeError: always.
+        TypeError: ``result`` is a generator or a coroutine.
     """
+    if not isinstance(result, _RUNS_LATER):
+        return
     kind, way = "generator", "Write the step without yield, or return the generator's values as a list"
     if not isinstance(result, types.GeneratorType):
         kind, way = "async generator", "Write the step as a plain function, without async"

@@ -187,7 +187,7 @@ class Engine:
             yield
         finally:
             self.recorder.stop()
-            self._tell_recorded()
+            self.events.recorded()
 
     def add(self, module: nn.Module, sync_batch_norm: bool) -> None:
         """Record a module that exists already."""
@@ -197,7 +197,7 @@ class Engine:
         self._prepare_metrics(module)
         if self._records:
             self.recorder.add(module)
-            self._tell_recorded()
+            self.events.recorded()
 
     def _adopt(self, sync_batch_norm: bool) -> Callable[[nn.Module], None] | None:
         """A function that lets a layer normalise over the global batch; None if that is not asked for, or at one tower.
@@ -219,14 +219,10 @@ class Engine:
         adopt: Callable[[nn.Module], None] = layers.adopt
         return adopt
 
-    def _tell_recorded(self) -> None:
-        for recorded in self.events.recorded:
-            recorded()
-
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach everything to it."""
         tensors, lazy = self.recorder.take()
-        self._tell_recorded()
+        self.events.recorded()
         if lazy and self.virtual is not None:
             raise RuntimeError(
                 f"{type(lazy[0]).__name__} gets its shape in its first forward, which with virtual towers is that of "
@@ -242,8 +238,7 @@ class Engine:
             in_first_forward(module, self._mirror_lazy)
         parameters = [named for named in tensors if named.kind == "parameter"]
         log.debug("mirrored %d parameters and %d buffers", len(parameters), len(tensors) - len(parameters))
-        for add in self.events.mirrored:
-            add(parameters)
+        self.events.mirrored(parameters)
 
     def _prepare_metrics(self, module: nn.Module) -> None:
         """Let metrics of torchmetrics in a module take empty shares."""
@@ -304,8 +299,7 @@ class Engine:
             MirrorError: on all towers with one text: they do not.
             DisagreementError: on all towers: some call something else.
         """
-        for check in self.events.check:
-            check(call)
+        self.events.check(call)
 
     def check_before(self, call: str) -> None:
         """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""

@@ -163,8 +163,7 @@ class OptimizerGuard:
         if isinstance(optimizer, torch.optim.SparseAdam):
             self._check_sparse(parameters)
         if len(foreign) < len(parameters):
-            for before_step in self._events.before_step:
-                before_step(optimizer)
+            self._events.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer has stepped.
@@ -174,8 +173,7 @@ class OptimizerGuard:
         """
         if self._health.phase != OPTIMIZER or self._is_inner_optimizer(optimizer):
             return
-        for after_step in self._events.after_step:
-            after_step(optimizer)
+        self._events.after_step(optimizer)
         if _has_closure(args, kwargs):
             self._check_averaged(optimizer)
         self._health.enter(AFTER_OPTIMIZER)
