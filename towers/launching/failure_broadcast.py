@@ -28,13 +28,15 @@ class FailureBroadcast:
 
     Args:
         token: the job's.
+        attempt: the number of the attempt at it that the others are told of.
 
     Attributes:
         received: the failure that was published first, once it has been received.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, attempt: int) -> None:
         self._token = token
+        self._prefix = f"towers/failures/{attempt}"
         self.received: str | None = None
         self._store: SignedStore | None = None
         self._workers = 1
@@ -49,7 +51,7 @@ class FailureBroadcast:
         """
         if store is None or workers == 1:
             return
-        self._store = signed = SignedStore(PrefixStore("towers/failures", store.clone()), self._token)  # type: ignore[attr-defined]
+        self._store = signed = SignedStore(PrefixStore(self._prefix, store.clone()), self._token)  # type: ignore[attr-defined]
         self._worker, self._workers = worker, workers
 
         def listen() -> None:

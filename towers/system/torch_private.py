@@ -3,7 +3,7 @@
 Each has the reason why no public name does, and who else relies on it. All were checked against torch 2.9.1, 2.13.0,
 2.14.1 and 2.15.0; ``tests/code_rules/test_torch_private.py`` uses each of them on whatever torch is installed. What
 c10d calls of a process group by a private name, :mod:`towers.c10d.group` has to define under that name; torchrun's
-agent is extended by the methods that its documentation leaves to subclasses (:mod:`towers.launching.supervision`).
+agent is extended by the methods that its documentation leaves to subclasses (:mod:`towers.launching.agent`).
 
 Nothing here imports torch's compiler, which takes a second to load.
 """
