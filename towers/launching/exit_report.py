@@ -26,8 +26,7 @@ def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
         return -attempt.died_of, ""
     if not attempt.failed and len(attempt.endings) == job.towers:
         if (sentence := _first_good_end(job, attempt)) is not None:
-            attempt.broadcast.publish_end(sentence)
-            attempt.broadcast.await_ends(_OTHERS_TOGETHER if attempt.preempted else _OTHER_WORKERS)
+            attempt.broadcast.await_ends(sentence, _OTHERS_TOGETHER if attempt.preempted else _OTHER_WORKERS)
         if attempt.broadcast.received is None:
             return (EXIT_PREEMPTED, _preempted(attempt)) if attempt.preempted else (0, "")
     return _failure(job, attempt)
