@@ -30,13 +30,13 @@ def make_agent_patient() -> None:
     """In the process of an agent, before it starts any tower."""
     if PATIENT_AGENTS not in os.environ:
         return
-    from towers.launching import failure_broadcast, supervision
+    from towers.launching import attempt, exit_report, failure_broadcast
 
     def await_failure(broadcast: failure_broadcast.FailureBroadcast) -> str | None:
         """What another worker has published, a failure or that its towers have ended well; None for the latter."""
         wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast.ends()))
         return broadcast.received
 
-    supervision._TOGETHER = supervision._OTHERS_TOGETHER = HANG
+    attempt._TOGETHER = exit_report._OTHERS_TOGETHER = HANG
     failure_broadcast._SECONDS = HANG
     failure_broadcast.FailureBroadcast.await_failure = await_failure  # type: ignore[method-assign]

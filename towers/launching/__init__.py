@@ -23,7 +23,7 @@ The other ways to the same towers:
 - ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
   with the variables that torchrun would set (``launch.py``).
 
-``agent.py`` runs torchrun's engine, ``supervision.py`` decides when towers end, ``failure_broadcast.py`` tells the
-other workers, and ``exit_report.py`` says how the job ended. ``processes.py`` is what the agent and ``launch`` have in
-common. The names of the variables are in :mod:`towers.topology`.
+``agent.py`` runs torchrun's engine, ``failure_broadcast.py`` tells the other workers, and ``exit_report.py`` says how
+the job ended. ``attempt.py`` supervises the towers, however they were started, and decides when they end. The names of
+the variables are in :mod:`towers.topology`.
 """

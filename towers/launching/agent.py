@@ -5,7 +5,7 @@ engine of ``torchrun``. Plain ``python -m torch.distributed.run`` prints each fa
 exits with 1 whatever the script's exit code was, leaves a temporary directory behind at each start, can silence
 standard output only into files, and meets workers with a time-out that names none of them. What is added here:
 
-- how towers end (:mod:`towers.launching.supervision`);
+- how towers end (:mod:`towers.launching.attempt`);
 - the chief's output plain, the other towers silent but for prefixed warnings and errors
   (:mod:`towers.launching.console`);
 - the first exception whole, last which tower failed where, and its exit code (:mod:`towers.launching.exit_report`);
@@ -23,21 +23,24 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from towers.errors import TowersError
 from towers.health.failure import leave
-from towers.launching import console, processes, rendezvous
-from towers.launching.exit_report import ExitReport, make_exit_report
-from towers.launching.failure_broadcast import FailureBroadcast
+from towers.launching import console, rendezvous
+from towers.launching.attempt import Attempt
+from towers.launching.exit_report import make_exit_report
 from towers.launching.job import Job
-from towers.launching.supervision import Supervisor
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
+
+_FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 log = get_logger("towers")
 
@@ -66,7 +69,7 @@ def run(job: Job, program: Sequence[str]) -> int:
     _set_environment(job)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     try:
-        report = _run(job, program)
+        code, text = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
@@ -74,12 +77,12 @@ def run(job: Job, program: Sequence[str]) -> int:
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
-    log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, report.code)
-    if report.died_of is not None:
-        _die_by(report.died_of)
-    if report.text:
-        print(report.text, file=sys.stderr, flush=True)
-    return report.code
+    log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
+    if code < 0:
+        _die_by(-code)
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return code
 
 
 def _set_environment(job: Job) -> None:
@@ -98,11 +101,11 @@ def _set_environment(job: Job) -> None:
         logging.disable(logging.CRITICAL)
 
 
-def _run(job: Job, program: Sequence[str]) -> ExitReport:
+def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
     """Start the towers and wait for their end; on return, all that they have printed has been passed on."""
     token = os.environ.get(JOB_TOKEN, "")
-    broadcast = FailureBroadcast(token)
     with console.Relay() as relay:
+        attempt = Attempt(relay.directory, token=token, groups=True)
         handler = rendezvous.Rendezvous(job, uuid.uuid4().hex, token)
         # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
         words = tuple(word.replace("$", "$$") for word in program[1:])
@@ -115,11 +118,10 @@ def _run(job: Job, program: Sequence[str]) -> ExitReport:
             max_restarts=0,
             monitor_interval=0.1,
         )
-        logs = TowerLogs(relay, job.log_dir)
-        supervisor = Supervisor(job, spec, logs, broadcast, relay.directory)
-        result = supervisor.run()
-        report = make_exit_report(supervisor, result)
-    broadcast.wait_until_received()
+        supervisor = Supervisor(attempt, spec, TowerLogs(relay, attempt, job.log_dir))
+        supervisor.run()
+        report = make_exit_report(job, attempt)
+    attempt.broadcast.wait_until_received()
     return report
 
 
@@ -128,12 +130,13 @@ class TowerLogs(LogsSpecs):
 
     Args:
         relay: carries the other towers' standard error.
+        attempt: the towers that are started.
         log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers; None: no files.
     """
 
-    def __init__(self, relay: console.Relay, log_dir: str | None) -> None:
+    def __init__(self, relay: console.Relay, attempt: Attempt, log_dir: str | None) -> None:
         super().__init__(log_dir=log_dir)
-        self._relay = relay
+        self._relay, self._attempt = relay, attempt
 
     @property
     def root_log_dir(self) -> str:
@@ -147,7 +150,7 @@ class TowerLogs(LogsSpecs):
         stdouts, stderrs, error_files = {}, {}, {}
         for local, variables in envs.items():
             tower = int(variables["RANK"])
-            variables.update(processes.file_variables(self._relay.directory, tower))
+            variables.update(self._attempt.file_variables(tower))
             error_files[local] = ""  # torch would end with an error where a report is none
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal
@@ -156,6 +159,61 @@ class TowerLogs(LogsSpecs):
             copy = folder / f"tower{tower}.err" if folder else None
             stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
+
+
+class Supervisor(LocalElasticAgent):
+    """Runs one attempt's towers of one worker, by the methods that torch's documentation leaves to subclasses.
+
+    Args:
+        spec, logs: as of torchrun's agent.
+    """
+
+    def __init__(self, attempt: Attempt, spec: WorkerSpec, logs: LogsSpecs) -> None:
+        super().__init__(spec, logs)
+        self._attempt = attempt
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Signals that this process was started to ignore (nohup), and goes on to.
+        ignored = {number for number in _FORWARDED | {signal.SIGQUIT} if signal.getsignal(number) == signal.SIG_IGN}
+        started: dict[int, int] = super()._start_workers(worker_group)
+        # torch has installed handlers meanwhile, for all of these: they end the towers at once.
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        self._attempt.processes = {worker_group.workers[local].global_rank: started[local] for local in started}
+        self._attempt.forward(_FORWARDED - ignored)
+        signal.signal(signal.SIGTSTP, self._suspend)
+        workers = worker_group.group_world_size or 1
+        self._attempt.broadcast.listen(worker_group.store, worker_group.group_rank or 0, workers)
+        return started
+
+    def _suspend(self, _number: int, _frame: object) -> None:
+        """When this agent is suspended (Ctrl-Z), suspend its towers; when it goes on, let them go on.
+
+        torchrun's agent gives every tower a session of its own, which the terminal's stop signal does not reach.
+        """
+        if self._attempt.living():
+            self._attempt.send(signal.SIGSTOP, groups=True)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        try:
+            os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
+        finally:  # another signal may have come with the one that continues
+            signal.signal(signal.SIGTSTP, self._suspend)
+            if self._attempt.living():
+                self._attempt.send(signal.SIGCONT, groups=True)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._attempt.wait()
+        self._attempt.end()
+        result: RunResult = super()._monitor_workers(worker_group)  # all of them have ended
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: :mod:`towers.launching.exit_report` waits for the other workers."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        if self._attempt.living():
+            self._attempt.end(death_sig, save=False)
+        super()._shutdown(death_sig)
 
 
 def _die_by(number: int) -> NoReturn:

@@ -2,96 +2,104 @@
 
 from __future__ import annotations
 
-import dataclasses
-import signal
+import math
+import socket
 
-from torch.distributed.elastic.agent.server.api import RunResult
-
-from towers.health.failure import EXIT_PREEMPTED, FailureReport, report_path, signal_name
-from towers.launching.supervision import Supervisor, died_of
+from towers.health.failure import EXIT_PREEMPTED, signal_name
+from towers.launching.attempt import Attempt
+from towers.launching.job import Job
 from towers.system.log import get_logger
+
+_OTHER_WORKERS = 300.0  # seconds in which the other workers end, after this one
+_OTHERS_TOGETHER = 15.0  # the same where the towers of this one were preempted
 
 log = get_logger("towers")
 
 
-@dataclasses.dataclass(frozen=True)
-class ExitReport:
-    """How a job ended.
+def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
+    """How the towers of this worker ended; where they ended well, the others' are waited for.
 
-    Attributes:
-        code: the exit code.
-        text: what is printed last.
-        died_of: the signal that ended it, if one did.
+    Returns:
+        The exit code, negative for the signal that ended the job, and the text that is printed last.
     """
-
-    code: int = 0
-    text: str = ""
-    died_of: signal.Signals | None = None
-
-
-def make_exit_report(supervisor: Supervisor, result: RunResult) -> ExitReport:
-    """How the towers of this worker ended.
-
-    Args:
-        result: of torchrun's agent.
-    """
-    endings, forwarded = supervisor.endings, supervisor.forwarded
-    if supervisor.failed_elsewhere is None:
-        codes = set(endings.values())
-        if forwarded is not None and codes & died_of(forwarded):
-            return ExitReport(128 + forwarded, died_of=forwarded)
-        if codes <= {0}:
-            return ExitReport()
-        if codes <= {0, EXIT_PREEMPTED} and len(endings) == supervisor.job.towers:
-            return ExitReport(EXIT_PREEMPTED, _preempted(supervisor))
-    return _failure(supervisor, result)
+    if attempt.died_of is not None:
+        return -attempt.died_of, ""
+    if not attempt.failed and len(attempt.endings) == job.towers:
+        if (sentence := _first_good_end(job, attempt)) is not None:
+            attempt.broadcast.await_ends(sentence, _OTHERS_TOGETHER if attempt.preempted else _OTHER_WORKERS)
+        if attempt.broadcast.received is None:
+            return (EXIT_PREEMPTED, _preempted(attempt)) if attempt.preempted else (0, "")
+    return _failure(job, attempt)
 
 
-def _preempted(supervisor: Supervisor) -> str:
-    tower = min(tower for tower, code in supervisor.endings.items() if code == EXIT_PREEMPTED)
-    by = f" by {supervisor.forwarded.name}" if supervisor.forwarded is not None else ""
-    status = supervisor.status_of(tower)
-    return f"towers: preempted{by}: the towers ended {status}, with exit code {EXIT_PREEMPTED}"
+def _preempted(attempt: Attempt) -> str:
+    tower = min(tower for tower, code in attempt.endings.items() if code == EXIT_PREEMPTED)
+    by = f" by {attempt.forwarded.name}" if attempt.forwarded is not None else ""
+    return f"towers: preempted{by}: the towers ended {_status(attempt, tower)}, with exit code {EXIT_PREEMPTED}"
 
 
-def _failure(supervisor: Supervisor, result: RunResult) -> ExitReport:
-    codes = {tower: code for tower, code in supervisor.endings.items() if code}
+def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
+    codes = {tower: code for tower, code in attempt.endings.items() if code}
     if not codes:
-        return ExitReport(1, f"towers: {supervisor.failed_elsewhere}")
-    reports = {tower: FailureReport.read(report_path(supervisor.directory, tower)) for tower in codes}
+        return 1, f"towers: {attempt.broadcast.received}"
+    reports = {tower: attempt.report_of(tower) for tower in codes}
 
     def order(tower: int) -> tuple[bool, float]:
         report = reports[tower]
-        return (False, result.failures[tower].timestamp) if report is None else (report.consequence, report.time)
+        return (False, math.inf) if report is None else (report.consequence, report.time)
 
     for tower, report in reports.items():
         log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
     first = min(codes, key=order)
     report, code = reports[first], codes[first]
-    name, status = supervisor.name_of(first), supervisor.status_of(first)
+    name, status = _name(job, first), _status(attempt, first)
     lines = []
     if report is not None:
         lines.append(f"towers: tower {first} failed:\n{report.trace.rstrip()}")
         sentence = f"{name} failed {status}: {report.short}"
     elif code < 0:
         sentence = f"{name} was ended by {signal_name(-code)} {status}"
-    elif code == EXIT_PREEMPTED:
-        sentence = f"{name} ended with exit code {code} {status}, and others did not, so nothing was saved together"
     else:
-        sentence = f"{name} ended with exit code {code} {status}"
+        alone = ", and others did not, so nothing was saved together" if code == EXIT_PREEMPTED else ""
+        sentence = f"{name} ended with exit code {code} {status}{alone}"
     lines.append(f"towers: {sentence}")
     is_consequence = report is not None and report.consequence
-    cause = _cause(supervisor) if is_consequence else supervisor.broadcast.publish_failure(sentence)
+    cause = _cause(job, attempt) if is_consequence else attempt.broadcast.publish_failure(sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
-    return ExitReport(1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines))
+    return 1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines)
 
 
-def _cause(supervisor: Supervisor) -> str | None:
+def _cause(job: Job, attempt: Attempt) -> str | None:
     """Why the towers of this worker have failed, which only say that another tower is gone."""
-    broadcast = supervisor.broadcast
-    if (sentence := supervisor.first_good_end()) is not None:
+    broadcast = attempt.broadcast
+    if (sentence := _first_good_end(job, attempt)) is not None:
         return broadcast.publish_failure(sentence)
     if (failure := broadcast.await_failure()) is not None:
         return failure
     return broadcast.publish_failure(ends[0]) if (ends := broadcast.ends()) else None
+
+
+def _first_good_end(job: Job, attempt: Attempt) -> str | None:
+    """Which tower was the first to end without failing, and what it did last; for those that went on."""
+    for tower, code in attempt.endings.items():
+        if code in (0, EXIT_PREEMPTED):
+            status = attempt.status_of(tower)
+            call = ""
+            if code == 0 and status is not None and status.is_between_runs:
+                call = " and made a call that it did not make: look for one under `if strategy.is_chief:`"
+            end = f"ended with exit code {code} {_status(attempt, tower)}"
+            return f"{_name(job, tower)} {end}, while others went on{call}"
+    return None
+
+
+def _name(job: Job, tower: int) -> str:
+    """The tower, and of several workers which one it is on."""
+    host = f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
+    return f"tower {tower}{host}"
+
+
+def _status(attempt: Attempt, tower: int) -> str:
+    """What a tower did last, as part of a sentence."""
+    status = attempt.status_of(tower)
+    return "before its strategy was made" if status is None else str(status)

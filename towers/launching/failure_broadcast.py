@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store
 
@@ -22,23 +23,26 @@ _FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
 _INTERVAL = 0.5  # seconds between two reads
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
+T = TypeVar("T")
+
 
 class FailureBroadcast:
     """One worker's part of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
         token: the job's.
+        attempt: the number of the attempt at it that the others are told of.
 
     Attributes:
         received: the failure that was published first, once it has been received.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, token: str, attempt: int) -> None:
         self.received: str | None = None
+        self._token = token
+        self._prefix = f"towers/failures/{attempt}"
         self._store: SignedStore | None = None
-        self._workers = 1
-        self._worker = 0
+        self._worker, self._workers = 0, 1
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
         """Listen from now on, in a thread: a store whose host is gone may not answer.
@@ -49,7 +53,7 @@ class FailureBroadcast:
         """
         if store is None or workers == 1:
             return
-        self._store = signed = SignedStore(PrefixStore("towers/failures", store.clone()), self._token)  # type: ignore[attr-defined]
+        self._store = signed = SignedStore(PrefixStore(self._prefix, store.clone()), self._token)  # type: ignore[attr-defined]
         self._worker, self._workers = worker, workers
 
         def listen() -> None:
@@ -61,13 +65,18 @@ class FailureBroadcast:
 
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
+    def _ask(self, call: Callable[[SignedStore], T]) -> T | None:
+        """What the store answers; None where it does not in time, or is not there."""
+        store = self._store
+        return None if store is None else in_time(_SECONDS, lambda: call(store))
+
     def publish_failure(self, sentence: str) -> str:
         """Tell the others what has failed here; returns what was published first by any worker.
 
         This worker receives it as the others do: the one that serves the store waits for all to have.
         """
-        if (store := self._store) is not None and self.received is None:
-            in_time(_SECONDS, lambda: store.publish(_FAILURE, {"sentence": sentence}))
+        if self._store is not None and self.received is None:
+            self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
             wait_until(lambda: self.received is not None, _SECONDS)
         return self.received or sentence
 
@@ -76,42 +85,32 @@ class FailureBroadcast:
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received
 
-    def publish_end(self, sentence: str) -> None:
-        """Tell the others that the towers of this worker have ended well, and what the first of them did last."""
-        if (store := self._store) is not None:
-            in_time(_SECONDS, lambda: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
-
     def ends(self) -> Sequence[str]:
         """What the other workers have published of towers that have ended well."""
-        if (store := self._store) is None:
-            return []
-        sentences: list[str] = []
+        keys = [f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker]
+        messages = self._ask(lambda store: [store.read(key) for key in keys]) or []
+        return [printable(message.get("sentence")) for message in messages if message is not None]
 
-        def read() -> None:
-            for worker in range(self._workers):
-                if worker != self._worker and (message := store.read(f"{_ENDED}{worker}")) is not None:
-                    sentences.append(printable(message.get("sentence")))
+    def await_ends(self, sentence: str, seconds: float) -> None:
+        """Wait until the towers of all workers have ended well, or something has failed.
 
-        in_time(_SECONDS, read)
-        return list(sentences)
-
-    def await_ends(self, seconds: float) -> None:
-        """Wait until all workers have published that their towers have ended well, or one that something has failed."""
-        if (store := self._store) is None:
-            return
+        Args:
+            sentence: tells the others that the towers of this worker have, and what the first of them did last.
+        """
+        self._ask(lambda store: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
         others = self._workers - 1
         wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
         if self.received is None:  # the store stays until all have seen that all have ended, for a moment at most
-            in_time(_SECONDS, lambda: self._await_count(store, _LEFT, 1))
+            self._ask(lambda store: self._await_count(store, _LEFT, 1))
 
     def wait_until_received(self) -> None:
         """Where this worker serves the store: until all have received the failure, for a moment at most."""
-        if (store := self._store) is not None and self.received is not None and self._worker == 0:
-            in_time(_SECONDS, lambda: self._await_count(store, _RECEIVED, 0))
+        if self.received is not None and self._worker == 0:
+            self._ask(lambda store: self._await_count(store, _RECEIVED, 0))
 
-    def _await_count(self, store: SignedStore, key: str, mine: int) -> None:
-        """Add this worker's part to a count; the worker that serves the store then waits for those of all."""
-        count = store.add(key, mine)
+    def _await_count(self, store: SignedStore, key: str, number: int) -> None:
+        """Add to a count; the worker that serves the store then waits until all have added to it."""
+        count = store.add(key, number)
         while self._worker == 0 and count < self._workers:
             clock.sleep(0.05)
             count = store.add(key, 0)

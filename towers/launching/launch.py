@@ -11,25 +11,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import math
 import multiprocessing
 import os
 import pathlib
 import pickle
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from towers.errors import CannotStartError, TowerFailedError
 from towers.health import failure
-from towers.health.failure import FailureReport
-from towers.health.status import StatusRecord
+from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.joining.store import serve_store
-from towers.launching import console, processes
+from towers.launching import console
+from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
 from towers.system.timeouts import Deadline, wait_until
 from towers.system.torch_private import COMPILER, is_in_bad_fork
@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up when it was given no timeout."""
 
 _GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
-_END, _EXITED = 1.0, 30.0  # seconds between asking a tower to end and killing it; until its exit code is known
+_DONE, _EXITED = 0.5, 30.0  # seconds until processes of towers that are done have ended; until an exit code is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,47 +105,105 @@ def launch(
     context.set_forkserver_preload(["towers.launching.launch", COMPILER])
     token = secrets.token_hex()
     store = serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
-    started: list[ForkServerProcess] = []
-    with (
-        processes.SignalForwarding(lambda: [process.pid for process in started if process.pid]) as forwarding,
-        console.Relay() as relay,
-        contextlib.ExitStack() as opened,
-    ):
-        replies: list[Connection] = []
+    with console.Relay() as relay:
+        attempt = _Towers(relay.directory)
+        stop_forwarding = attempt.forward(unhandled(signal.SIGTERM, signal.SIGHUP))
         try:
             for tower in range(count):
-                receiver, sender = context.Pipe(duplex=False)
-                opened.callback(receiver.close)
-                variables = _environment(tower, count, store.port, token, names)
-                variables |= processes.file_variables(relay.directory, tower)
-                arguments = (sender, variables, os.getcwd(), _streams(relay, tower), start_method, payload)
-                process = context.Process(target=_be_tower, args=arguments, name=f"tower{tower}")
-                with _importable_main():
-                    process.start()
-                sender.close()
-                started.append(process)
-                replies.append(receiver)
+                variables = _environment(tower, count, store.port, token, names) | attempt.file_variables(tower)
+                attempt.start(tower, context, (variables, os.getcwd(), _streams(relay, tower), start_method, payload))
             deadline = Deadline(limit)
-            results, failures = _await(started, replies, deadline)
-            records = {failed.tower: StatusRecord.find(relay.directory, failed.tower) for failed in failures}
-            failures = [_with_report(failed, relay.directory) for failed in failures]
-            if not failures:  # threads may have something left to do, as in any program
-                _join(started, deadline)
+            attempt.wait(limit)
+            failures = attempt.failures or attempt.unfinished(limit)
+            first = min(failures, key=lambda failed: failed.consequence, default=None)
+            status = attempt.status_of(first.tower) if first is not None else None
+            if first is None:  # threads may have something left to do, as in any program
+                wait_until(lambda: not attempt.living(), deadline.remaining())
         finally:
             if start_method is None:  # starting a process has decided on one
                 multiprocessing.set_start_method(None, force=True)
-            _end(started, relay.directory)
-    forwarding.end(preempted=any(_is_preempted(failed) for failed in failures))
-    if failures:
-        first = min(failures, key=lambda f: f.consequence)
-        record = records[first.tower]
-        status = f", {record.read()}" if record is not None else ""
-        raise TowerFailedError(
-            f"tower {first.tower} of {count} failed{status}:\n{first.traceback.rstrip()}",
-            first.tower,
-            tuple(failures),
-        ) from first.exception
-    return [results[tower] for tower in range(count)]
+            wait_until(lambda: not attempt.living(), _DONE)
+            attempt.end()
+            attempt.close()
+            stop_forwarding()
+    if attempt.forwarded is not None:
+        if EXIT_PREEMPTED in attempt.endings.values():
+            sys.exit(EXIT_PREEMPTED)
+        os.kill(os.getpid(), attempt.forwarded)
+    if first is not None:
+        where = "" if status is None else f", {status}"
+        text = f"tower {first.tower} of {count} failed{where}:\n{first.traceback.rstrip()}"
+        raise TowerFailedError(text, first.tower, tuple(failures)) from first.exception
+    return [attempt.results[tower] for tower in range(count)]
+
+
+class _Towers(Attempt):
+    """Towers from the fork server, whose children they are. One has ended when it has replied, or its pipe is closed.
+
+    Attributes:
+        results: what ``fn`` has returned, by tower.
+        failures: of the other towers, in the order in which they have come.
+    """
+
+    def __init__(self, directory: pathlib.Path) -> None:
+        super().__init__(directory, grace=_GRACE)
+        self.results: dict[int, Any] = {}
+        self.failures: list[Failure] = []
+        self._started: dict[int, ForkServerProcess] = {}
+        self._pipes: dict[int, Connection] = {}
+
+    def start(self, tower: int, context: ForkServerContext, arguments: tuple[Any, ...]) -> None:
+        """Start a tower, with the arguments of :func:`_be_tower` after its pipe."""
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_be_tower, args=(sender, *arguments), name=f"tower{tower}")
+        with _importable_main():
+            process.start()
+        sender.close()
+        self._started[tower], self._pipes[tower] = process, receiver
+        self.processes[tower] = process.pid or 0
+
+    def exit_code_of(self, tower: int) -> int | None:
+        if not self._pipes[tower].poll():
+            return None
+        failed: Failure | None
+        try:
+            self.results[tower], failed = pickle.loads(self._pipes[tower].recv_bytes())
+        except EOFError:  # the process is gone without a reply
+            failed = self._death(tower)
+        except Exception as error:
+            failed = Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
+        if failed is None:
+            return 0
+        self.failures.append(failed)
+        preempted = isinstance(failed.exception, SystemExit) and failed.exception.code == EXIT_PREEMPTED
+        return EXIT_PREEMPTED if preempted else 1
+
+    def _death(self, tower: int) -> Failure:
+        process = self._started[tower]
+        process.join(_EXITED)  # on a busy machine its exit code takes seconds to come
+        if (report := self.report_of(tower)) is not None:
+            return Failure(tower, None, report.trace, report.consequence)
+        code = process.exitcode
+        how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
+        hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
+        return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
+
+    def living(self) -> list[int]:
+        return [tower for tower, process in self._started.items() if process.is_alive()]
+
+    def unfinished(self, seconds: float) -> list[Failure]:
+        """Where towers have not replied in time, the failure of the first of them."""
+        missing = [tower for tower in self.processes if tower not in self.endings]
+        towers = ", ".join(map(str, missing))
+        text = f"it was not done after {seconds:.0f} s (not done: towers {towers}); see launch's timeout"
+        return [Failure(tower, TimeoutError(text), text) for tower in missing[:1]]
+
+    def close(self) -> None:
+        """Let go of the pipes, and of the processes that have ended."""
+        for pipe in self._pipes.values():
+            pipe.close()
+        for tower in self._started.keys() - self.living():
+            self._started[tower].close()
 
 
 def _device_names(towers: int | None, requested: Sequence[devices.Device] | None) -> list[str]:
@@ -182,10 +240,7 @@ def _environment(tower: int, count: int, port: int, token: str, names: Sequence[
 def _streams(relay: console.Relay, tower: int) -> tuple[str, str]:
     """Where the tower's standard output and error go: paths to write to."""
     if tower == 0:
-        return (
-            relay.pipe("stdout0", console.standard("stdout")),
-            relay.pipe("stderr0", console.standard("stderr")),
-        )
+        return relay.pipe("stdout", console.standard("stdout")), relay.pipe("stderr", console.standard("stderr"))
     return os.devnull, relay.prefixed("stderr", f"tower {tower}")
 
 
@@ -256,13 +311,13 @@ def _be_tower(
     try:
         _check_accelerators(variables.get(DEVICES, ""))
         fn, args, kwargs = pickle.loads(payload)
-        message = ("result", pickle.dumps(fn(*args, **kwargs)))
+        reply = pickle.dumps((fn(*args, **kwargs), None))
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException as error:
-        message = ("failure", pickle.dumps(_describe(int(variables["RANK"]), error)))
+        reply = pickle.dumps((None, _describe(int(variables["RANK"]), error)))
         failed = isinstance(error, Exception)
-    sender.send(message)
+    sender.send_bytes(reply)
     if failed:
         failure.end_soon()  # or the others would not see that this tower is gone while a thread of it goes on
 
@@ -290,82 +345,3 @@ def _describe(tower: int, error: BaseException) -> Failure:
     except Exception:  # whatever a foreign exception class does when it is copied
         carried = None
     return Failure(tower, carried, report.trace, report.consequence)
-
-
-def _await(
-    towers: Sequence[ForkServerProcess], replies: Sequence[Connection], deadline: Deadline
-) -> tuple[dict[int, Any], list[Failure]]:
-    """Collect results and failures; after the first failure only for a short grace."""
-    results: dict[int, Any] = {}
-    failures: list[Failure] = []
-    open_towers = set(range(len(towers)))
-    while open_towers:
-        left = deadline.remaining()
-        if left <= 0:
-            if not failures:
-                missing = ", ".join(map(str, sorted(open_towers)))
-                seconds = f"{deadline.seconds:.0f} s"
-                text = f"it was not done after {seconds} (not done: towers {missing}); see launch's timeout"
-                failures.append(Failure(min(open_towers), TimeoutError(text), text))
-            break
-        waiting = [replies[tower] for tower in open_towers]
-        ready = wait(waiting, timeout=min(left, 60.0))
-        for tower in sorted(open_towers):
-            if replies[tower] not in ready:
-                continue
-            open_towers.remove(tower)
-            reply = _receive(tower, towers[tower], replies[tower])
-            if isinstance(reply, Failure):
-                failures.append(reply)
-                deadline = min(deadline, Deadline(_GRACE), key=Deadline.remaining)
-            else:
-                results[tower] = reply[0]
-    return results, failures
-
-
-def _receive(tower: int, process: ForkServerProcess, connection: Connection) -> tuple[Any] | Failure:
-    try:
-        kind, data = connection.recv()
-    except EOFError:  # the process is gone without a reply; on a busy machine its exit code takes seconds to come
-        process.join(_EXITED)
-        code = process.exitcode
-        how = f"by {failure.signal_name(-code)}" if code is not None and code < 0 else f"with exit code {code}"
-        hint = "; a script that calls launch needs `if __name__ == '__main__':` around it" if code == 1 else ""
-        return Failure(tower, None, f"the process of tower {tower} ended {how} before fn had returned{hint}")
-    try:
-        reply = pickle.loads(data)
-    except Exception as error:
-        return Failure(tower, error, f"what tower {tower} sent back cannot be read here: {error}")
-    return reply if kind == "failure" else (reply,)
-
-
-def _with_report(failed: Failure, directory: pathlib.Path) -> Failure:
-    """With the report that a tower has left which sent no reply, if it has left one."""
-    report = FailureReport.read(failure.report_path(directory, failed.tower))
-    if report is None:
-        return failed
-    return dataclasses.replace(failed, traceback=report.trace, consequence=report.consequence)
-
-
-def _is_preempted(failed: Failure) -> bool:
-    return isinstance(failed.exception, SystemExit) and failed.exception.code == failure.EXIT_PREEMPTED
-
-
-def _end(started: Sequence[ForkServerProcess], directory: pathlib.Path) -> None:
-    """Leave no process behind: wait for those that are done, and for checkpoints under way, and end the others."""
-
-    def living() -> dict[int, int]:
-        return {tower: process.pid for tower, process in enumerate(started) if process.is_alive() and process.pid}
-
-    _join(started, Deadline(0.5))
-    wait_until(lambda: not processes.towers_saving(directory, living()), failure.SAVING_SECONDS)
-    if living():
-        processes.end(lambda number: processes.send(number, living().values()), lambda: not living(), _END)
-    for process in started:
-        if not process.is_alive():
-            process.close()
-
-
-def _join(started: Sequence[ForkServerProcess], deadline: Deadline) -> None:
-    for process in started:
-        process.join(None if math.isinf(deadline.seconds) else max(0.0, deadline.remaining()))

@@ -6,15 +6,19 @@ workers; without enough of them, and on the CPU, each worker is one CPU tower.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 
 from towers.launching import console
+from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
-from towers.system.timeouts import clock
+
+_GRACE = 10.0  # seconds in which the other workers end, once one has failed
 
 
 def reserve_ports(count: int) -> list[socket.socket]:
@@ -46,28 +50,28 @@ def play(program: Sequence[str], workers: int) -> int:
     ports = reserve_ports(workers)  # as long as this function runs
     addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
     with console.Relay() as relay:
+        attempt = Attempt(relay.directory, grace=_GRACE)
+        restore = attempt.forward(unhandled(signal.SIGTERM))
         jobs: list[subprocess.Popen[bytes]] = []
-        for index in range(workers):
-            streams: list[int] = []
-            if index:
-                pipes = [relay.prefixed(stream, f"worker {index}") for stream in ("stdout", "stderr")]
-                streams = [os.open(pipe, os.O_WRONLY) for pipe in pipes]
-            stdout, stderr = streams or (None, None)
-            jobs.append(subprocess.Popen(program, env=_environment(index, addresses), stdout=stdout, stderr=stderr))
-            for number in streams:
-                os.close(number)
         try:
-            while any(job.poll() is None for job in jobs):
-                clock.sleep(0.05)
-                if any(job.poll() for job in jobs):
-                    break
-            return max(abs(job.wait(timeout=10)) for job in jobs)
-        except subprocess.TimeoutExpired:
-            return 1
+            for index in range(workers):
+                with contextlib.ExitStack() as opened:
+                    stdout, stderr = (
+                        opened.enter_context(open(relay.prefixed(stream, f"worker {index}"), "wb")) if index else None
+                        for stream in ("stdout", "stderr")
+                    )
+                    variables = _environment(index, addresses)
+                    jobs.append(subprocess.Popen(program, env=variables, stdout=stdout, stderr=stderr))
+                attempt.processes[index] = jobs[-1].pid
+            attempt.wait()
         except KeyboardInterrupt:
             return 130
         finally:
-            for job in jobs:
-                job.terminate()  # does nothing to one that has ended
+            attempt.end()
+            restore()
             for job in jobs:
                 job.wait()
+    if (signal_number := attempt.died_of) is not None:
+        os.kill(os.getpid(), signal_number)
+    codes = attempt.endings.values()
+    return max(map(abs, codes)) if len(codes) == workers else 1

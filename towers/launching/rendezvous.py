@@ -10,11 +10,8 @@ import sys
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from towers.errors import StartupError
 from towers.joining import handshake
@@ -30,7 +27,7 @@ _STORE_TIMEOUT = timedelta(minutes=10)
 log = get_logger("towers")
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(StaticTCPRendezvous):
     """Meets the workers that :class:`towers.launching.job.Job` lists; a single worker serves a store on loopback.
 
     Args:
@@ -38,18 +35,11 @@ class Rendezvous(RendezvousHandler):
     """
 
     def __init__(self, job: Job, run_id: str, token: str) -> None:
+        host, port = split_address(job.addresses[0]) if job.addresses else ("127.0.0.1", 0)
+        super().__init__(host, port, job.worker, job.workers, run_id, int(_STORE_TIMEOUT.total_seconds()))
         self._job = job
-        self._host, self._port = split_address(job.addresses[0]) if job.addresses else ("127.0.0.1", 0)
-        self._run_id = run_id
         self._token = token
         self._doubt = ""
-
-    def get_backend(self) -> str:
-        return "towers"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet all workers. Called once, since the agent restarts nothing.
@@ -84,8 +74,8 @@ class Rendezvous(RendezvousHandler):
     def _serve(self) -> TCPStore:
         job = self._job
         others = [split_address(address)[0] for address in job.addresses[1:]]
-        store = serve_store(self._host, self._port, _STORE_TIMEOUT, job.origin, self._token, others)
-        if job.addresses and not machine.is_reached_at(self._host, self._port):
+        store = serve_store(self.master_addr, self.master_port, _STORE_TIMEOUT, job.origin, self._token, others)
+        if job.addresses and not machine.is_reached_at(self.master_addr, self.master_port):
             self._doubt = (
                 f"the address of worker 0, {job.addresses[0]} (from {job.origin}), does not lead to this "
                 "machine, which is worker 0"
@@ -96,22 +86,9 @@ class Rendezvous(RendezvousHandler):
     def _join(self, deadline: Deadline) -> TCPStore:
         job, chief = self._job, "the chief (worker 0)"
         name = f"worker {job.worker}"
-        return join_store(self._host, self._port, _STORE_TIMEOUT, deadline, chief, job.origin, self._token, name)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to close: the store ends with the chief's agent."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return join_store(
+            self.master_addr, self.master_port, _STORE_TIMEOUT, deadline, chief, job.origin, self._token, name
+        )
 
 
 def compare_clusters(index: int, message: Message, other: int, reference: Message) -> str | None:

@@ -4,7 +4,7 @@ Each has the reason why no public name does, and names other projects that rely 
 2.9.1, 2.13.0, 2.14.1 and 2.15.0; ``tests/code_rules/test_torch_private.py`` uses each of them on the torch that is
 installed. c10d calls some methods of a process group by private names, under which :mod:`towers.c10d.group` has to
 define them; torchrun's agent is extended by the methods that its documentation leaves to subclasses
-(:mod:`towers.launching.supervision`).
+(:mod:`towers.launching.agent`).
 
 Nothing here imports torch's compiler, which takes a second to load.
 """

@@ -1,0 +1,85 @@
+"""An attempt at a job: what it leaves to the next one, and how it ends processes that another one has started."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.support.commands import start_command
+from tests.support.waiting import HANG
+from towers.health.failure import EXIT_PREEMPTED, FailureReport
+from towers.health.status import StatusRecord
+from towers.launching import play_cluster
+from towers.launching.attempt import Attempt
+from towers.topology import ERROR_FILE, STATUS_RECORD
+
+
+def test_a_second_attempt_finds_nothing_of_the_first(tmp_path: pathlib.Path) -> None:
+    first, second = Attempt(tmp_path), Attempt(tmp_path, 1)
+    variables = first.file_variables(0)
+    FailureReport.of(ValueError("boom")).write(variables[ERROR_FILE])
+    StatusRecord(variables[STATUS_RECORD], create=True)
+    report = first.report_of(0)
+    assert report is not None
+    assert report.text == "ValueError: boom"
+    assert first.status_of(0) is not None
+    assert second.report_of(0) is second.status_of(0) is None
+    assert not set(variables.values()) & set(second.file_variables(0).values())
+
+
+def test_towers_that_go_on_after_a_failure_are_ended(tmp_path: pathlib.Path) -> None:
+    attempt = Attempt(tmp_path)
+    programs = ["import time; time.sleep(100_000)", "import sys; sys.exit(3)"]
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    attempt.processes = {tower: process.pid for tower, process in enumerate(processes)}
+    attempt.wait()
+    assert attempt.endings == {1: 3}
+    assert attempt.living() == [0]
+    attempt.end()
+    assert attempt.living() == []
+    assert attempt.endings == {1: 3}, "tower 0 has not ended by itself"
+    assert [process.wait() for process in processes] == [-signal.SIGTERM, 3]
+
+
+SAVES = """
+    import signal, sys
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    print("ready", flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_told_to_end_lets_its_workers_save(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(textwrap.dedent(SAVES))
+    process = start_command(["mirrored", "cluster", str(script)])
+    lines = {process.stdout.readline(), process.stdout.readline()}
+    assert lines == {"ready\n", "[worker 1] ready\n"}
+    process.terminate()
+    process.communicate(timeout=HANG)
+    assert process.returncode == EXIT_PREEMPTED
+
+
+STUBBORN = """
+    import json, os, signal, sys
+
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(play_cluster, "_GRACE", 0.5)
+    assert play_cluster.play([sys.executable, "-c", textwrap.dedent(STUBBORN)], 2) == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
