@@ -7,17 +7,18 @@ medians over the turns, each of which compares neighbours in time.
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import os
 import pathlib
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 
+import command
+import steps
 import torch
 import torch.nn.functional as F
-from steps import Times, row
+from steps import Times
 from torch import nn
 
 import mirrored
@@ -44,23 +45,23 @@ def _asynchronous(folder: str, turns: int, megabytes: int, batch: int) -> tuple[
         mirrored.compute_average_loss(loss, global_batch_size=batch).backward()
         optimizer.step()
 
-    times: Times = {"never": [], "saved": []}
     writing: list[float] = []
-    for turn in range(-1, turns):
-        for name in ("never", "saved") if turn % 2 else ("saved", "never"):
-            strategy.communicator.barrier()
-            started = time.perf_counter()
-            for step in range(20):
-                if name == "saved" and step == 0:
-                    checkpoints.save()
-                strategy.run(train_step)
-                checkpoints.steps += 1
-            strategy.communicator.barrier()
-            if turn >= 0:
-                times[name].append(time.perf_counter() - started)
-            checkpoints.wait()
-            if name == "saved" and turn >= 0:
-                writing.append(checkpoints.written_seconds)
+
+    def twenty() -> None:
+        for _ in range(20):
+            strategy.run(train_step)
+            checkpoints.steps += 1
+
+    def saved() -> None:
+        checkpoints.save()
+        twenty()
+
+    def settle() -> None:
+        checkpoints.wait()
+        writing.append(checkpoints.written_seconds)
+
+    times = steps.alternate({"never": twenty, "saved": saved}, turns, 0, settle)
+    checkpoints.wait()
     return times, checkpoints.stalled_seconds / (turns + 1), writing
 
 
@@ -69,20 +70,18 @@ def _synchronous(folder: str, turns: int, megabytes: int) -> Times:
     strategy = mirrored.OneDeviceStrategy()
     checkpoints = mirrored.CheckpointManager(strategy, folder, {"model": _model(megabytes)})
     data = os.urandom(megabytes * 10**6)
-    times: Times = {"save": [], "plain": []}
-    for turn in range(-1, turns):
-        for name in ("save", "plain") if turn % 2 else ("plain", "save"):
-            os.sync()
-            started = time.perf_counter()
-            if name == "save":
-                checkpoints.steps += 1
-                checkpoints.save(wait=True)
-            else:
-                _write(pathlib.Path(folder, f"plain{turn}"), data)
-                pathlib.Path(folder, f"plain{turn - 2}").unlink(missing_ok=True)
-            if turn >= 0:
-                times[name].append(time.perf_counter() - started)
-    return times
+    numbers = itertools.count()
+
+    def save() -> None:
+        checkpoints.steps += 1
+        checkpoints.save(wait=True)
+
+    def plain() -> None:
+        number = next(numbers)
+        _write(pathlib.Path(folder, f"plain{number}"), data)
+        pathlib.Path(folder, f"plain{number - 2}").unlink(missing_ok=True)
+
+    return steps.alternate({"save": save, "plain": plain}, turns, 0, os.sync)
 
 
 def _write(path: pathlib.Path, data: bytes) -> None:
@@ -95,22 +94,16 @@ def _write(path: pathlib.Path, data: bytes) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench checkpoint", description=__doc__)
-    parser.add_argument("--towers", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=9, help="alternations")
+    parser = command.parser("checkpoint", __doc__, turns=9)
     parser.add_argument("--megabytes", type=int, default=100, help="of the model")
     parser.add_argument("--batch", type=int, default=64, help="examples of all towers together")
     parser.add_argument("--folder", help="where to write; default: a temporary one")
     options = parser.parse_args(arguments)
-    print(
-        f"torch {torch.version.__version__}; a model of {options.megabytes} MB; medians of {options.turns} alternations"
-    )
-    print(f"{'':<44}{'this, ms':>9}{'that, ms':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
-    names = [f"cpu:{i}" for i in range(options.towers)]
+    steps.print_head(f"a model of {options.megabytes} MB; medians of {options.turns} alternations")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         call = (os.path.join(folder, "a"), options.turns, options.megabytes, options.batch)
-        times, stalled, writing = mirrored.launch(_asynchronous, call, devices=names)[0]
-        print(row("20 steps, with an asynchronous save ÷ without", times["saved"], times["never"]))
+        times, stalled, writing = mirrored.launch(_asynchronous, call, devices=command.cpus(options.towers))[0]
+        steps.print_row("20 steps, with an asynchronous save ÷ without", times["saved"], times["never"])
         print(f"  held up {stalled * 1e3:.0f} ms a save; written in {statistics.median(writing) * 1e3:.0f} ms beside")
         times = _synchronous(os.path.join(folder, "b"), options.turns, options.megabytes)
-        print(row("synchronous save ÷ write and fsync", times["save"], times["plain"]))
+        steps.print_row("synchronous save ÷ write and fsync", times["save"], times["plain"])

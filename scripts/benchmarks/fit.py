@@ -8,7 +8,6 @@ two differ by where processes find their memory.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -17,30 +16,31 @@ from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
 
+import command
 import models
 import steps
 import torch
 from beside import Program, serve
 from plain import Step
-from torch import nn
 
-CASES = {"dense-64": ([64, 64], 64), "mlp-64": ([2048, 2048, 2048], 64)}
-"""Name of a case, the widths of its dense layers, and its global batch size."""
+CASES = {"dense-64": (64, 64), "mlp-64": (2048, 2048, 2048)}
+"""Name of a case, and the widths of its dense layers."""
+
+BATCH = 64
 
 BATCHES = 20
 
 
 def _arrays(case: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The examples of an epoch."""
-    return models.batch("mlp", BATCHES * CASES[case][1], seed=0)
+    return models.batch("mlp", BATCHES * BATCH, seed=0)
 
 
 def keras_model(case: str) -> Any:
     """A compiled Keras model."""
     import keras
 
-    widths, _ = CASES[case]
-    layers = [keras.layers.Input((784,)), *(keras.layers.Dense(width, "relu") for width in widths)]
+    layers = [keras.layers.Input((784,)), *(keras.layers.Dense(width, "relu") for width in CASES[case])]
     model = keras.Sequential([*layers, keras.layers.Dense(10)])
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
@@ -50,16 +50,7 @@ def keras_model(case: str) -> Any:
 def fit(model: Any, case: str) -> Step:
     """An epoch of ``model.fit``."""
     x, y = _arrays(case)
-    return lambda: model.fit(x.numpy(), y.numpy(), batch_size=CASES[case][1], verbose=0)
-
-
-def _torch_model(case: str) -> nn.Module:
-    layers: list[nn.Module] = []
-    before = 784
-    for width in CASES[case][0]:
-        layers += [nn.Linear(before, width), nn.ReLU()]
-        before = width
-    return nn.Sequential(*layers, nn.Linear(before, 10))
+    return lambda: model.fit(x.numpy(), y.numpy(), batch_size=BATCH, verbose=0)
 
 
 def _measure(case: str, turns: int, seconds: float) -> steps.Times:
@@ -73,9 +64,9 @@ def _measure(case: str, turns: int, seconds: float) -> steps.Times:
     found: dict[str, Step] = {"fit": fit(model, case)}
     if several:
         with strategy.scope():
-            plain = _torch_model(case)
+            plain = models.mlp((784, *CASES[case], 10))
             optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
-        data = strategy.distribute_dataset(_arrays(case), CASES[case][1], shuffle=True)
+        data = strategy.distribute_dataset(_arrays(case), BATCH, shuffle=True)
 
         def train_step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             optimizer.zero_grad()
@@ -92,27 +83,21 @@ def _measure(case: str, turns: int, seconds: float) -> steps.Times:
     else:
         found["keras"] = fit(keras_model(case), case)
         found["program"] = Program(__file__, case, torch.get_num_threads())
-    return steps.alternate(found, turns, seconds, together=several)
+    return steps.alternate(found, turns, seconds)
 
 
 def main(arguments: Sequence[str]) -> None:
     import mirrored
 
-    parser = argparse.ArgumentParser(prog="scripts/bench fit", description=__doc__)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated: " + ", ".join(CASES))
-    parser.add_argument("--towers", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=15, help="alternations")
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of one variant's turn")
-    options = parser.parse_args(arguments)
-    print(f"torch {torch.version.__version__}; an epoch of {BATCHES} batches; medians of {options.turns} alternations")
-    print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
-    for case in options.cases.split(","):
+    options = command.parser("fit", __doc__, turns=15, seconds=1.0, cases=CASES).parse_args(arguments)
+    steps.print_head(f"an epoch of {BATCHES} batches; medians of {options.turns} alternations")
+    for case in options.cases:
         timing = case, options.turns, options.seconds
-        times = mirrored.launch(_measure, timing, devices=[f"cpu:{i}" for i in range(options.towers)])[0]
-        print(steps.row(f"{case}: fit ÷ a loop of ours, {options.towers} towers", times["fit"], times["loop"]))
+        times = mirrored.launch(_measure, timing, devices=command.cpus(options.towers))[0]
+        steps.print_row(f"{case}: fit ÷ a loop of ours, {options.towers} towers", times["fit"], times["loop"])
         times = mirrored.launch(_measure, timing, devices=["cpu:0"])[0]
-        print(steps.row(f"{case}: fit ÷ Keras' own, one tower", times["fit"], times["keras"]))
-        print(steps.row(f"{case}: the same in another program", times["fit"], times["program"]), flush=True)
+        steps.print_row(f"{case}: fit ÷ Keras' own, one tower", times["fit"], times["keras"])
+        steps.print_row(f"{case}: the same in another program", times["fit"], times["program"])
 
 
 def _serve() -> None:

@@ -8,11 +8,11 @@ compares neighbours in time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 
+import command
 import models
 import plain
 import ratios
@@ -27,19 +27,13 @@ from mirrored.strategy.options import MIRROR_CHECK_INTERVAL
 
 def _measure(case: str, turns: int, seconds: float, optimizer: str, implementation: str) -> tuple[Times, list[float]]:
     """Seconds per step of all variants, and seconds of this thread for each check."""
-    communication = mirrored.CommunicationOptions(implementation=implementation)
-    batch = models.CASES[case]
 
-    def step_of(interval: int | None, action: str) -> tuple[mirrored.Strategy, plain.Step]:
-        strategy = mirrored.MirroredStrategy(
-            communication=communication, mirror_check_interval=interval, nonfinite_gradients=action
-        )
-        torch.manual_seed(0)
-        x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
-        return strategy, steps.ours(strategy, case, x, y, batch, plain.OPTIMIZERS[optimizer])
+    def work_of(interval: int | None, action: str) -> steps.Work:
+        strategy = steps.strategy(implementation, mirror_check_interval=interval, nonfinite_gradients=action)
+        return steps.Work(case, strategy, optimizer)
 
-    strategy, step = step_of(MIRROR_CHECK_INTERVAL, "ignore")
-    check = strategy.engine.attached(MirrorCheck)
+    work = work_of(MIRROR_CHECK_INTERVAL, "ignore")
+    step, check = work.ours(), work.strategy.engine.attached(MirrorCheck)
     assert check is not None
     checks: list[float] = []
 
@@ -49,8 +43,8 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
         check.come_to((len(checks) + 1) * MIRROR_CHECK_INTERVAL)
         checks.append(time.thread_time() - started)
 
-    variants = {"never": step_of(None, "ignore")[1], "checked": step_and_check, "watched": step_of(None, "raise")[1]}
-    times = steps.alternate(variants, turns, seconds, together=True)
+    never, watched = (work_of(None, action).ours() for action in ("ignore", "raise"))
+    times = steps.alternate({"never": never, "checked": step_and_check, "watched": watched}, turns, seconds)
     return times, checks
 
 
@@ -60,23 +54,17 @@ def _ratio(times: Times, name: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench mirror", description=__doc__)
-    parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", type=int, default=2)
-    parser.add_argument("--implementation", default="auto", help="auto, gloo, …")
+    parser = command.parser("mirror", __doc__, turns=11, seconds=0.5, cases=models.CASES, implementation=True)
     parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS)
-    parser.add_argument("--turns", type=int, default=11, help="alternations")
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
     options = parser.parse_args(arguments)
     print(f"torch {torch.version.__version__}; {options.optimizer}; medians of {options.turns} alternations")
     print(
         f"{'':<16}{'step, ms':>10}{'check, µs':>11}{'µs a step':>11}{'of a step':>11}"
         f"{'checked ÷ not':>15}{'25 %':>8}{'75 %':>8}{'watched ÷ not':>15}{'25 %':>8}{'75 %':>8}"
     )
-    names = [f"cpu:{i}" for i in range(options.towers)]
-    for case in options.cases.split(","):
-        arguments_ = (case, options.turns, options.seconds, options.optimizer, options.implementation)
-        times, checks = mirrored.launch(_measure, arguments_, devices=names)[0]
+    for case in options.cases:
+        how = (case, options.turns, options.seconds, options.optimizer, options.implementation)
+        times, checks = mirrored.launch(_measure, how, devices=command.cpus(options.towers))[0]
         step, check = statistics.median(times["never"]), statistics.median(checks)
         share = check / MIRROR_CHECK_INTERVAL
         print(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,17 +60,12 @@ class Transformer(nn.Module):
         return self.head(self.encoder(self.embed(x)))
 
 
-def mlp() -> nn.Module:
-    """784-2048-2048-2048-10, 10 million parameters."""
-    return nn.Sequential(
-        nn.Linear(784, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 10),
-    )
+def mlp(widths: Sequence[int] = (784, 2048, 2048, 2048, 10)) -> nn.Module:
+    """Dense layers; 784-2048-2048-2048-10 have 10 million parameters."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 CASES = {"mlp-64": 64, "resnet-8": 8, "resnet-64": 64, "transformer-2": 2, "transformer-16": 16}

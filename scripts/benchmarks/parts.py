@@ -13,15 +13,14 @@ Reading the clock is in the numbers, a few microseconds a part.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import command
 import models
-import plain
 import steps
 import torch
 
@@ -66,12 +65,9 @@ class Clock:
 
 def _measure(case: str, turns: int, seconds: float) -> tuple[float, float, dict[str, float]]:
     """Seconds of a step of ours, of one without communication, and of each part in one of ours."""
-    strategy = mirrored.MirroredStrategy()
-    torch.manual_seed(0)
-    batch = models.CASES[case]
-    x, y = models.batch(case, batch // strategy.num_replicas_in_sync, seed=strategy.topology.index)
+    work = steps.Work(case, mirrored.MirroredStrategy())
     clock, count = Clock(), 0
-    ours = steps.ours(strategy, case, x, y, batch)
+    ours = work.ours()
     for name, (owner, method) in PARTS.items():
         setattr(owner, method, clock.watch(name, getattr(owner, method)))
 
@@ -80,25 +76,18 @@ def _measure(case: str, turns: int, seconds: float) -> tuple[float, float, dict[
         count += 1
         ours()
 
-    times = steps.alternate({"ours": step, "bound": plain.step(models.make(case), x, y)}, turns, seconds, together=True)
+    times = steps.alternate({"ours": step, "bound": work.bare()}, turns, seconds)
     medians = (statistics.median(times[name]) for name in ("ours", "bound"))
     return *medians, {name: spent / count for name, spent in clock.seconds.items()}
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=9, help="alternations")
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of one variant's turn")
-    options = parser.parse_args(arguments)
+    options = command.parser("parts", __doc__, turns=9, seconds=0.5, cases=models.CASES).parse_args(arguments)
     print(f"torch {torch.version.__version__}; {options.towers} towers; SGD with momentum; milliseconds a step")
     print(f"{'':<16}{'ours':>9}{'bound':>9}" + "".join(f"{name:>9}" for name in (*PARTS, "rest")))
-    for case in options.cases.split(","):
-        devices = [f"cpu:{i}" for i in range(options.towers)]
-        towers = mirrored.launch(_measure, (case, options.turns, options.seconds), devices=devices)
+    for case in options.cases:
+        timing = (case, options.turns, options.seconds)
+        towers = mirrored.launch(_measure, timing, devices=command.cpus(options.towers))
         ours, bound = (statistics.mean(tower[which] for tower in towers) for which in (0, 1))
         parts = {name: statistics.mean(tower[2][name] for tower in towers) for name in PARTS}
         row = [ours, bound, *parts.values(), ours - bound - sum(parts.values())]

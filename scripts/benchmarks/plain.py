@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 Step = Callable[[], object]
 MakeOptimizer = Callable[[Any], Optimizer]
+Forward = Callable[[torch.Tensor], torch.Tensor]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -21,14 +22,18 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def step(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"]
+    forward: Forward,
+    parameters: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"],
 ) -> Step:
-    """An ordinary loop; with ``model`` wrapped in DDP it is DDP's."""
-    optimizer = make_optimizer(model.parameters())
+    """An ordinary loop; where ``forward`` is a model wrapped in DDP it is DDP's."""
+    optimizer = make_optimizer(parameters)
 
     def train_step() -> None:
         optimizer.zero_grad()
-        models.per_example_loss(model(x), y).mean().backward()
+        models.per_example_loss(forward(x), y).mean().backward()
         optimizer.step()
 
     return train_step

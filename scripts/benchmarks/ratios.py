@@ -17,11 +17,7 @@ class Ratio:
 
 
 def compare(ones: Sequence[float], others: Sequence[float]) -> Ratio:
-    """Of two variants, turn by turn."""
-    return spread([one / other for one, other in zip(ones, others, strict=True)])
-
-
-def spread(ratios: Sequence[float]) -> Ratio:
-    """Of ratios, one a turn."""
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    """The ratio of two variants."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), low, high)

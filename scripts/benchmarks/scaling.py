@@ -10,17 +10,14 @@ Times are in milliseconds, ratios come with their quartiles.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 
-import figure
+import command
 import models
-import plain
 import steps
 import torch
 from ratios import Ratio, compare
-from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
 from towers.system import machine
@@ -31,20 +28,12 @@ BASES = {"bound": "no communication", "DDP": "DDP on Gloo"}
 
 def _measure(case: str, share: int, turns: int, seconds: float, implementation: str) -> steps.Times:
     """Seconds of each variant with ``share`` examples on this tower."""
-    options = mirrored.CommunicationOptions(implementation=implementation)
-    strategy = mirrored.MirroredStrategy(communication=options)
-    towers = strategy.num_replicas_in_sync
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    x, y = models.batch(case, share, seed=strategy.topology.index)
-    variants = {
-        "ours": steps.ours(strategy, case, x, y, share * towers),
-        "bound": plain.step(models.make(case), x, y),
-    }
-    if towers > 1:
-        wrapped = DistributedDataParallel(models.make(case), gradient_as_bucket_view=True)
-        variants["DDP"] = plain.step(wrapped, x, y)
-    return steps.alternate(variants, turns, seconds, together=towers > 1)
+    work = steps.Work(case, steps.strategy(implementation), share=share)
+    variants = {"ours": work.ours(), "bound": work.bare()}
+    if work.strategy.num_replicas_in_sync > 1:
+        variants["DDP"] = work.ddp()
+    return steps.alternate(variants, turns, seconds)
 
 
 def _share(case: str, towers: int, weak: bool) -> int | None:
@@ -61,17 +50,13 @@ def _cells(found: Ratio | None) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench scaling", description=__doc__)
-    parser.add_argument("--cases", default="mlp-64,resnet-64", help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", default="1,2,4,8", help="comma-separated; the first is what the others are held to")
-    parser.add_argument("--kinds", default="weak,strong", help="weak, strong or both")
-    parser.add_argument("--implementation", default="auto", help="of our towers: auto, gloo, …")
-    parser.add_argument("--turns", type=int, default=7, help="alternations")
-    parser.add_argument("--seconds", type=float, default=0.4, help="length of one variant's turn")
-    figure.add_option(parser)
+    how = {"turns": 7, "seconds": 0.4, "towers": None, "chosen": "mlp-64,resnet-64", "implementation": True}
+    parser = command.parser("scaling", __doc__, cases=models.CASES, **how)
+    towers_help = "comma-separated; the first is what the others are held to"
+    parser.add_argument("--towers", type=command.names, default="1,2,4,8", help=towers_help)
+    parser.add_argument("--kinds", type=command.names, default="weak,strong", help="weak, strong or both")
     options = parser.parse_args(arguments)
-    unknown = [kind for kind in options.kinds.split(",") if kind not in ("weak", "strong")]
-    if unknown:
+    if unknown := set(options.kinds) - {"weak", "strong"}:
         parser.error(f"--kinds knows weak and strong, not {', '.join(unknown)}")
     cores = machine.cores()
     print(
@@ -80,17 +65,16 @@ def main(arguments: Sequence[str]) -> None:
     )
     head = f"{'':<18}{'towers':>7}{'batch':>7}{'ours ms':>9}{'ex/s':>9}{'÷ ideal':>9}"
     print(f"{head}{'÷ bound':>9}{'quartiles':>15}{'÷ DDP':>9}{'quartiles':>15}")
-    bars = []
-    for case in options.cases.split(","):
-        for kind in options.kinds.split(","):
+    for case in options.cases:
+        for kind in options.kinds:
             base = 0.0  # examples per second that one core makes
-            for towers in map(int, options.towers.split(",")):
+            for towers in map(int, options.towers):
                 share = _share(case, towers, kind == "weak")
                 if share is None:
                     print(f"{f'{case}: {kind}':<18}{towers:>7}  its batch cannot be cut evenly")
                     continue
                 timing = (case, share, options.turns, options.seconds, options.implementation)
-                times = mirrored.launch(_measure, timing, devices=[f"cpu:{i}" for i in range(towers)])[0]
+                times = mirrored.launch(_measure, timing, devices=command.cpus(towers))[0]
                 seconds = statistics.median(times["ours"])
                 rate = share * towers / seconds
                 base = base or rate / min(towers, cores)
@@ -101,6 +85,3 @@ def main(arguments: Sequence[str]) -> None:
                     f"{rate / base / min(towers, cores):>9.3f}{cells}",
                     flush=True,
                 )
-                group = f"{case}\n{kind}, {towers}"
-                bars += [figure.Bar(group, f"ours ÷ {name}", ratio) for name, ratio in found.items()]
-    figure.draw(options.png, f"A training step at several numbers of towers, {cores} cores", bars)

@@ -6,31 +6,31 @@ torch.distributed (CPUs); "zero", DDP with its ZeroRedundancyOptimizer; "tensorf
 CPUs (of mlp; left out where it is not installed: the extra of that name). ``--untouched`` adds a second DDP and a
 second bare loop, in processes of their own without mirrored, as a script has them that never heard of it (CPUs). All
 other variants but TensorFlow live in the same processes. The towers of the first comparison are CPU towers unless
-``--devices`` names others; the one tower of the second is a GPU where there is one. All take turns in blocks of steps,
-so that each ratio compares neighbours in time; medians over the turns are printed. "Bare loop ÷ its twin" compares two
-equal loops: what it differs from 1 is the noise of the machine. Times are in milliseconds.
+``--devices`` names others, and ``--towers 1`` leaves it out; the one tower of the second is a GPU where there is one.
+All take turns in blocks of steps, so that each ratio compares neighbours in time; medians over the turns are printed.
+"Bare loop ÷ its twin" compares two equal loops: what it differs from 1 is the noise of the machine. Times are in
+milliseconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
 
+import command
 import figure
 import models
 import plain
-import ratios
 import steps
 import tensorflow_step
 import torch
 import torch.distributed as dist
 import untouched_step
+from plain import Step
 from steps import Times
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import mirrored
@@ -62,39 +62,28 @@ def _two_towers(
     variants: Sequence[str],
     meeting: str | None,
 ) -> Times:
-    options = mirrored.CommunicationOptions(implementation=implementation)
-    strategy = mirrored.MirroredStrategy(communication=options)
-    torch.manual_seed(0)
-    make, batch = plain.OPTIMIZERS[optimizer], models.CASES[case]
-    share, device = batch // strategy.num_replicas_in_sync, strategy.device
-    x, y = (tensor.to(device) for tensor in models.batch(case, share, seed=strategy.topology.index))
-
-    def ddp(**kwargs: Any) -> nn.Module:
-        return DistributedDataParallel(models.make(case).to(device), gradient_as_bucket_view=True, **kwargs)
-
-    found: dict[str, plain.Step] = {}
+    work = steps.Work(case, steps.strategy(implementation), optimizer)
+    chosen: dict[str, Step] = {}
     if "ours" in variants:
-        found["ours"] = steps.ours(strategy, case, x, y, batch, make)
+        chosen["ours"] = work.ours()
     if "sharded" in variants:
-        sharding = mirrored.MirroredStrategy(communication=options, shard_optimizer=True)
-        found["sharded"] = steps.ours(sharding, case, x, y, batch, make)
+        chosen["sharded"] = work.ours(steps.strategy(implementation, shard_optimizer=True))
     if "ddp-shm" in variants:
         import towers.backend
 
-        found["ddp-shm"] = plain.step(ddp(process_group=dist.new_group(backend=towers.backend.NAME)), x, y, make)
+        chosen["ddp-shm"] = work.ddp(process_group=dist.new_group(backend=towers.backend.NAME))
     if "zero" in variants:
-        found["zero"] = plain.step(ddp(), x, y, lambda p: _zero(make, p))
+        chosen["zero"] = work.ddp(lambda parameters: _zero(work.make_optimizer, parameters))
+    index, count = work.strategy.topology.index, work.strategy.num_replicas_in_sync
     if "tensorflow" in variants:
-        found["tensorflow"] = lambda: None  # the other towers wait
-        if strategy.is_chief:
-            found["tensorflow"] = tensorflow_step.program(strategy.num_replicas_in_sync, batch, optimizer)
-    found["DDP"] = plain.step(ddp(), x, y, make)
-    found["bound"] = plain.step(models.make(case).to(device), x, y, make)
+        chosen["tensorflow"] = lambda: None  # the other towers wait
+        if work.strategy.is_chief:
+            chosen["tensorflow"] = tensorflow_step.program(count, work.batch, optimizer)
+    chosen |= {"DDP": work.ddp(), "bound": work.bare()}
     if meeting is not None:
-        where = strategy.topology.index, strategy.num_replicas_in_sync
         for kind in untouched_step.KINDS:
-            found[f"untouched {kind}"] = untouched_step.program(kind, case, optimizer, meeting, *where)
-    return steps.alternate(found, turns, seconds, together=True)
+            chosen[f"untouched {kind}"] = untouched_step.program(kind, case, optimizer, meeting, index, count)
+    return steps.alternate(chosen, turns, seconds)
 
 
 def _zero(make: plain.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Optimizer:
@@ -105,55 +94,44 @@ def _zero(make: plain.MakeOptimizer, parameters: Iterator[nn.Parameter]) -> Opti
 
 
 def _one_tower(case: str, turns: int, seconds: float) -> Times:
-    strategy = mirrored.MirroredStrategy()
-    torch.manual_seed(0)
-    x, y = (tensor.to(strategy.device) for tensor in models.batch(case, models.CASES[case], seed=0))
-    bare, twin = (plain.step(models.make(case).to(strategy.device), x, y) for _ in range(2))
-    variants = {"ours": steps.ours(strategy, case, x, y, models.CASES[case]), "bare": bare, "twin": twin}
-    return steps.alternate(variants, turns, seconds, together=False)
+    work = steps.Work(case, mirrored.MirroredStrategy())
+    return steps.alternate({"bare": work.bare(), "twin": work.bare(), "ours": work.ours()}, turns, seconds)
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench step", description=__doc__)
-    parser.add_argument("--cases", default=",".join(models.CASES), help="comma-separated: " + ", ".join(models.CASES))
-    parser.add_argument("--towers", type=int, default=2, help="on the CPU; 1 leaves the first comparison out")
-    parser.add_argument("--devices", help="of the first comparison's towers, such as cuda:0,cuda:1; default: the CPU")
-    parser.add_argument("--implementation", default="auto", help="of the first comparison's towers: auto, gloo, …")
+    parser = command.parser("step", __doc__, turns=9, seconds=0.7, cases=models.CASES, implementation=True)
+    parser.add_argument("--devices", type=command.names, help="of the towers, such as cuda:0,cuda:1; default: CPUs")
     parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS, help="of all variants")
-    parser.add_argument("--variants", default="ours", help="comma-separated: " + ", ".join(LABELS))
+    parser.add_argument("--variants", type=command.names, default="ours", help="comma-separated: " + ", ".join(LABELS))
     parser.add_argument("--untouched", action="store_true", help="also compare with processes without mirrored")
-    parser.add_argument("--turns", type=int, default=9, help="alternations")
-    parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
-    figure.add_option(parser)
+    parser.add_argument("--png", type=Path, metavar="PATH", help="also draw the ratios into this file")
     options = parser.parse_args(arguments)
-    variants = options.variants.split(",")
+    variants = options.variants
     if unknown := set(variants) - set(LABELS):
         parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
     if "tensorflow" in variants and not tensorflow_step.installed():
         variants.remove("tensorflow")
         print("TensorFlow is not installed here and is left out (pip install -e '.[tensorflow]')")
     bars = []
-    print(f"torch {torch.version.__version__}; {options.optimizer}; medians of {options.turns} alternations")
-    print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
-    names = options.devices.split(",") if options.devices else [f"cpu:{i}" for i in range(options.towers)]
-    for case in options.cases.split(","):
+    steps.print_head(f"{options.optimizer}; medians of {options.turns} alternations")
+    devices = options.devices or command.cpus(options.towers)
+    for case in options.cases:
         timing = (case, options.turns, options.seconds)
-        if len(names) > 1:
+        if len(devices) > 1:
             compared = [v for v in variants if v != "tensorflow" or case.startswith("mlp")]
             with tempfile.TemporaryDirectory() as folder:
                 meeting = f"{folder}/meeting" if options.untouched else None
-                arguments_ = (*timing, options.implementation, options.optimizer, compared, meeting)
-                times = mirrored.launch(_two_towers, arguments_, devices=names)[0]
+                how = (options.implementation, options.optimizer, compared, meeting)
+                times = mirrored.launch(_two_towers, (*timing, *how), devices=devices)[0]
             for variant in compared:
-                for base, what in BASES.items():
-                    if base not in times:
-                        continue
-                    label = f"{LABELS[variant]} ÷ {what}"
-                    print(steps.row(f"{case}: {label}", times[variant], times[base]), flush=True)
-                    bars.append(figure.Bar(case, label, ratios.compare(times[variant], times[base])))
+                for base in filter(times.__contains__, BASES):
+                    label = f"{LABELS[variant]} ÷ {BASES[base]}"
+                    ratio = steps.print_row(f"{case}: {label}", times[variant], times[base])
+                    bars.append(figure.Bar(case, label, ratio))
         if options.optimizer == "sgd" and variants == ["ours"]:
             times = mirrored.launch(_one_tower, timing, towers=1)[0]
-            print(steps.row(f"{case}: one tower ÷ bare loop", times["ours"], times["bare"]))
-            print(steps.row(f"{case}: bare loop ÷ its twin", times["bare"], times["twin"]), flush=True)
-            bars.append(figure.Bar(case, "one tower ÷ bare loop", ratios.compare(times["ours"], times["bare"])))
-    figure.draw(options.png, f"A training step, {len(names)} towers, {options.optimizer}", bars)
+            ratio = steps.print_row(f"{case}: one tower ÷ bare loop", times["ours"], times["bare"])
+            steps.print_row(f"{case}: bare loop ÷ its twin", times["bare"], times["twin"])
+            bars.append(figure.Bar(case, "one tower ÷ bare loop", ratio))
+    if options.png is not None and bars:
+        figure.draw(options.png, f"A training step, {len(devices)} towers, {options.optimizer}", bars)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import models
+import plain
 import ratios
 import torch
 import torch.distributed as dist
 from beside import Program
-from plain import OPTIMIZERS, MakeOptimizer, Step
+from plain import Forward, MakeOptimizer, Step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import mirrored
 
@@ -18,65 +23,113 @@ Times = dict[str, list[float]]
 """Name of a variant, and its seconds per step, one number a turn."""
 
 
-def ours(
-    strategy: mirrored.Strategy,
-    case: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    global_batch: int,
-    make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"],
-) -> Step:
-    """A step as the README shows it, on this tower's share of ``global_batch`` examples."""
-    with strategy.scope():
-        model = models.make(case)
-        optimizer = make_optimizer(model.parameters())
-
-    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        per_example = models.per_example_loss(model(x), y)
-        loss = mirrored.compute_average_loss(per_example, global_batch_size=global_batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return lambda: strategy.run(train_step, args=(x, y))
+def strategy(implementation: str, **options: Any) -> mirrored.Strategy:
+    """A strategy whose towers communicate by an implementation."""
+    return mirrored.MirroredStrategy(
+        communication=mirrored.CommunicationOptions(implementation=implementation), **options
+    )
 
 
-def alternate(steps: dict[str, Step], turns: int, seconds: float, together: bool) -> Times:
-    """Seconds per step of every variant, one number a turn.
+class Work:
+    """A case on this tower, with steps of it.
 
     Args:
-        seconds: length of one variant's turn, about.
-        together: whether several towers do this; they begin and end their turns together.
+        share: examples of this tower; default: its part of the case's batch.
     """
-    blocks = {name: _steps_in(seconds, step, together) for name, step in steps.items()}
+
+    def __init__(
+        self, case: str, strategy: mirrored.Strategy, optimizer: str = "sgd", share: int | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        count = strategy.num_replicas_in_sync
+        share = models.CASES[case] // count if share is None else share
+        self.case, self.strategy, self.batch = case, strategy, share * count
+        self.make_optimizer = plain.OPTIMIZERS[optimizer]
+        x, y = models.batch(case, share, seed=strategy.topology.index)
+        self.x, self.y = x.to(strategy.device), y.to(strategy.device)
+
+    def model(self) -> nn.Module:
+        """A model without mirrored."""
+        return models.make(self.case).to(self.strategy.device)
+
+    def ours(
+        self,
+        strategy: mirrored.Strategy | None = None,
+        forward_of: Callable[[nn.Module], Forward] = lambda model: model,
+    ) -> Step:
+        """A step as the README shows it.
+
+        Args:
+            strategy: another one.
+            forward_of: how a model is called.
+        """
+        strategy = strategy or self.strategy
+        with strategy.scope():
+            model = models.make(self.case)
+            optimizer = self.make_optimizer(model.parameters())
+        forward, batch = forward_of(model), self.batch
+
+        def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            per_example = models.per_example_loss(forward(x), y)
+            loss = mirrored.compute_average_loss(per_example, global_batch_size=batch)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return lambda: strategy.run(train_step, args=(self.x, self.y))
+
+    def bare(self, forward_of: Callable[[nn.Module], Forward] = lambda model: model) -> Step:
+        """The same without mirrored, and without communication."""
+        model = self.model()
+        return plain.step(forward_of(model), model.parameters(), self.x, self.y, self.make_optimizer)
+
+    def ddp(self, make_optimizer: MakeOptimizer | None = None, **options: Any) -> Step:
+        """The same with DDP."""
+        model = DistributedDataParallel(self.model(), gradient_as_bucket_view=True, **options)
+        return plain.step(model, model.parameters(), self.x, self.y, make_optimizer or self.make_optimizer)
+
+
+def alternate(
+    steps: Mapping[str, Step], turns: int, seconds: float, settle: Callable[[], object] | None = None
+) -> Times:
+    """Seconds per step of every variant, one number a turn; several towers begin and end their turns together.
+
+    Args:
+        seconds: length of one variant's turn, about; 0 for a single step.
+        settle: is called before a turn, and counts for nobody.
+    """
+    blocks = {name: _steps_in(seconds, step) for name, step in steps.items()}
     times: Times = {name: [] for name in steps}
     order = list(steps.items())
     for _ in range(turns):
         order.reverse()  # neither variant is always the first
         for name, step in order:
-            _finish(together)
+            if settle is not None:
+                settle()
+            _finish()
             started = time.perf_counter()
             _take(step, blocks[name])
-            _finish(together)
+            _finish()
             times[name].append((time.perf_counter() - started) / blocks[name])
     return times
 
 
-def _steps_in(seconds: float, step: Step, together: bool) -> int:
-    """How many steps take about ``seconds``, the same on all towers; after a few to warm up."""
-    _take(step, 3)
+def _steps_in(seconds: float, step: Step) -> int:
+    """How many steps take about ``seconds``, the same on all towers; after some to warm up."""
+    _take(step, 3 if seconds else 1)
     count = 1
-    while True:
-        _finish(together)
+    while seconds:
+        _finish()
         started = time.perf_counter()
         _take(step, count)
         took = torch.tensor(time.perf_counter() - started)
-        if together:
+        if _together():
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if took > seconds / 20:
             return max(1, round(seconds * count / float(took)))
         count *= 4
+    return count
 
 
 def _take(step: Step, count: int) -> None:
@@ -87,16 +140,28 @@ def _take(step: Step, count: int) -> None:
             step()
 
 
-def _finish(together: bool) -> None:
+def _finish() -> None:
     """Let everything end that was started: a GPU's work, and the other towers' steps."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    if together:
+    if _together():
         dist.barrier()
 
 
-def row(label: str, ours: list[float], other: list[float]) -> str:
-    """A line of a table: medians in milliseconds, and the median and the quartiles of the ratios turn by turn."""
+def _together() -> bool:
+    """Whether several towers take these steps."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def print_head(about: str) -> None:
+    """The lines above those of :func:`print_row`."""
+    print(f"torch {torch.version.__version__}; {about}")
+    print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
+
+
+def print_row(label: str, ours: list[float], other: list[float]) -> ratios.Ratio:
+    """Print medians in milliseconds, and the median and the quartiles of the ratios turn by turn."""
     medians = "".join(f"{statistics.median(seconds) * 1e3:>9.2f}" for seconds in (ours, other))
     found = ratios.compare(ours, other)
-    return f"{label:<44}{medians}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}"
+    print(f"{label:<44}{medians}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}", flush=True)
+    return found

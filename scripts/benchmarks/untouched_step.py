@@ -38,9 +38,9 @@ def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=index, world_size=size)
     model = models.make(case)
-    if kind == "DDP":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    step = plain.step(model, *models.batch(case, models.CASES[case] // size, seed=index), plain.OPTIMIZERS[optimizer])
+    forward = DistributedDataParallel(model, gradient_as_bucket_view=True) if kind == "DDP" else model
+    x, y = models.batch(case, models.CASES[case] // size, seed=index)
+    step = plain.step(forward, model.parameters(), x, y, plain.OPTIMIZERS[optimizer])
     gc.freeze()  # as in launched towers
     serve(step)
 

@@ -6,25 +6,24 @@ live in the same processes and take turns in blocks of steps; medians over the t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+import command
 import models
-import plain
 import steps
 import torch
 from plain import Step
-from steps import Times
+from steps import Times, Work
 
 import mirrored
 
 MICRO_BATCHES = 4
 
 
-def _virtual(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor) -> Step:
+def _virtual(work: Work, strategy: mirrored.Strategy) -> Step:
     with strategy.scope():
-        model = models.make(case)
-        optimizer = plain.OPTIMIZERS["sgd"](model.parameters())
+        model = models.make(work.case)
+        optimizer = work.make_optimizer(model.parameters())
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -32,17 +31,18 @@ def _virtual(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.T
         optimizer.step()
         return loss
 
-    return lambda: strategy.run(train_step, args=(x, y))
+    return lambda: strategy.run(train_step, args=(work.x, work.y))
 
 
-def _accumulating(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: torch.Tensor, batch: int) -> Step:
+def _accumulating(work: Work) -> Step:
+    strategy = work.strategy
     with strategy.scope():
-        model = models.make(case)
-        optimizer = plain.OPTIMIZERS["sgd"](model.parameters())
+        model = models.make(work.case)
+        optimizer = work.make_optimizer(model.parameters())
 
     def backward(x: torch.Tensor, y: torch.Tensor) -> None:
         losses = models.per_example_loss(model(x), y)
-        mirrored.compute_average_loss(losses, global_batch_size=batch).backward()
+        mirrored.compute_average_loss(losses, global_batch_size=work.batch).backward()
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -53,38 +53,30 @@ def _accumulating(strategy: mirrored.Strategy, case: str, x: torch.Tensor, y: to
         backward(*last)
         optimizer.step()
 
-    return lambda: strategy.run(train_step, args=(x, y))
+    return lambda: strategy.run(train_step, args=(work.x, work.y))
 
 
 def _towers(case: str, turns: int, seconds: float, implementation: str) -> Times:
-    options = mirrored.CommunicationOptions(implementation=implementation)
-    ordinary = mirrored.MirroredStrategy(communication=options)
-    count, batch = ordinary.num_replicas_in_sync, models.CASES[case]
-    equal, more = (
-        mirrored.MirroredStrategy(communication=options, virtual_towers=v) for v in (count, MICRO_BATCHES * count)
-    )
-    x, y = models.batch(case, batch // count, seed=ordinary.topology.index)
-    found = {
-        "ordinary": steps.ours(ordinary, case, x, y, batch),
-        "V = N": _virtual(equal, case, x, y),
-        "accumulating": _accumulating(ordinary, case, x, y, batch),
-        "V = 4 N": _virtual(more, case, x, y),
+    work = Work(case, steps.strategy(implementation))
+    count = work.strategy.num_replicas_in_sync
+    equal, more = (steps.strategy(implementation, virtual_towers=v) for v in (count, MICRO_BATCHES * count))
+    variants = {
+        "ordinary": work.ours(),
+        "V = N": _virtual(work, equal),
+        "accumulating": _accumulating(work),
+        "V = 4 N": _virtual(work, more),
     }
-    return steps.alternate(found, turns, seconds, together=True)
+    return steps.alternate(variants, turns, seconds)
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench virtual", description=__doc__)
-    parser.add_argument("--cases", default="mlp-64,resnet-8,resnet-64,transformer-16", help="comma-separated")
-    parser.add_argument("--towers", type=int, default=2)
-    parser.add_argument("--implementation", default="auto", help="auto, gloo, …")
-    parser.add_argument("--turns", type=int, default=9, help="alternations")
-    parser.add_argument("--seconds", type=float, default=0.7, help="length of one variant's turn")
-    options = parser.parse_args(arguments)
-    print(f"torch {torch.version.__version__}; medians of {options.turns} alternations")
-    print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
-    for case in options.cases.split(","):
+    chosen = "mlp-64,resnet-8,resnet-64,transformer-16"
+    options = command.parser(
+        "virtual", __doc__, turns=9, seconds=0.7, cases=models.CASES, chosen=chosen, implementation=True
+    ).parse_args(arguments)
+    steps.print_head(f"medians of {options.turns} alternations")
+    for case in options.cases:
         timing = (case, options.turns, options.seconds, options.implementation)
         times = mirrored.launch(_towers, timing, towers=options.towers)[0]
         for name, base in (("V = N", "ordinary"), ("V = 4 N", "accumulating")):
-            print(steps.row(f"{case}: {name} ÷ {base}", times[name], times[base]), flush=True)
+            steps.print_row(f"{case}: {name} ÷ {base}", times[name], times[base])

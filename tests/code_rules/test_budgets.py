@@ -17,6 +17,9 @@ from tests.support.jobs import ROOT, run_program
 PRODUCT, CORE = 19_250, 9_000
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They only fall."""
 
+AROUND = {"tests": 20_300, "scripts": 2_060}
+"""Lines of code that Python files of other folders may have. They only fall, too."""
+
 FILE_LINES = 400
 ATTRIBUTES = 18
 
@@ -118,6 +121,12 @@ def test_lines_of_code() -> None:
     print(f"{total} lines of code, {in_core} of them in the core, which has {len(core())} of {len(counts)} modules")
     assert total <= PRODUCT
     assert in_core <= CORE
+
+
+def test_lines_of_code_around_it() -> None:
+    counts = {folder: sum(map(lines_of_code, modules((folder,)))) for folder in AROUND}
+    print(counts)
+    assert {folder: count for folder, count in counts.items() if count > AROUND[folder]} == {}
 
 
 def test_the_core_imports_annexes_in_its_assemblers_only() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import re
 
 import numpy as np
@@ -20,9 +21,8 @@ from mirrored.verification.proven_causes import told_apart
 from mirrored.verification.report import make_report
 from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
 from mirrored.verification.verify import ScriptJob
-from tests.support.jobs import ROOT, make_data, make_mlp
-
-SCRIPTS = ROOT / "tests" / "programs" / "verification"
+from tests.support.jobs import make_data, make_mlp
+from tests.verification.scripts import script_in
 
 
 def plain(report: VerificationReport) -> str:
@@ -30,22 +30,22 @@ def plain(report: VerificationReport) -> str:
     return re.sub(r"\s+", " ", str(report))
 
 
-def trace_of(script: str, *arguments: str, steps: int = 1) -> Trace:
-    """The trace of a script on one tower."""
-    job = ScriptJob(str(SCRIPTS / f"{script}.py"), arguments, None, steps, ("cpu:0", "cpu:1"), 1, 60.0, False)
+def trace_of(script: pathlib.Path) -> Trace:
+    """The trace of a script's first step on one tower."""
+    job = ScriptJob(str(script), (), None, 1, ("cpu:0", "cpu:1"), 1, 60.0, False)
     [trace] = job.run(1)
     return trace
 
 
-def test_a_script_may_trace_export_save_and_load() -> None:
-    trace = trace_of("right_exported")
+def test_a_script_may_trace_export_save_and_load(tmp_path: pathlib.Path) -> None:
+    trace = trace_of(script_in(tmp_path, "right_exported"))
     assert trace.raised is None, trace.raised
     assert len(trace.steps) == 1
 
 
-def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be() -> None:
-    assert not trace_of("averaged", "all").stopped
-    trace = trace_of("averaged", "all", "many epochs")
+def test_an_evaluation_after_all_epochs_is_reached_or_said_not_to_be(tmp_path: pathlib.Path) -> None:
+    assert not trace_of(script_in(tmp_path, "averaged by all")).stopped
+    trace = trace_of(script_in(tmp_path, "averaged by all, many epochs"))
     assert trace.stopped
     assert not trace.evaluated
     comparison, _ = explained(trace, dataclasses.replace(trace, towers=2))

@@ -12,15 +12,12 @@ import mirrored
 from mirrored.interceptor import interceptor
 from mirrored.verification import Cause, VerificationReport
 from tests.support.commands import run_command
-from tests.support.jobs import ROOT
-
-SCRIPTS = ROOT / "tests" / "programs" / "verification"
+from tests.verification.scripts import PROGRAMS, SCRIPTS, script_in
 
 
-def line_of(script: str, text: str) -> int:
+def line_of(script: pathlib.Path, text: str) -> int:
     """The number of the one line of a script that contains ``text``."""
-    lines = (SCRIPTS / f"{script}.py").read_text().splitlines()
-    [number] = [number for number, line in enumerate(lines, start=1) if text in line]
+    [number] = [number for number, line in enumerate(script.read_text().splitlines(), start=1) if text in line]
     return number
 
 
@@ -30,64 +27,69 @@ def plain(report: VerificationReport) -> str:
 
 
 @pytest.mark.parametrize(
-    ("script", "cause", "words", "place"),
+    ("script", "words", "place"),
     [
         # Uneven shares with a plain mean, row 35 of docs/bad_inputs.md.
-        ("local_mean", Cause.LOCAL_MEAN, "In step 5 the batch of 3 is cut into shares of 2 and 1", "F.cross_entropy"),
-        ("sum_loss", Cause.SUM_LOSS, "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
-        ("sum_and_penalty", Cause.SUM_LOSS, "by the number of towers: all 5 steps are equal", "loss.backward()"),
-        ("sum_over_global", Cause.SUM_OVER_GLOBAL_BATCH, "the sum of 4 values, divided by 8, and", "loss.backward()"),
-        ("divided_twice", Cause.DIVIDED_TWICE, "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
-        ("shared_stream", Cause.SHARED_RANDOM_STREAM, "at step 1 dropout", "model(x)"),
-        ("outside_scope", Cause.OUTSIDE_SCOPE, "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
-        ("changed_on_one_tower", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.2.weight", "clamp_"),
-        ("sharded_twice", Cause.SHARDED_TWICE, "has 24 examples on each of 2 towers, but 48 on one", None),
-        ("sharded_in_step", Cause.SHARDED_TWICE, "the model sees 4 examples on 2 towers, but 8 on one", None),
-        ("evaluation_padding", Cause.EVALUATION_PADDING, "after step 3 takes 12 examples on 2", "strategy.reduce"),
-        ("learning_rate", Cause.LEARNING_RATE, "of step 1 is 0.2 on 2 towers, but 0.1 on one", "lr=0.1"),
-        ("step_before_averaging", Cause.STEP_BEFORE_AVERAGING, "before the gradients are averaged", "optimizer.step()"),
-        ("schedule", Cause.SCHEDULE, "ExponentialLR has made 2 steps by then, on one tower 1", "num_replicas_in_sync"),
+        ("local mean", "In step 5 the batch of 3 is cut into shares of 2 and 1", "loss.backward()"),
+        ("sum", "the sum of 4 values, and averaging the gradients divides by", "loss.backward()"),
+        ("sum and penalty", "by the number of towers: all 5 steps are equal", "loss.backward()"),
+        ("sum over global", "the sum of 4 values, divided by 8, and", "loss.backward()"),
+        ("divided twice", "divided by 4, divided by 2, and averaging", "num_replicas_in_sync"),
+        ("shared stream", "at step 1 dropout", "model(x)"),
+        ("outside scope", "Linear.scale was made outside of strategy.scope()", "optimizer.step()"),
+        ("changed on one tower", "tower 0 alone changes Sequential.2.weight", "clamp_"),
+        ("sharded twice", "has 24 examples on each of 2 towers, but 48 on one", None),
+        ("sharded in step", "the model sees 4 examples on 2 towers, but 8 on one", None),
+        ("evaluation padded", "after step 3 takes 12 examples on 2", "strategy.reduce"),
+        ("evaluation drops", "the evaluation after step 1 takes 10 examples on 2 towers, 11 on one: 1 left out", None),
+        ("learning rate", "of step 1 is 0.2 on 2 towers, but 0.1 on one", "lr=0.1"),
+        ("step before averaging", "before the gradients are averaged", "optimizer.step()"),
+        ("schedule", "ExponentialLR has made 2 steps by then, on one tower 1", "num_replicas_in_sync"),
+        ("batch norm of 26", "a share is a single example", None),
+        ("error everywhere", "on one tower, too (line {}): ValueError: planned failure", "planned failure"),
+        ("error on one", "fails on one tower (line {}), but not on 2", "planned failure"),
+        ("error on towers", "on 2 towers tower 1 fails (line {}): ValueError: planned", "planned failure"),
+        ("death", "the run on 2 towers ended before its time: the process of tower 1 ended with", None),
+        ("no towers", "calls strategy.run of no strategy with 2 towers", None),
+        ("no training", "makes no step of an optimizer", None),
+        ("from the clock", "two runs on one tower differ, too", None),
+        ("full batches", "16 examples on 2 towers, 8 on one: each tower takes a batch of the full", None),
+        ("gradient on one tower", "where its gradient is not the same on all towers", None),
+        ("change and fail", "tower 0 alone changes Sequential.0.bias after step 1", None),
+        ("epochs", "12 steps on one tower, 6 on 2", None),
+        ("mean of shares", "add up: strategy.reduce('sum', loss)", None),
+        ("random order", "randperm (line {}) draws random numbers inside run", "randperm"),
+        ("spread of the share", "Ruled out: the examples are the same; the towers' parameters are equal", None),
     ],
 )
-def test_a_planted_mistake_is_named(script: str, cause: Cause, words: str, place: str | None) -> None:
-    report = mirrored.verify(SCRIPTS / f"{script}.py")
+def test_a_planted_mistake_is_named(script: str, words: str, place: str | None, tmp_path: pathlib.Path) -> None:
+    path = script_in(tmp_path, script)
+    report = mirrored.verify(path, steps=SCRIPTS[script].steps)
     text = plain(report)
-    assert report.causes == (cause,), text
+    assert report.causes == SCRIPTS[script].causes, text
     assert report.exit_code == 1
-    assert words in text
-    assert f"Cause [{cause.value}]" in text
-    if place is not None:
-        assert re.search(rf"line {line_of(script, place)}\b", text), text
+    line = None if place is None else line_of(path, place)
+    assert words.format(line) in text
+    assert place is None or re.search(rf"line {line}\b", text), text
+    assert [f"Cause [{cause.value}]" in text for cause in report.causes] == [True]
 
 
-def test_batch_norm_on_local_statistics_is_named() -> None:
-    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["28"])
+def test_batch_norm_on_local_statistics_is_named(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "batch norm of 28"))
     assert report.causes == (Cause.BATCH_NORM,), report
     assert "batch norm (Sequential.1) takes the statistics of each tower's own examples" in plain(report)
     assert "sync_batch_norm=True" in plain(report)
     assert "statistics of all towers' examples: all 5 steps are equal" in plain(report)
 
 
-def test_batch_norm_over_a_single_example_is_named() -> None:
-    report = mirrored.verify(SCRIPTS / "batch_norm.py", ["26"])
-    assert report.causes == (Cause.BATCH_NORM,), report
-    assert "a share is a single example" in plain(report)
-
-
-def test_evaluation_that_drops_examples_is_named() -> None:
-    report = mirrored.verify(SCRIPTS / "evaluation_padding.py", ["drop"], steps=1)
-    assert report.causes == (Cause.EVALUATION_DROPS,), report
-    assert "the evaluation after step 1 takes 10 examples on 2 towers, 11 on one: 1 left out" in plain(report)
-
-
-def test_shares_that_are_always_uneven_are_blamed_from_the_first_step() -> None:
-    report = mirrored.verify(SCRIPTS / "local_mean.py", towers=3, steps=1)
+def test_shares_that_are_always_uneven_are_blamed_from_the_first_step(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "local mean"), towers=3, steps=1)
     assert report.causes == (Cause.LOCAL_MEAN,), report
     assert "In step 1 the batch of 8 is cut into shares of 3, 3 and 2" in plain(report)
 
 
-def test_two_mistakes_are_both_named() -> None:
-    report = mirrored.verify(SCRIPTS / "two_mistakes.py")
+def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "two mistakes"))
     assert report.causes == (Cause.SUM_LOSS, Cause.LEARNING_RATE), report
     assert "multiplied by the number of towers: step 1 is equal" in plain(report)
     assert "one tower's learning rates: all 3 steps are equal" in plain(report)
@@ -96,15 +98,17 @@ def test_two_mistakes_are_both_named() -> None:
 @pytest.mark.parametrize(
     ("script", "steps", "compared", "words"),
     [
-        ("right_ragged", 5, 5, "and so are the 5 results that are reduced or gathered"),
+        ("ragged", 5, 5, "and so are the 5 results that are reduced or gathered"),
         ("right_everything", 5, 5, "Dropout is left out of both runs"),
         ("right_two_models", 5, 10, "Adam 1"),
         ("right_padded", 5, 5, "The same"),
         ("right_noise", 5, 5, "Random numbers that run draws come from one stream"),
     ],
 )
-def test_a_right_script_is_called_so(script: str, steps: int, compared: int, words: str) -> None:
-    report = mirrored.verify(SCRIPTS / f"{script}.py", steps=steps)
+def test_a_right_script_is_called_so(
+    script: str, steps: int, compared: int, words: str, tmp_path: pathlib.Path
+) -> None:
+    report = mirrored.verify(script_in(tmp_path, script), steps=steps)
     assert report.causes == (), report
     assert report.exit_code == 0
     assert len(report.rows) == compared
@@ -114,50 +118,6 @@ def test_a_right_script_is_called_so(script: str, steps: int, compared: int, wor
     assert len({loss for loss, _ in losses}) == len(losses) == steps  # something was trained
     assert not interceptor().compares  # nothing is left in the process that compares
     assert not nn.modules.module._global_forward_pre_hooks
-
-
-@pytest.mark.parametrize(
-    ("kind", "cause", "words"),
-    [
-        (
-            "error everywhere",
-            Cause.FAILS_EVERYWHERE,
-            "on one tower, too (line {everywhere}): ValueError: planned failure",
-        ),
-        ("error on one", Cause.FAILS_ON_ONE, "fails on one tower (line {on one}), but not on 2"),
-        ("error on towers", Cause.FAILS_ON_TOWERS, "on 2 towers tower 1 fails (line {on towers}): ValueError: planned"),
-        (
-            "death",
-            Cause.FAILS_ON_TOWERS,
-            "the run on 2 towers ended before its time: the process of tower 1 ended with",
-        ),
-        ("no towers", Cause.NO_TOWERS, "calls strategy.run of no strategy with 2 towers"),
-        ("no training", Cause.NOTHING_TRAINED, "makes no step of an optimizer"),
-        ("from the clock", Cause.NOT_REPRODUCIBLE, "two runs on one tower differ, too"),
-        ("full batches", Cause.OTHER_DATA, "16 examples on 2 towers, 8 on one: each tower takes a batch of the full"),
-        ("gradient on one tower", Cause.CHANGED_ON_ONE_TOWER, "where its gradient is not the same on all towers"),
-        ("change and fail", Cause.CHANGED_ON_ONE_TOWER, "tower 0 alone changes Sequential.0.bias after step 1"),
-        ("epochs", Cause.STEPS, "12 steps on one tower, 6 on 2"),
-        ("mean of shares", Cause.REPORTED_VALUE, "add up: strategy.reduce('sum', loss)"),
-        ("random order", Cause.RANDOM_IN_RUN, "randperm (line {randperm}) draws random numbers inside run"),
-        (
-            "spread of the share",
-            Cause.UNKNOWN,
-            "Ruled out: the examples are the same; the towers' parameters are equal",
-        ),
-    ],
-)
-def test_other_causes(kind: str, cause: Cause, words: str) -> None:
-    report = mirrored.verify(SCRIPTS / "other.py", [kind], steps=20 if kind == "epochs" else 2)
-    assert report.causes == (cause,), report
-    assert report.exit_code == 1
-    lines = {
-        "everywhere": line_of("other", '"error everywhere"') + 1,
-        "on one": line_of("other", '"error on one"') + 1,
-        "on towers": line_of("other", '"error on towers"') + 1,
-        "randperm": line_of("other", "randperm"),
-    }
-    assert words.format(**lines) in plain(report)
 
 
 @pytest.mark.parametrize(
@@ -172,20 +132,17 @@ def test_other_causes(kind: str, cause: Cause, words: str) -> None:
     ],
 )
 def test_what_only_looks_like_a_mistake(kind: str, words: str) -> None:
-    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    report = mirrored.verify(PROGRAMS / "right_but.py", [kind])
     assert report.causes == (), report
     assert report.exit_code == (1 if words.startswith("The script ends") else 0)
     assert len(report.rows) == 5
-    lines = {
-        "next": line_of("right_but", "next(batches)"),
-        "count": line_of("right_but", "assert seen"),
-        "catch": line_of("right_but", "sys.exit"),
-    }
+    places = {"next": "next(batches)", "count": "assert seen", "catch": "sys.exit"}
+    lines = {name: line_of(PROGRAMS / "right_but.py", text) for name, text in places.items()}
     assert words.format(**lines) in plain(report)
 
 
 def test_rounding_beyond_the_tolerance_is_no_mistake() -> None:
-    report = mirrored.verify(SCRIPTS / "right_but.py", ["mean"], tolerance=1e-8)
+    report = mirrored.verify(PROGRAMS / "right_but.py", ["mean"], tolerance=1e-8)
     assert report.equal, report
     assert report.rounding == 0
     assert max(row.gradients[0] for row in report.rows) > 1e-8
@@ -202,34 +159,33 @@ def test_rounding_beyond_the_tolerance_is_no_mistake() -> None:
     ],
 )
 def test_what_does_not_look_like_a_mistake(kind: str, cause: Cause, words: str) -> None:
-    report = mirrored.verify(SCRIPTS / "right_but.py", [kind])
+    report = mirrored.verify(PROGRAMS / "right_but.py", [kind])
     assert report.causes == (cause,), report
     assert words in plain(report)
 
 
-def test_a_batch_that_every_tower_takes_whole_is_right_but_told() -> None:
-    report = mirrored.verify(SCRIPTS / "other.py", ["whole batches everywhere"], steps=2)
+def test_a_batch_that_every_tower_takes_whole_is_right_but_told(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "whole batches everywhere"), steps=2)
     assert report.equal
     assert "Every tower was given the whole batch" in plain(report)
 
 
-def test_exact_wants_every_bit() -> None:
-    report = mirrored.verify(SCRIPTS / "right_ragged.py", exact=True)
+def test_exact_wants_every_bit(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "ragged"), exact=True)
     assert report.causes == (Cause.ROUNDING,), report
     assert "differs in its last bits only" in plain(report)
 
 
-def test_virtual_towers_are_equal_to_the_bit() -> None:
-    report = mirrored.verify(SCRIPTS / "right_virtual.py", exact=True)
+def test_virtual_towers_are_equal_to_the_bit(tmp_path: pathlib.Path) -> None:
+    report = mirrored.verify(script_in(tmp_path, "virtual towers"), exact=True)
     assert report.causes == (), report
     assert "The same: gradients and parameters are equal to the bit, and so are the 5 results" in plain(report)
     assert not report.dropouts  # nothing is left out
 
 
 def test_the_command() -> None:
-    script = str(SCRIPTS / "other.py")
-    words = ["mirrored", "verify", script, "mean of shares", "--towers", "2", "--steps", "2"]
-    result = run_command(words)
+    script = str(PROGRAMS / "right_but.py")
+    result = run_command(["mirrored", "verify", script, "integers", "--towers", "2", "--steps", "2"])
     assert result.returncode == 1, result.stderr
     assert result.stdout.startswith(f"{script} on 1 tower and on 2: 2 steps compared within 0.0001\n")
     assert "Cause [reported-value]" in result.stdout
@@ -269,17 +225,19 @@ def test_what_follows_the_script_is_the_scripts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "cause", "words"),
+    ("script", "arguments", "cause", "words"),
     [
-        ("sequences", "token means", Cause.LOCAL_MEAN, "In step 1 the towers divide theirs by"),
-        ("sequences", "padded means", Cause.PADDING, "in step 1 one tower pads the batch to"),
-        ("accumulation", "clip inside", Cause.CHANGED_BEFORE_AVERAGING, "changes gradients of no_sync"),
-        ("averaged", "chief updates", Cause.CHANGED_ON_ONE_TOWER, "the towers evaluate AveragedModel after step 1"),
-        ("buffers", "own", Cause.BUFFER, "Sequential.0.mean after step 1 is not what one tower has"),
+        ("sequences", ["token means"], Cause.LOCAL_MEAN, "In step 1 the towers divide theirs by"),
+        ("sequences", ["padded means"], Cause.PADDING, "in step 1 one tower pads the batch to"),
+        ("clip while accumulating", [], Cause.CHANGED_BEFORE_AVERAGING, "changes gradients of no_sync"),
+        ("averaged by the chief", [], Cause.CHANGED_ON_ONE_TOWER, "the towers evaluate AveragedModel after step 1"),
+        ("buffers of its own", [], Cause.BUFFER, "Sequential.0.mean after step 1 is not what one tower has"),
     ],
 )
-def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str, cause: Cause, words: str) -> None:
-    report = mirrored.verify(SCRIPTS / f"{script}.py", [kind], steps=1)
+def test_a_mistake_that_shows_in_the_first_step_is_named(
+    script: str, arguments: list[str], cause: Cause, words: str, tmp_path: pathlib.Path
+) -> None:
+    report = mirrored.verify(script_in(tmp_path, script), arguments, steps=1)
     assert report.causes == (cause,), report
     assert words in plain(report)
 
@@ -295,7 +253,7 @@ def test_a_mistake_that_shows_in_the_first_step_is_named(script: str, kind: str,
     ],
 )
 def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tmp_path: pathlib.Path) -> None:
-    report = mirrored.verify(SCRIPTS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
+    report = mirrored.verify(PROGRAMS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
     assert report.causes == (Cause.NOT_COMPARABLE,), report
     assert report.exit_code == 1
     assert f"did not start alike: {tmp_path / 'kept'}." in plain(report)
@@ -304,11 +262,11 @@ def test_runs_that_go_on_from_files_of_each_other_are_not_compared(kind: str, tm
 
 @pytest.mark.parametrize("kind", ["writes only", pytest.param("appends only", marks=pytest.mark.slow)])
 def test_files_that_no_run_reads_are_no_obstacle(kind: str, tmp_path: pathlib.Path) -> None:
-    report = mirrored.verify(SCRIPTS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
+    report = mirrored.verify(PROGRAMS / "keeps_files.py", [kind, str(tmp_path)], steps=2)
     assert report.causes == (Cause.SUM_LOSS,), report
 
 
 def test_files_from_before_are_read_by_all_runs_alike(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kept").write_text("a step\na step\n")
-    report = mirrored.verify(SCRIPTS / "keeps_files.py", ["log that stays", str(tmp_path)], steps=2)
+    report = mirrored.verify(PROGRAMS / "keeps_files.py", ["log that stays", str(tmp_path)], steps=2)
     assert report.causes == (Cause.SUM_LOSS,), report

@@ -1,0 +1,327 @@
+"""Scripts for ``mirrored verify``: what is changed of a right one makes a mistake, or another script that is right.
+
+Each is written into a file of its own, as a user's is, since verify names lines of it. What has another shape lies in
+tests/programs/verification.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+from mirrored.verification import Cause
+from tests.support.jobs import ROOT
+from tests.verification.template import AVERAGE, CLIP, LOSSES, SGD, SUM, Script
+
+PROGRAMS = ROOT / "tests" / "programs" / "verification"
+
+RIGHT = Script()
+IN_ORDER = RIGHT.but(train="strategy.distribute_dataset(data, 8)")
+REDUCED = RIGHT.but(run='loss = strategy.reduce("sum", strategy.run(train_step, args=batch))')
+SHORT = IN_ORDER.but(epochs="4", steps=2)
+
+ACCUMULATING = IN_ORDER.but(
+    examples=40,
+    after=f"""\
+def loss_of(x, y):
+    return mirrored.compute_average_loss({LOSSES}, global_batch_size=8)
+""",
+    begin="""\
+optimizer.zero_grad()
+half = len(x) // 2
+with strategy.no_sync():
+    loss_of(x[:half], y[:half]).backward()""",
+    loss="loss_of(x[half:], y[half:])",
+)
+
+AVERAGED = RIGHT.but(
+    examples=43,
+    after="""\
+average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+test = strategy.distribute_dataset(data, 16)
+
+
+@torch.no_grad()
+def test_step(x, y):
+    return F.cross_entropy(average(x), y, reduction="sum"), len(y)
+""",
+    run="strategy.run(train_step, args=batch)\naverage.update_parameters(model)",
+    end="""\
+sums = [strategy.reduce("sum", strategy.run(test_step, args=batch)) for batch in test]
+strategy.print(sum(float(loss) for loss, _ in sums) / sum(count for _, count in sums))""",
+)
+"""A moving average of the weights, updated by all towers, is evaluated when all epochs are over."""
+
+BY_THE_CHIEF = "strategy.run(train_step, args=batch)\nif strategy.is_chief:\n    average.update_parameters(model)"
+
+BATCH_NORM = RIGHT.but(
+    Cause.BATCH_NORM, model="nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))"
+)
+
+SYNC_BATCH_NORM = RIGHT.but(
+    scope="strategy.scope(sync_batch_norm=True)",
+    model="nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8))",
+    data="TensorDataset(inputs, torch.randn(len(inputs), 8))",
+    loss="(model(x) * y).mean()",
+)
+
+FOLLOWING = """\
+class Following(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(5))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("newest", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            sums = x.detach().sum(0), torch.tensor(float(len(x)))
+            sums = SUMS
+            self.mean.lerp_(sums[0] / sums[1], 0.1)
+            self.calls += 1
+            self.newest = x.detach()
+        return x
+
+"""
+"""A layer that follows its inputs in buffers."""
+
+BUFFERS = RIGHT.but(
+    before=FOLLOWING.replace("SUMS", 'mirrored.get_replica_context().all_reduce("sum", sums)'),
+    model="nn.Sequential(Following(), nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))",
+    examples=48,
+)
+
+PADDED = RIGHT.but(
+    Cause.EVALUATION_PADDING,
+    after="""\
+test_set = TensorDataset(torch.randn(11, 5), torch.randint(0, 3, (11,)))
+sampler = DistributedSampler(test_set, strategy.num_replicas_in_sync, strategy.topology.index, shuffle=False)
+test = DataLoader(test_set, 4, sampler=sampler)""",
+    epochs="2",
+    evaluation="""\
+with torch.no_grad():
+    losses = torch.cat([F.cross_entropy(model(x), y, reduction="none") for x, y in test])
+total, count = strategy.reduce("sum", (losses.sum(), len(losses)))
+strategy.print(float(total) / count)""",
+)
+"""A sampler for evaluation repeats examples until all towers have as many."""
+
+SCRIPTS = {
+    # Right.
+    "ragged": REDUCED.but(
+        strategy='mirrored.MirroredStrategy(["cpu:0", "cpu:1"])',
+        optimizer=SGD.format("0.1, momentum=0.9"),
+        examples=27,
+        evaluation='strategy.print(f"epoch {epoch}: {float(loss):.4f}")',
+    ),
+    "virtual towers": RIGHT.but(
+        strategy="mirrored.MirroredStrategy(virtual_towers=4, seed=0)",
+        model="nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))",
+        optimizer="torch.optim.Adam(model.parameters(), lr=0.01)",
+        examples=40,
+        train="strategy.distribute_dataset(data, 16, shuffle=True)",
+        loss=f"strategy.backward(lambda x, y: {LOSSES}, x, y)",
+        update="optimizer.step()\nreturn loss",
+        run='strategy.reduce("mean", strategy.run(train_step, args=batch))',
+        exact=True,
+    ),
+    "clip after accumulating": ACCUMULATING.but(update=f"loss.backward()\n{CLIP}\noptimizer.step()"),
+    "averaged by all": AVERAGED,
+    "averaged and evaluated by the chief": AVERAGED.but(
+        run=BY_THE_CHIEF,
+        end="""\
+if strategy.is_chief:
+    with torch.no_grad():
+        print(float(F.cross_entropy(average(inputs), targets)))""",
+    ),
+    "averaged by all, many epochs": AVERAGED.but(epochs="200", words="Not reached:"),
+    "buffers of all": BUFFERS,
+    "sync batch norm of 24": SYNC_BATCH_NORM,
+    "whole batches everywhere": SHORT.but(train="DataLoader(data, 8)", words="Every tower was given the whole batch"),
+    # The mean over the examples of a tower, and a last batch or padding that is not the same on all of them.
+    "local mean": RIGHT.but(Cause.LOCAL_MEAN, examples=83, loss="F.cross_entropy(model(x), y)"),
+    "local mean of 81": RIGHT.but(
+        Cause.LOCAL_MEAN, examples=81, loss="F.cross_entropy(model(x), y)", words="shares of 1 and 0"
+    ),
+    "sync batch norm of 27": SYNC_BATCH_NORM.but(Cause.LOCAL_MEAN, examples=27),
+    # Sums, which averaging over the towers divides; right where gradients are summed, as in TensorFlow.
+    "sum": REDUCED.but(Cause.SUM_LOSS, loss=f"{LOSSES}.sum()"),
+    "sum and penalty": IN_ORDER.but(
+        Cause.SUM_LOSS,
+        optimizer=SGD.format(0.01),
+        examples=27,
+        begin="optimizer.zero_grad()\npenalty = sum(p.square().sum() for p in model.parameters())",
+        loss=f"{LOSSES}.sum() + 0.1 * penalty",
+    ),
+    "sum over global": RIGHT.but(Cause.SUM_OVER_GLOBAL_BATCH, loss=f"{SUM} / 8"),
+    "divided twice": REDUCED.but(
+        Cause.DIVIDED_TWICE, loss=f"{SUM} / len(x)\nloss = loss / strategy.num_replicas_in_sync"
+    ),
+    "two mistakes": IN_ORDER.but(
+        Cause.SUM_LOSS,
+        Cause.LEARNING_RATE,
+        model="nn.Linear(5, 3)",
+        optimizer=SGD.format("0.01 * strategy.num_replicas_in_sync"),
+        loss=SUM,
+        epochs="1",
+    ),
+    "batch norm of 28": BATCH_NORM.but(examples=28),
+    "batch norm of 26": BATCH_NORM.but(examples=26),
+    "buffers of its own": BUFFERS.but(Cause.BUFFER, before=FOLLOWING.replace("SUMS", "sums")),
+    "shared stream": RIGHT.but(
+        Cause.SHARED_RANDOM_STREAM,
+        model="nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))",
+        parameters="x, y, seed",
+        begin="torch.manual_seed(seed)\noptimizer.zero_grad()",
+        run="strategy.run(train_step, args=(*batch, 1000 * epoch + step))",
+    ),
+    "random order": SHORT.but(Cause.RANDOM_IN_RUN, loss=AVERAGE.format(f"{LOSSES} * (1 + torch.randperm(len(x)))")),
+    "spread of the share": SHORT.but(
+        Cause.UNKNOWN, begin=f"optimizer.zero_grad()\nlosses = {LOSSES}", loss=AVERAGE.format("losses / losses.std()")
+    ),
+    # Towers that differ from each other.
+    "outside scope": RIGHT.but(
+        Cause.OUTSIDE_SCOPE,
+        model="nn.Linear(5, 3)",
+        after="""\
+model.scale = nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)""",
+        loss=AVERAGE.format('F.cross_entropy(model(x) * model.scale, y, reduction="none")'),
+    ),
+    "changed on one tower": RIGHT.but(
+        Cause.CHANGED_ON_ONE_TOWER,
+        run="""\
+strategy.run(train_step, args=batch)
+if step == 1 and strategy.is_chief:
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.1, 0.1)""",
+    ),
+    "change and fail": SHORT.but(
+        Cause.CHANGED_ON_ONE_TOWER,
+        run="""\
+strategy.run(train_step, args=batch)
+if strategy.num_replicas_in_sync > 1:
+    if strategy.is_chief:
+        model[0].bias.data.zero_()
+    raise mirrored.MirrorError("a check has found a difference")""",
+    ),
+    "gradient on one tower": SHORT.but(
+        Cause.CHANGED_ON_ONE_TOWER,
+        update=f"""\
+loss.backward()
+if strategy.is_chief and strategy.num_replicas_in_sync > 1:
+    {CLIP.replace("0.05", "0.01")}
+optimizer.step()""",
+    ),
+    "averaged by the chief": AVERAGED.but(Cause.CHANGED_ON_ONE_TOWER, run=BY_THE_CHIEF),
+    "averaged by the chief, many epochs": AVERAGED.but(run=BY_THE_CHIEF, epochs="200", words="Not reached:"),
+    "clip while accumulating": ACCUMULATING.but(
+        Cause.CHANGED_BEFORE_AVERAGING, begin=f"{ACCUMULATING.begin}\n    {CLIP}"
+    ),
+    "hook while accumulating": ACCUMULATING.but(
+        Cause.CHANGED_BEFORE_AVERAGING,
+        after=f"model[2].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))\n{ACCUMULATING.after}",
+    ),
+    "step before averaging": RIGHT.but(
+        Cause.STEP_BEFORE_AVERAGING, update="with strategy.no_sync():\n    loss.backward()\n    optimizer.step()"
+    ),
+    # Other examples than those of one tower.
+    "sharded twice": RIGHT.but(
+        Cause.SHARDED_TWICE,
+        examples=48,
+        data="""\
+TensorDataset(
+    inputs[strategy.topology.index :: strategy.num_replicas_in_sync],
+    targets[strategy.topology.index :: strategy.num_replicas_in_sync],
+)""",
+    ),
+    "sharded in step": RIGHT.but(
+        Cause.SHARDED_TWICE,
+        examples=48,
+        begin="""\
+optimizer.zero_grad()
+own = slice(strategy.topology.index, None, strategy.num_replicas_in_sync)""",
+        loss="F.cross_entropy(model(x[own]), y[own])",
+    ),
+    "full batches": SHORT.but(
+        Cause.OTHER_DATA,
+        train="""\
+DataLoader(
+    data, 8, sampler=DistributedSampler(data, strategy.num_replicas_in_sync, strategy.topology.index)
+)""",
+    ),
+    "evaluation padded": PADDED,
+    "evaluation drops": PADDED.but(
+        Cause.EVALUATION_DROPS, after=PADDED.after.replace("shuffle=False", "shuffle=False, drop_last=True"), steps=1
+    ),
+    # Other steps.
+    "learning rate": RIGHT.but(
+        Cause.LEARNING_RATE,
+        optimizer=SGD.format("0.1 * strategy.num_replicas_in_sync"),
+        after="schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)",
+        update="loss.backward()\noptimizer.step()\nschedule.step()",
+    ),
+    "schedule": RIGHT.but(
+        Cause.SCHEDULE,
+        after="schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)",
+        run="""\
+strategy.run(train_step, args=batch)
+for _ in range(strategy.num_replicas_in_sync):
+    schedule.step()""",
+    ),
+    "mean of shares": SHORT.but(
+        Cause.REPORTED_VALUE, run='loss = strategy.run(train_step, args=batch)\nstrategy.reduce("mean", loss)'
+    ),
+    "epochs": SHORT.but(Cause.STEPS, epochs="4 // strategy.num_replicas_in_sync", steps=20),
+    "no training": SHORT.but(Cause.NOTHING_TRAINED, epochs="0"),
+    "no steps": IN_ORDER.but(
+        Cause.NOTHING_TRAINED,
+        model="nn.Linear(5, 3)",
+        optimizer="None",
+        begin="model.zero_grad()",
+        update="""\
+loss.backward()
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter -= 0.1 * parameter.grad
+return loss.detach()""",
+        epochs="1",
+        run='strategy.reduce("sum", strategy.run(train_step, args=batch))',
+    ),
+    # Runs that end before their time, or cannot be compared.
+    "error everywhere": SHORT.but(Cause.FAILS_EVERYWHERE, before='raise ValueError("planned failure")'),
+    "error on one": SHORT.but(
+        Cause.FAILS_ON_ONE,
+        strategy="""\
+mirrored.MirroredStrategy()
+if strategy.num_replicas_in_sync == 1:
+    raise ValueError("planned failure")""",
+    ),
+    "error on towers": SHORT.but(
+        Cause.FAILS_ON_TOWERS,
+        strategy="""\
+mirrored.MirroredStrategy()
+if strategy.topology.index == 1:
+    raise ValueError("planned failure")""",
+    ),
+    "death": SHORT.but(
+        Cause.FAILS_ON_TOWERS, strategy="mirrored.MirroredStrategy()\nif strategy.topology.index == 1:\n    os._exit(3)"
+    ),
+    "no towers": SHORT.but(Cause.NO_TOWERS, strategy="mirrored.OneDeviceStrategy()"),
+    "from the clock": SHORT.but(
+        Cause.NOT_REPRODUCIBLE,
+        strategy="""\
+mirrored.MirroredStrategy()
+torch.manual_seed(time.time_ns())
+strategy = mirrored.MirroredStrategy()""",
+    ),
+}
+"""By what is made of the right one."""
+
+
+def script_in(folder: pathlib.Path, name: str) -> pathlib.Path:
+    """The file of a script: one of :data:`SCRIPTS`, which is written into ``folder``, or a program of the tests."""
+    if name not in SCRIPTS:
+        return PROGRAMS / f"{name}.py"
+    path = folder / f"{name}.py"
+    path.write_text(SCRIPTS[name].text())
+    return path
