@@ -47,11 +47,12 @@ def test_the_traceback_is_printed_before_the_time_of_a_failed_tower_begins(
 
     monkeypatch.setattr(sys, "excepthook", printing)
     monkeypatch.setattr(failure, "end_soon", lambda: done.append("ends soon"))
+    monkeypatch.setattr(failure, "end_in", lambda seconds: done.append("ends in any case"))
     failure.install_hooks.__wrapped__()
     error = ValueError("boom")
     with contextlib.nullcontext() if prints else pytest.raises(OSError):
         sys.excepthook(ValueError, error, None)
-    assert done == ["printed", "ends soon"]
+    assert done == ["ends in any case", "printed", "ends soon"]
 
 
 def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
