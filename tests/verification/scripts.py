@@ -124,6 +124,35 @@ SCRIPTS = {
         run='strategy.reduce("mean", strategy.run(train_step, args=batch))',
         exact=True,
     ),
+    "double": IN_ORDER.but(  # whose metrics are float32
+        model="nn.Linear(5, 1, dtype=torch.float64)",
+        optimizer=SGD.format(0.01),
+        data="TensorDataset(torch.randn(27, 5, dtype=torch.float64))",
+        parameters="x",
+        begin="optimizer.zero_grad()\nlosses = (model(x)[:, 0] - x.sum(1)).square()",
+        loss=AVERAGE.format("losses"),
+        update="""\
+loss.backward()
+optimizer.step()
+return losses.detach().float().sum(), torch.tensor(float(losses.detach().sum()))""",
+        run=f"{REDUCED.run}\nstrategy.reduce('max', float(loss[0]))",
+    ),
+    "padded": RIGHT.but(  # to the longest sequence of each tower's own share
+        model="nn.Linear(3, 1)",
+        data="""\
+[torch.randn(int(length), 3) for length in torch.randint(1, 9, (27,))]
+
+
+def collate(sequences):
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return nn.utils.rnn.pad_sequence(sequences, batch_first=True), lengths
+
+""",
+        train="strategy.distribute_dataset(data, 8, collate_fn=collate, shuffle=True)",
+        parameters="x, lengths",
+        begin="optimizer.zero_grad()\npresent = torch.arange(x.shape[1]) < lengths[:, None]",
+        loss=AVERAGE.format("(model(x)[..., 0].square() * present).sum(1) / lengths"),
+    ),
     "clip after accumulating": ACCUMULATING.but(update=f"loss.backward()\n{CLIP}\noptimizer.step()"),
     "averaged by all": AVERAGED,
     "averaged and evaluated by the chief": AVERAGED.but(

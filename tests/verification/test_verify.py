@@ -101,7 +101,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
         ("ragged", 5, 5, "and so are the 5 results that are reduced or gathered"),
         ("right_everything", 5, 5, "Dropout is left out of both runs"),
         ("right_two_models", 5, 10, "Adam 1"),
-        ("right_padded", 5, 5, "The same"),
+        ("padded", 5, 5, "The same"),
         ("right_noise", 5, 5, "Random numbers that run draws come from one stream"),
     ],
 )
