@@ -46,11 +46,11 @@ def test_towers_that_go_on_after_a_failure_are_ended(tmp_path: pathlib.Path) -> 
     assert [process.wait() for process in processes] == [-signal.SIGTERM, 3]
 
 
-SAVES = """
-    import signal, sys
+SAVES = r"""
+    import os, signal, sys
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
-    print("ready", flush=True)
+    os.write(1, b"ready\n")  # at once: print writes the end of the line by itself where nothing is buffered
     signal.pause()
 """
 
