@@ -2,8 +2,8 @@
 
 [Note: the order of parts] Where two parts listen to one moment their order counts. When a run begins, what was recorded
 is mirrored before the mirror check looks at it. Before an optimizer steps, virtual towers and the averager see that its
-gradients are averaged, a stand-in's statistics are put back, the mirror check takes notice of the optimizer, and last
-the sharder prepares its step.
+gradients are averaged, the mirror check takes notice of the optimizer, and the sharder prepares its step. In a run on a
+stand-in, its running statistics are put back last.
 """
 
 from __future__ import annotations
@@ -215,9 +215,9 @@ class Engine:
             return None
         from mirrored.attached.batch_norm import BatchNorms
 
-        layers = self._parts.setdefault(BatchNorms, BatchNorms(self._comm, self.recorder.name_of_module))
-        adopt: Callable[[nn.Module], None] = layers.adopt
-        return adopt
+        if (layers := self.attached(BatchNorms)) is None:
+            layers = self._parts[BatchNorms] = BatchNorms(self._comm, self.recorder.name_of_module)
+        return layers.adopt
 
     def _mirror_recorded(self) -> None:
         """Make what was recorded equal on all towers and attach everything to it."""
