@@ -8,8 +8,6 @@ import re
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -19,15 +17,18 @@ from tests.support.commands import Command
 from tests.support.jobs import run_program
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
-from towers.joining import handshake
+from towers.joining.participant import Compare, Participant, versions
 from towers.joining.store import Message, serve_store
 from towers.launching import agent
 from towers.launching.job import Job
-from towers.system.timeouts import Deadline
 
 pytestmark = pytest.mark.slow
 
 PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
+
+
+def participant(kind: str, index: int, seconds: float = HANG) -> Participant:
+    return Participant(kind, index, ["a:1", "b:1"], ("127.0.0.1", 0), False, "a test", "", seconds)
 
 
 def worker_job(worker: int, addresses: list[str], seconds: float = HANG) -> Job:
@@ -72,18 +73,10 @@ def test_left_over_cluster() -> None:
 @pytest.mark.row(15)
 def test_two_processes_claim_one_rank() -> None:
     store = HashStore()
-    arguments = {
-        "kind": "tower",
-        "names": ["rank 0", "rank 1"],
-        "origin": "a test",
-        "token": "",
-        "compare": lambda *_: None,
-        "serves": False,
-    }
     with pytest.raises(StartupError):  # the first one comes and waits for tower 1
-        handshake.exchange(store, {}, index=0, deadline=Deadline(0), **arguments)
+        participant("tower", 0, seconds=0).handshake(store, {}, lambda *_: None)
     with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
-        handshake.exchange(store, {}, index=0, deadline=Deadline(HANG), **arguments)
+        participant("tower", 0).handshake(store, {}, lambda *_: None)
 
 
 @pytest.mark.row(19)
@@ -91,7 +84,7 @@ def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
-            serve_store("127.0.0.1", port, timedelta(seconds=HANG), "a test", "")
+            serve_store("127.0.0.1", port, "a test", "")
         assert isinstance(error.value, OSError)
         [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
         assert code == 1
@@ -100,14 +93,13 @@ def test_port_in_use() -> None:
 
 def wait_for_a_worker_at_first(job: Job) -> int:
     """The agent of worker 0, whose seconds begin when worker 2 has come."""
-    exchange = handshake.exchange
+    handshake = Participant.handshake
 
-    def wait_at_first(store: Store, message: Message, *, deadline: Deadline, **arguments: Any) -> list[Message]:
+    def wait_at_first(worker: Participant, store: Store, message: Message, compare: Compare) -> list[Message]:
         wait_until(lambda: store.check(["worker/2"]))
-        deadline.restart()
-        return exchange(store, message, deadline=deadline, **arguments)
+        return handshake(worker, store, message, compare)
 
-    handshake.exchange = wait_at_first
+    Participant.handshake = wait_at_first  # type: ignore[method-assign]
     return agent.run(job, [sys.executable, "-c", "print('ran')"])
 
 
@@ -153,38 +145,28 @@ def test_versions_differ(what: str) -> None:
     store = HashStore()
 
     def come(index: int) -> str:
-        versions = {**handshake.versions(), **({what: "0.0"} if index else {})}
+        different = {**versions(), **({what: "0.0"} if index else {})}
         with pytest.raises(HandshakeError) as caught:
-            handshake.exchange(
-                store,
-                {"versions": versions, "host": f"h{index}"},
-                kind="worker",
-                index=index,
-                names=["a:1", "b:1"],
-                deadline=Deadline(HANG),
-                origin="a test",
-                token="",
-                compare=lambda *_: pytest.fail("versions come first"),
-                serves=False,
-            )
+            message = {"versions": different, "host": f"h{index}"}
+            participant("worker", index).handshake(store, message, lambda *_: pytest.fail("versions come first"))
         return str(caught.value)
 
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(come, range(2))
     assert first == second
     assert "different versions: " in first
-    for index, number in ((0, handshake.versions()[what]), (1, "0.0")):
+    for index, number in ((0, versions()[what]), (1, "0.0")):
         assert re.search(rf"{what} {re.escape(number)}\b[^(]* on worker {index} \(on h{index}\)", first)
 
 
 def test_a_chief_address_that_cannot_be_resolved() -> None:
     with pytest.raises(StartupError, match=r"no-such-host.invalid:1 \(from a test\) cannot be resolved"):
-        serve_store("no-such-host.invalid", 1, timedelta(seconds=HANG), "a test", "")
+        serve_store("no-such-host.invalid", 1, "a test", "")
 
 
 @pytest.mark.skipif(not PROC_NET_TCP.exists(), reason="reads Linux's table of sockets")
 def test_the_store_listens_on_its_address_only() -> None:
-    store = serve_store("127.0.0.1", 0, timedelta(seconds=HANG), "a test", "")
+    store = serve_store("127.0.0.1", 0, "a test", "")
     table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
     listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
     assert listening == [f"0100007F:{store.port:04X}"]

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
 import pytest
 import torch
@@ -23,28 +22,28 @@ from tests.support.clocks import Jumps
 from tests.support.meeting import has_said, say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, StartupError
-from towers.joining import handshake
-from towers.joining.store import Message, NotAMessageError, join_store, serve_store, sign, verify
-from towers.system.timeouts import Deadline, clock
+from towers.joining.participant import Participant
+from towers.joining.store import Message, NotAMessageError, serve_store, sign, verify
+from towers.system.timeouts import clock
 
 TOKEN = "a secret of the tests"
-SECONDS = timedelta(seconds=HANG)
 KEYS = ("tower/0", "tower/1", "tower/confirmed0", "tower/confirmed1")
 
 
-def meet(store: Store, index: int, seconds: float = HANG, token: str = TOKEN) -> list[Message]:
-    return handshake.exchange(
-        store,
-        {"index": index},
-        kind="tower",
-        index=index,
-        names=["rank 0", "rank 1"],
-        deadline=Deadline(seconds),
-        origin="a test",
-        token=token,
-        compare=lambda *_: None,
-        serves=False,
-    )
+def tower(
+    index: int,
+    *,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    token: str = TOKEN,
+    seconds: float = HANG,
+    names: tuple[str, ...] = ("rank 0", "rank 1"),
+) -> Participant:
+    return Participant("tower", index, names, (host, port), index > 0, "a test", token, seconds)
+
+
+def meet(store: Store, index: int, seconds: float = HANG) -> list[Message]:
+    return tower(index, seconds=seconds).handshake(store, {"index": index}, lambda *_: None)
 
 
 def both_meet(first: Store, second: Store) -> None:
@@ -54,12 +53,11 @@ def both_meet(first: Store, second: Store) -> None:
 
 
 def serve(host: str = "127.0.0.1") -> TCPStore:
-    return serve_store(host, 0, SECONDS, "a test", TOKEN)
+    return serve_store(host, 0, "a test", TOKEN)
 
 
 def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
-    deadline = Deadline(HANG)
-    return join_store(host, store.port, SECONDS, deadline, "tower 0", "a test", token, "tower 1")
+    return tower(1, host=host, port=store.port, token=token).open_store()
 
 
 # -- replayed messages -----------------------------------------------------------------------------------------------
@@ -104,18 +102,8 @@ def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() ->
     def come(index: int) -> str:
         wait_until(lambda: index == 0 or store.check(["tower/0"]))
         with pytest.raises(StartupError) as caught:
-            handshake.exchange(
-                store,
-                {"index": index},
-                kind="tower",
-                index=index,
-                names=["a", "b", "c"],
-                deadline=Deadline(HANG if index == 0 else 1),
-                origin="a test",
-                token=TOKEN,
-                compare=lambda *_: None,
-                serves=False,
-            )
+            process = tower(index, names=("a", "b", "c"), seconds=HANG if index == 0 else 1)
+            process.handshake(store, {"index": index}, lambda *_: None)
         return str(caught.value)
 
     with ThreadPoolExecutor() as threads:

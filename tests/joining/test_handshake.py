@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,20 +19,18 @@ from tests.support.sockets import family, listening
 from tests.support.waiting import HANG
 from towers import HandshakeError, StartupError
 from towers.collectives.connecting import compare_towers
-from towers.joining import handshake
-from towers.joining.store import Message, join_store, serve_store, sign
+from towers.joining.participant import Participant, versions
+from towers.joining.store import Message, serve_store, sign
 from towers.launching.job import Job
-from towers.system.timeouts import Deadline
 from towers.topology import JOB_TOKEN
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TOKEN = "a secret of the tests"
-SECONDS = timedelta(seconds=HANG)
 
 
 @pytest.fixture
 def store() -> TCPStore:
-    return serve_store("127.0.0.1", 0, SECONDS, "a test", TOKEN)
+    return serve_store("127.0.0.1", 0, "a test", TOKEN)
 
 
 def start(*words: str, **variables: str) -> subprocess.Popen[str]:
@@ -113,24 +110,17 @@ def test_where_the_token_comes_from() -> None:
     assert token(TORCHELASTIC_RUN_ID="run", TOWERS_STARTED_BY="python with TF_CONFIG") == ""
 
 
+def tower(index: int, port: int = 0, seconds: float = HANG) -> Participant:
+    return Participant("tower", index, ["rank 0", "rank 1"], ("127.0.0.1", port), index > 0, "a test", TOKEN, seconds)
+
+
 def meet(store: Any, index: int, seconds: float = HANG, message: Message | None = None) -> list[Message]:
-    return handshake.exchange(
-        store,
-        {"device": "cpu", "gpu": None} if message is None else message,
-        kind="tower",
-        index=index,
-        names=["rank 0", "rank 1"],
-        deadline=Deadline(seconds),
-        origin="a test",
-        token=TOKEN,
-        compare=lambda *_: None,
-        serves=False,
-    )
+    message = {"device": "cpu", "gpu": None} if message is None else message
+    return tower(index, seconds=seconds).handshake(store, message, lambda *_: None)
 
 
 def join(store: TCPStore) -> TCPStore:
-    deadline = Deadline(HANG)
-    return join_store("127.0.0.1", store.port, SECONDS, deadline, "tower 0", "a test", TOKEN, "tower 1")
+    return tower(1, store.port).open_store()
 
 
 GARBAGE = {
@@ -189,7 +179,7 @@ def test_a_result_reaches_all_though_an_unauthenticated_peer_has_taken_its_key(s
     "message", [{}, {"device": 5, "gpu": None}, {"device": "cpu"}, {"device": "cpu", "gpu": [[[]]]}]
 )
 def test_a_message_of_this_job_that_lacks_a_field_is_an_error_that_names_it(store: TCPStore, message: Message) -> None:
-    damaged = {"host": "h\n1", "versions": handshake.versions(), **message}
+    damaged = {"host": "h\n1", "versions": versions(), **message}
     store.set("tower/1", sign(TOKEN, "tower/1", damaged))
     with pytest.raises(HandshakeError, match=r"the message of tower 1 \(on h\?1\) is damaged: (device|gpu) is missing"):
         meet(store, 0)

@@ -1,6 +1,6 @@
 """Connecting the towers: the only place that chooses how they communicate.
 
-All towers have come and belong together (:mod:`towers.joining.handshake`); then they form c10d's default group, and
+All towers have come and belong together (:mod:`towers.joining.participant`); then they form c10d's default group, and
 share memory where they can.
 """
 
@@ -20,12 +20,11 @@ from towers.collectives.shared_memory import communicator as shared_memory
 from towers.errors import StartupError
 from towers.health import heartbeat
 from towers.health.status import Health
-from towers.joining import handshake
-from towers.joining.store import Message, join_store, serve_store
+from towers.joining.participant import Participant
+from towers.joining.store import Message
 from towers.options import CommunicationOptions
 from towers.system import accelerator, machine
 from towers.system.log import get_logger
-from towers.system.timeouts import Deadline
 from towers.system.torch_private import bound_device, default_store
 from towers.topology import Topology
 
@@ -52,52 +51,58 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         PortInUseError: the store's address is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
+    assert topology.address is not None
     health = Health.of_this_tower("joining the other towers")
     staged = device.type != "cpu" and _backend(options.implementation, device) == "host"
-    group = _join_process_group(topology, device, options, staged)
-    group.health = health
-    health.watch(group)
-    if group.size > 1:
-        heartbeat.start(health, topology, options.step_timeout_seconds)
-    chosen = _choose(group, options)
-    if staged:
-        from towers.collectives.host_staged import HostStagedCommunicator
-
-        chosen = HostStagedCommunicator(chosen, device)
-        if topology.is_chief:
-            log.info("gradients go through the hosts' memory: %s", _why_staged(options, device))
-    health.enter("")
-    log.debug("tower %d is connected by %s", topology.index, chosen.backend)
-    return chosen
-
-
-def _join_process_group(
-    topology: Topology, device: torch.device, options: CommunicationOptions, staged: bool
-) -> ProcessGroupCommunicator:
-    backend = "gloo" if staged else _backend(options.implementation, device)
-    where = torch.device("cpu") if staged else device
+    backend, where = ("gloo", torch.device("cpu")) if staged else (_backend(options.implementation, device), device)
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
         from towers.collectives import nccl_watch
 
         nccl.choose_algorithm(options.algorithm)
         nccl_watch.watch(failures)
+    tower = Participant(
+        kind="tower",
+        index=topology.index,
+        names=[f"rank {i}" for i in range(topology.size)],
+        address=topology.address,
+        chief_serves=topology.serves_store,
+        origin=topology.origin,
+        token=topology.token,
+        seconds=options.startup_timeout_seconds,
+    )
+    message = {
+        **machine.identity(topology.address),
+        "options": asdict(options),
+        "device": str(device),
+        "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
+    }
     if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
-            raise ValueError(
-                f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
-                f"{topology.origin} says tower {topology.index} of {topology.size}"
-            )
-        if backend == "nccl":
-            nccl.check_bound(bound_device(), device)
-        if topology.local_size == topology.size:
-            machine.listen_on()
-        _handshake(_store_of_default_group(), topology, device, options)
-        return ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
-    store = _join_store(topology, options)
-    _choose_network(topology, _handshake(store, topology, device, options))
-    c10d = dist.PrefixStore("c10d", store)
-    return join_default_group(c10d, topology.index, topology.size, where, backend, timeout, options.wire_dtype)
+        _check_default_group(topology, device, backend)
+        store = dist.PrefixStore(f"towers/later{next(_later)}", default_store())
+        _choose_network(topology, tower.handshake(store, message, compare_towers))
+        group = ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
+    else:
+        opened = tower.open_store()
+        opened.set_timeout(timedelta(seconds=tower.seconds))
+        store = dist.PrefixStore(f"towers/attempt{topology.attempt}", opened)
+        _choose_network(topology, tower.handshake(store, message, compare_towers))
+        c10d = dist.PrefixStore("c10d", store)
+        group = join_default_group(c10d, tower.index, topology.size, where, backend, timeout, options.wire_dtype)
+    group.health = health
+    health.watch(group)
+    if group.size > 1:
+        heartbeat.start(health, tower, store, options.step_timeout_seconds)
+    chosen = _choose(group, options)
+    if staged:
+        from towers.collectives.host_staged import HostStagedCommunicator
+
+        chosen = HostStagedCommunicator(chosen, device)
+        if tower.index == 0:
+            log.info("gradients go through the hosts' memory: %s", _why_staged(options, device))
+    health.enter("")
+    log.debug("tower %d is connected by %s", tower.index, chosen.backend)
+    return chosen
 
 
 def _backend(implementation: str, device: torch.device) -> str:
@@ -137,46 +142,19 @@ def refuse_unknown_peers() -> None:
         )
 
 
-def _store_of_default_group() -> dist.Store:
-    """The store in which the towers of one more strategy join."""
-    return dist.PrefixStore(f"towers/later{next(_later)}", default_store())
+def _check_default_group(topology: Topology, device: torch.device, backend: str) -> None:
+    """See that the default group that exists already fits what the launcher says.
 
-
-def _join_store(topology: Topology, options: CommunicationOptions) -> dist.Store:
-    """The store in which the towers of a job join first."""
-    assert topology.address is not None
-    host, port = topology.address
-    timeout = timedelta(seconds=options.startup_timeout_seconds)
-    if topology.serves_store and topology.is_chief:
-        store = serve_store(host, port, timeout, topology.origin, topology.token)
-    else:
-        deadline = Deadline(options.startup_timeout_seconds)
-        server, name = "tower 0" if topology.serves_store else "the launcher's store", f"tower {topology.index}"
-        store = join_store(host, port, timeout, deadline, server, topology.origin, topology.token, name)
-    return dist.PrefixStore(f"towers/attempt{topology.attempt}", store)
-
-
-def _handshake(
-    store: dist.Store, topology: Topology, device: torch.device, options: CommunicationOptions
-) -> list[Message]:
-    """Wait until all towers have come to ``store``, and see that they belong together; returns their messages."""
-    return handshake.exchange(
-        store,
-        {
-            **machine.identity(topology.address),
-            "options": asdict(options),
-            "device": str(device),
-            "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
-        },
-        kind="tower",
-        index=topology.index,
-        names=[f"rank {i}" for i in range(topology.size)],
-        deadline=Deadline(options.startup_timeout_seconds),
-        origin=topology.origin,
-        token=topology.token,
-        compare=compare_towers,
-        serves=topology.serves_store and topology.is_chief,
-    )
+    Raises:
+        ValueError: it does not.
+    """
+    if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
+        raise ValueError(
+            f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
+            f"{topology.origin} says tower {topology.index} of {topology.size}"
+        )
+    if backend == "nccl":
+        nccl.check_bound(bound_device(), device)
 
 
 def compare_towers(index: int, message: Message, other: int, reference: Message) -> str | None:
@@ -186,8 +164,8 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
         return (
             f"different communication options: {message['options']} on {where[0]}, {reference['options']} on {where[1]}"
         )
-    same = [(told["accelerator"], told["machine"]) for told in (message, reference)]
-    if message["accelerator"] and same[0] == same[1] and message["options"]["implementation"] != "host":
+    is_same = all(message[key] == reference[key] for key in ("accelerator", "machine"))
+    if message["accelerator"] and is_same and message["options"]["implementation"] != "host":
         return (
             f"{where[0]} and {where[1]} use the same GPU, {message['device']}; give each a GPU of its own "
             "(LOCAL_RANK tells a tower which, CUDA_VISIBLE_DEVICES which there are), or let them share it: devices="

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 
 from towers.errors import StepTimeoutError
 from towers.health import deadlock, failure
@@ -41,10 +41,10 @@ from towers.health.deadlock import Beat
 from towers.health.peers import PeerStatus, Wait
 from towers.health.status import AVERAGING, Health, StatusRecord
 from towers.health.timeout_messages import in_other_calls, listed
+from towers.joining.participant import Participant
 from towers.joining.store import Message, SignedStore
 from towers.system.log import get_logger
 from towers.system.timeouts import Deadline, clock, in_time, wait_until
-from towers.topology import Topology
 
 INTERVAL = 1.0
 """Seconds between two heartbeats."""
@@ -55,7 +55,8 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 _SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
 _SILENT_AND_STOPPED = 2.5  # the same where its process is seen to be stopped or gone
 _LONGEST = 30.0  # the same where its process can run; and seconds that a tower which lives may take to answer
-_STORE_SECONDS = 10.0  # seconds for a request of the store, whose host may do much else
+_REQUEST = timedelta(seconds=30)  # for a request of the store by the heartbeat's own thread
+_STORE_SECONDS = 10.0  # seconds for a request by others, since the store's host may do much else
 _LEAVING = 0.5  # seconds for the request that goes on when the interpreter ends
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
@@ -64,16 +65,16 @@ _HEAD_START = 3.0  # seconds by which towers that wait for a step that is too lo
 log = get_logger("towers")
 
 
-def start(health: Health, topology: Topology, step_seconds: float) -> None:
+def start(health: Health, tower: Participant, store: Store, step_seconds: float) -> None:
     """Start the threads of this tower; they end with ``health``.
 
     Args:
-        topology: this tower's place; its ``address`` is the store's.
+        store: where the towers met.
         step_seconds: how long a step may take; infinite for no limit.
     """
     assert health.record is not None
-    health.heartbeat = Heartbeat(health, health.record, topology)
-    arguments = weakref.ref(health), health.record, topology.index, step_seconds
+    health.heartbeat = Heartbeat(health, health.record, tower, SignedStore(store, tower.token))
+    arguments = weakref.ref(health), health.record, tower.index, step_seconds
     threading.Thread(target=_watch_steps, args=arguments, name="towers-step-deadline", daemon=True).start()
 
 
@@ -81,15 +82,16 @@ class Heartbeat:
     """This tower's heartbeats, and its view of the other towers'.
 
     Args:
-        health: of this tower; the heartbeat ends with it.
-        record: its record.
-        topology: this tower's place; its ``address`` is the store's.
+        health: this tower's; the heartbeat ends with it.
+        record: the tower's record.
+        tower: this tower, as it met the others.
+        store: where they met.
     """
 
-    def __init__(self, health: Health, record: StatusRecord, topology: Topology) -> None:
+    def __init__(self, health: Health, record: StatusRecord, tower: Participant, store: SignedStore) -> None:
         self._health = weakref.ref(health)
         self._record = record
-        self._topology = topology
+        self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         self._store: SignedStore | None = None
         self._number = 0
@@ -98,7 +100,7 @@ class Heartbeat:
         self._beats: dict[int, Beat] = {}
         self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
         self._host = socket.gethostname()
-        self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(store,), name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
         self._thread.start()
 
@@ -109,10 +111,10 @@ class Heartbeat:
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        me = self._topology.index
+    def _run(self, met_in: SignedStore) -> None:
+        me = self._tower
         try:
-            store, self._store = self._connect()
+            store, self._store = (met_in.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
             log.debug("tower %d has begun its heartbeats", me)
             answered = 0
             while (health := self._health()) is not None:
@@ -132,20 +134,6 @@ class Heartbeat:
         finally:
             atexit.unregister(self._stop)
 
-    def _connect(self) -> tuple[SignedStore, SignedStore]:
-        """The store, twice, for two threads."""
-        assert self._topology.address is not None
-        host, port = self._topology.address
-        tcp = TCPStore(host, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-        prefix = f"towers/attempt{self._topology.attempt}/health"
-        # A script may make several strategies, all towers in the same order.
-        number = PrefixStore(prefix, tcp).add(f"strategies{self._topology.index}", 1)
-        first, second = (
-            SignedStore(PrefixStore(f"{prefix}/{number}", store), self._topology.token)
-            for store in (tcp, tcp.clone())  # type: ignore[attr-defined]
-        )
-        return first, second
-
     def _beat(self, health: Health) -> Beat:
         status = self._record.read()
         status = dataclasses.replace(status, since=clock.monotonic() - status.since if status.since else 0.0)
@@ -160,7 +148,7 @@ class Heartbeat:
             store.add(_BLOCKED, 1)
             published = store.read(_DEADLOCK)
             health.deadlock = published["towers"] if published is not None else None
-        return self._find_deadlock(store) if self._topology.is_chief else waits is not None
+        return self._find_deadlock(store) if self._tower == 0 else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:
         """The chief's part, see [Note: deadlocks]; whether some tower keeps waiting."""
@@ -168,7 +156,7 @@ class Heartbeat:
         if self._blocked == before:
             self._beats = {}
             return False
-        messages = store.read_all([f"beat{tower}" for tower in range(self._topology.size)])
+        messages = store.read_all([f"beat{tower}" for tower in self._towers])
         beats = {tower: Beat.from_json(message) for tower, message in enumerate(messages) if message is not None}
         cycle = deadlock.find_cycle(self._beats, beats)
         if cycle is not None:
@@ -189,25 +177,24 @@ class Heartbeat:
         done = threading.Event()
 
         def leave(store: SignedStore) -> None:
-            store.write(f"{name}{self._topology.index}", message)
-            left = store.add(f"left {name}", 1)
-            towers = range(self._topology.size)
-            if left == len(towers):
-                messages.extend(m for m in store.read_all([f"{name}{tower}" for tower in towers]) if m is not None)
-            if self._topology.serves_store and self._topology.is_chief:
-                wait_until(lambda: store.add(f"left {name}", 0) >= len(towers), _SERVING, pause=0.05)
+            store.write(f"{name}{self._tower}", message)
+            if store.add(f"left {name}", 1) == len(self._towers):
+                stored = store.read_all([f"{name}{tower}" for tower in self._towers])
+                messages.extend(m for m in stored if m is not None)
+            if self._serves:
+                wait_until(lambda: store.add(f"left {name}", 0) >= len(self._towers), _SERVING, pause=0.05)
             done.set()
 
         # By the thread that is there: some versions of Python (3.12.0 to 3.12.2) start no threads at exit.
         self._calls.put(leave)
         wait_until(lambda: done.is_set() or not self._thread.is_alive(), _LONGEST)
-        return messages if len(messages) == self._topology.size else None
+        return messages if len(messages) == len(self._towers) else None
 
     # -- querying ----------------------------------------------------------------------------------------
 
     def others(self) -> list[int]:
         """All towers but this one."""
-        return [tower for tower in range(self._topology.size) if tower != self._topology.index]
+        return [tower for tower in self._towers if tower != self._tower]
 
     def query(self, towers: Sequence[int], *, stacks: bool) -> list[PeerStatus]:
         """What is known of other towers.

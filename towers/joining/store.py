@@ -1,4 +1,4 @@
-"""The store where the processes of a job meet: serving it, joining it, and the signed messages in it.
+"""The store where the processes of a job meet: serving it, and the signed messages in it.
 
 A message is a JSON object with an HMAC signature over it and the key that it is stored under, made with the job's
 token. The token itself is never sent.
@@ -24,20 +24,23 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from towers.errors import HandshakeError, PortInUseError, StartupError, TowersError
+from towers.errors import HandshakeError, PortInUseError, StartupError
 from towers.system import machine
 from towers.system.text import join_address, printable
-from towers.system.timeouts import Deadline, clock, run_with_timeout
-from towers.topology import JOB_TOKEN
 
 Message = dict[str, Any]
 
 LARGEST = 2**20
 """Bytes of the longest message that is read. The messages of 10,000 workers list their addresses in half of it."""
 
-_OWNER = "towers/owner"
+OWNER = "towers/owner"
+"""The key that the process which serves a store signs; see [Note: unauthenticated peers]."""
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a store may take to answer."""
+
 _ATTEMPTS = 20  # to publish a message under a key that others keep writing to
 
 
@@ -127,6 +130,12 @@ class SignedStore:
             self.rejected[key] = str(error)
             return None
 
+    def connect_again(self, prefix: str, timeout: timedelta) -> SignedStore:
+        """The same store by a connection of its own, for another thread; all keys begin with ``prefix``."""
+        store = self.store.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
+        return SignedStore(PrefixStore(prefix, store), self._token)
+
     def add(self, key: str, number: int) -> int:
         """Add to the count under ``key``, which is not signed; returns the sum."""
         return self.store.add(key, number)
@@ -155,13 +164,11 @@ class SignedStore:
         raise HandshakeError(f"an unauthenticated peer keeps writing to {key} in the store where this job meets")
 
 
-def serve_store(
-    host: str, port: int, timeout: timedelta, origin: str, token: str, others: Sequence[str] = ()
-) -> TCPStore:
+def serve_store(host: str, port: int, origin: str, token: str, others: Sequence[str] = ()) -> TCPStore:
     """Start the store at ``host:port`` (port 0: any free one), listening on that address only, where possible.
 
     Args:
-        token: the job's; processes with another one are refused by :func:`join_store`.
+        token: the job's; processes with another one are refused.
         others: hosts from which other processes will come. They tell on which address to listen when ``host`` is a name
             that leads elsewhere from here than from there.
 
@@ -174,8 +181,8 @@ def serve_store(
     listener, host = listen(host, port, origin, others)
     port = listener.getsockname()[1]
     # The store closes the socket that it is given by number, so the Python object must let go of it.
-    store = TCPStore(host, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
-    SignedStore(store, token).write(_OWNER, {"host": socket.gethostname()})
+    store = TCPStore(host, port, None, True, TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    SignedStore(store, token).write(OWNER, {"host": socket.gethostname()})
     return store
 
 
@@ -231,59 +238,3 @@ def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str
         return towards
     listener.bind(("::" if listener.family == socket.AF_INET6 else "0.0.0.0", address[1]))
     return host
-
-
-def join_store(
-    host: str, port: int, timeout: timedelta, deadline: Deadline, server: str, origin: str, token: str, name: str
-) -> TCPStore:
-    """Connect to the store that the chief serves at ``host:port``, waiting for it until ``deadline``.
-
-    Args:
-        deadline: for the store to be there.
-        server: the process that serves it, for the message.
-        token: the job's.
-        name: this process, for the message.
-
-    Raises:
-        StartupError: nothing listened there before the deadline.
-        HandshakeError: the store is another job's. Nothing was written there.
-    """
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=2.0).close()
-            break
-        except UnicodeError as error:
-            raise StartupError(f"{join_address(host, port)} (from {origin}) is no address: {error}") from None
-        except OSError as error:
-            if deadline.has_passed():
-                raise StartupError(
-                    f"{server} did not answer at {join_address(host, port)} within {deadline.elapsed():.0f} s "
-                    f"({error.strerror or error}); the address comes from {origin}: start it, or correct that"
-                ) from None
-        clock.sleep(0.1)
-    try:
-        # Where no store listens, torch's client waits without end, or raises an error that shows its frames.
-        store = run_with_timeout(
-            max(1.0, deadline.remaining()),
-            lambda: TCPStore(host, port, None, False, timeout, wait_for_workers=False),
-        )
-    except (TimeoutError, RuntimeError) as error:
-        reason = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
-        raise StartupError(
-            f"what listens at {join_address(host, port)} does not answer as {server} would{reason}: "
-            f"another program has the port; the address comes from {origin}: start {server} there, or correct that"
-        ) from None
-    try:  # see [Note: unauthenticated peers]
-        SignedStore(store, token).publish(_OWNER, {"host": socket.gethostname()}, refuse_other_jobs=True)
-    except OtherJobError as error:
-        raise HandshakeError(
-            f"{name} (on {socket.gethostname()}) is not of the job that meets at {join_address(host, port)}: "
-            f"its store holds {error}; the address comes from {origin}. All processes of a job have the same "
-            f"{JOB_TOKEN} or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables left "
-            "over from another job"
-        ) from None
-    except TowersError:
-        raise
-    except RuntimeError as error:
-        raise StartupError(f"{server} went away during the start-up: {printable(str(error))}") from None
-    return store

@@ -21,7 +21,6 @@ import secrets
 import shlex
 import signal
 import sys
-import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -32,10 +31,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 
 from towers.errors import TowersError
 from towers.health.failure import leave
-from towers.launching import console, rendezvous
+from towers.launching import console
 from towers.launching.attempt import Attempt
 from towers.launching.exit_report import make_exit_report
 from towers.launching.job import Job
+from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
@@ -106,13 +106,12 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
     token = os.environ.get(JOB_TOKEN, "")
     with console.Relay() as relay:
         attempt = Attempt(relay.directory, token=token, groups=True)
-        handler = rendezvous.Rendezvous(job, uuid.uuid4().hex, token)
         # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
         words = tuple(word.replace("$", "$$") for word in program[1:])
         spec = WorkerSpec(
             role="tower",
             local_world_size=job.towers,
-            rdzv_handler=handler,
+            rdzv_handler=Rendezvous(job, token),
             entrypoint=program[0],
             args=words,
             max_restarts=0,

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
-from towers.joining.store import SignedStore
+from towers.joining.store import TIMEOUT, SignedStore
 from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
@@ -53,7 +53,7 @@ class FailureBroadcast:
         """
         if store is None or workers == 1:
             return
-        self._store = signed = SignedStore(PrefixStore(self._prefix, store.clone()), self._token)  # type: ignore[attr-defined]
+        self._store = signed = SignedStore(store, self._token).connect_again(self._prefix, TIMEOUT)
         self._worker, self._workers = worker, workers
 
         def listen() -> None:

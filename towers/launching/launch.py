@@ -19,7 +19,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -104,7 +103,7 @@ def launch(
     # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
     context.set_forkserver_preload(["towers.launching.launch", COMPILER])
     token = secrets.token_hex()
-    store = serve_store("127.0.0.1", 0, timedelta(minutes=10), "launch", token)
+    store = serve_store("127.0.0.1", 0, "launch", token)
     with console.Relay() as relay:
         attempt = _Towers(relay.directory)
         stop_forwarding = attempt.forward(unhandled(signal.SIGTERM, signal.SIGHUP))

@@ -1,0 +1,313 @@
+"""All processes that should come have come, once, and belong together: checked before the first collective.
+
+The handshake is used twice: between workers (machines) when the agents start, and between towers when their strategies
+are built. Each process publishes a message in the store, waits for everybody's, and compares them. The first that finds
+something wrong publishes the result, which all the others read, so that all fail with one text within seconds.
+
+[Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
+by somebody else. So a process that has found all messages confirms it by a digest of all their nonces, in which that of
+its own new message is. The first process confirms last, when all others have: then every process knows that all are
+there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch.distributed import Store, TCPStore
+
+from towers.errors import HandshakeError, StartupError, TowersError
+from towers.joining.store import OWNER, TIMEOUT, Message, OtherJobError, SignedStore, serve_store
+from towers.system.text import join_address, printable
+from towers.system.timeouts import Deadline, clock, run_with_timeout, wait_until
+from towers.topology import JOB_TOKEN
+
+Compare = Callable[[int, Message, int, Message], str | None]
+"""(an index, its message, another index, its message) → what is wrong between the two, or None."""
+
+_ABSENT = object()
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all workers and towers."""
+    try:
+        version = importlib.metadata.version("mirrored")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"
+    return {
+        "mirrored": version,
+        "torch": torch.version.__version__,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Participant:
+    """One of the processes that meet in a store: the agents of several workers, or towers.
+
+    Attributes:
+        kind: "worker" or "tower", for keys and messages.
+        index: this process's index among ``names``.
+        names: how messages call each of the processes that should come.
+        address: host and port of the store.
+        chief_serves: whether the first process serves the store, which then ends with it; else a launcher does.
+        origin: where this was read, for messages.
+        token: the job's. Processes with another one are refused, and their messages count as absent.
+        seconds: how long the processes wait for the store, and then for each other.
+    """
+
+    kind: str
+    index: int
+    names: Sequence[str]
+    address: tuple[str, int]
+    chief_serves: bool
+    origin: str
+    token: str = dataclasses.field(repr=False)
+    seconds: float
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process serves the store."""
+        return self.chief_serves and self.index == 0
+
+    def open_store(self, others: Sequence[str] = ()) -> TCPStore:
+        """The store where the processes meet, which this process serves or joins.
+
+        Args:
+            others: hosts of the other processes, for :func:`towers.joining.store.serve_store`.
+
+        Raises:
+            PortInUseError, StartupError: the address cannot be used, or nothing listened there in time.
+            HandshakeError: the store is another job's. Nothing was written there.
+        """
+        if self.serves:
+            return serve_store(*self.address, self.origin, self.token, others)
+        deadline, address = Deadline(self.seconds), join_address(*self.address)
+        server = f"the chief ({self.kind} 0)" if self.chief_serves else "the launcher's store"
+        while True:
+            try:
+                socket.create_connection(self.address, timeout=2.0).close()
+                break
+            except UnicodeError as error:
+                raise StartupError(f"{address} (from {self.origin}) is no address: {error}") from None
+            except OSError as error:
+                if deadline.has_passed():
+                    raise StartupError(
+                        f"{server} did not answer at {address} within {deadline.elapsed():.0f} s "
+                        f"({error.strerror or error}); the address comes from {self.origin}: start it, or correct that"
+                    ) from None
+            clock.sleep(0.1)
+        try:
+            # Where no store listens, torch's client waits without end, or raises an error that shows its frames.
+            store = run_with_timeout(
+                max(1.0, deadline.remaining()),
+                lambda: TCPStore(*self.address, None, False, TIMEOUT, wait_for_workers=False),
+            )
+        except (TimeoutError, RuntimeError) as error:
+            reason = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
+            raise StartupError(
+                f"what listens at {address} does not answer as {server} would{reason}: another program has the port; "
+                f"the address comes from {self.origin}: start {server} there, or correct that"
+            ) from None
+        try:
+            own = {"host": socket.gethostname()}
+            SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
+        except OtherJobError as error:
+            raise HandshakeError(
+                f"{self.kind} {self.index} (on {socket.gethostname()}) is not of the job that meets at {address}: its "
+                f"store holds {error}; the address comes from {self.origin}. All processes of a job have the same "
+                f"{JOB_TOKEN} or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables "
+                "left over from another job"
+            ) from None
+        except TowersError:
+            raise
+        except RuntimeError as error:
+            raise StartupError(f"{server} went away during the start-up: {printable(str(error))}") from None
+        return store
+
+    def handshake(self, store: Store, message: Message, compare: Compare) -> list[Message]:
+        """Publish ``message``, wait for everybody's, and return all of them in order.
+
+        Args:
+            store: where all processes meet, and no others of this job.
+            message: JSON values. All processes of a version have the same fields, with values of one type or None.
+            compare: what is wrong between two messages; versions and fields are compared before.
+
+        Raises:
+            StartupError: not all came in time; the text lists those that are missing.
+            HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
+        """
+        handshake = _Handshake(self, SignedStore(store, self.token), compare)
+        try:
+            return handshake.run({"host": socket.gethostname(), "versions": versions(), **message})
+        except TowersError:
+            if self.serves:
+                handshake.wait_until_read()
+            raise
+        except RuntimeError as error:  # what torch's store raises when its server is gone
+            text = f"{self.kind} 0 ({self.names[0]}) went away during the start-up: {printable(str(error))}"
+            raise StartupError(text) from None
+
+
+class _Handshake:
+    """One handshake, as ``process`` takes part in it."""
+
+    def __init__(self, process: Participant, store: SignedStore, compare: Compare) -> None:
+        self._process, self._store, self._compare = process, store, compare
+        self._messages: dict[int, Message] = {}  # that have been read, by the process's index
+        self._confirmed: set[int] = set()  # processes that have read the same messages
+
+    def run(self, message: Message) -> list[Message]:
+        """All messages in order, once all processes have them."""
+        deadline, pause = Deadline(self._process.seconds), 0.005
+        kind, names = self._process.kind, self._process.names
+        self._claim(message)
+        while True:
+            if (result := self._store.read(self._key("result"))) is not None:
+                self._fail(result)
+            self._republish()
+            if self._read_messages():
+                pause = 0.005
+            late = deadline.has_passed()
+            missing = [i for i in range(len(names)) if i not in self._messages] or self._unconfirmed(late=late)
+            if not missing:
+                return self._in_order()
+            if late:
+                described = ", ".join(f"{kind} {i} ({names[i]})" + self._rejected(i) for i in missing)
+                self._fail_together(
+                    f"{len(missing)} of {len(names)} {kind}s did not come within {deadline.elapsed():.0f} s: "
+                    f"{described}; the list of {kind}s was read from {self._process.origin}",
+                    StartupError,
+                )
+            clock.sleep(pause)
+            pause = min(0.2, pause * 1.5)
+
+    def _claim(self, message: Message) -> None:
+        """Publish this process's message.
+
+        Raises:
+            HandshakeError: another process of this job has this index.
+        """
+        own = {"nonce": uuid.uuid4().hex, **message}
+        kind, index = self._process.kind, self._process.index
+        stored = self._store.publish(self._key(index), own)
+        if stored["nonce"] != own["nonce"]:
+            other = printable(stored.get("host"), 64)
+            raise HandshakeError(
+                f"{kind} {index} is already taken by a process on {other}; this one, on {own['host']}, claims the same "
+                f"index: give each {kind} an index of its own"
+            )
+        self._messages[index] = own
+
+    def _republish(self) -> None:
+        """Store this process's message again if something else has been stored in its place."""
+        key, own = self._key(self._process.index), self._messages[self._process.index]
+        stored = self._store.read(key)
+        if stored is None or stored["nonce"] != own["nonce"]:
+            self._store.write(key, own)
+
+    def _read_messages(self) -> bool:
+        """Read and compare the messages that have come; whether the last one has."""
+        count, own = len(self._process.names), self._process.index
+        before = len(self._messages)
+        for i in range(count):
+            if i not in self._messages and (message := self._store.read(self._key(i))) is not None:
+                self._messages[i] = message
+                self._check(i, own)
+        if before == count or len(self._messages) < count:
+            return False
+        for i in range(1, count):  # all compare all with the first, so none goes on where two others found a difference
+            self._check(i, 0)
+        return True
+
+    def _in_order(self) -> list[Message]:
+        return [self._messages[i] for i in range(len(self._process.names))]
+
+    def _unconfirmed(self, *, late: bool) -> list[int]:
+        """Processes that have not confirmed yet that they have read the same messages; see [Note: replayed messages].
+
+        Args:
+            late: ask all; else all but the first process wait for the first only.
+        """
+        index = self._process.index
+        digest = hashlib.sha256("\0".join(str(message["nonce"]) for message in self._in_order()).encode()).hexdigest()
+        others = [other for other in range(1, len(self._messages)) if other != index]
+        missing = self._without(others if index == 0 else [0], digest)
+        if index != 0 or not missing:
+            self._store.write(self._key(f"confirmed{index}"), {"digest": digest})
+        if missing and late:
+            missing = self._without(others, digest) or missing
+        for other in missing:
+            self._store.rejected[self._key(other)] = "a message of an earlier handshake, or of a process that has ended"
+        return missing
+
+    def _without(self, others: Sequence[int], digest: str) -> list[int]:
+        """Those of ``others`` that have not confirmed ``digest``."""
+        for other in others:
+            confirmation = self._store.read(self._key(f"confirmed{other}")) if other not in self._confirmed else None
+            if confirmation is not None and confirmation.get("digest") == digest:
+                self._confirmed.add(other)
+        return [other for other in others if other not in self._confirmed]
+
+    def _rejected(self, index: int) -> str:
+        """What an error message adds about a message that was rejected in the place of process ``index``."""
+        reason = self._store.rejected.get(self._key(index))
+        return f", in whose place there is {reason}" if reason else ""
+
+    def _check(self, index: int, other: int) -> None:
+        """See that two messages fit together, versions first, since they say what is in a message."""
+        message, reference = self._messages[index], self._messages[other]
+        place, place_of_other = (f"{self._process.kind} {i}{_on_host(self._messages[i])}" for i in (index, other))
+        versions_here, versions_there = message.get("versions"), reference.get("versions")
+        if versions_here != versions_there:
+            self._fail_together(
+                f"different versions: {_list_versions(versions_here)} on {place}, {_list_versions(versions_there)} on "
+                f"{place_of_other}"
+            )
+        for field, value in reference.items():
+            if not isinstance(message.get(field, _ABSENT), (str if value is None else type(value), type(None))):
+                self._fail_together(
+                    f"the message of {place} is damaged: {printable(field, 64)} is missing or of another kind"
+                )
+        try:
+            problem = self._compare(index, message, other, reference)
+        except RecursionError:  # hundreds of lists in one another
+            problem = f"the message of {place} is damaged"
+        if problem is not None:
+            self._fail_together(problem)
+
+    def _fail_together(self, problem: str, error: type[TowersError] = HandshakeError) -> NoReturn:
+        """Publish ``problem`` as the result, and raise the result that was published first."""
+        result = {"error": error.__name__, "text": printable(problem)}
+        self._fail(self._store.publish(self._key("result"), result))
+
+    def _fail(self, result: Message) -> NoReturn:
+        self._store.store.set(self._key(f"read{self._process.index}"), "")
+        error = StartupError if result.get("error") == StartupError.__name__ else HandshakeError
+        raise error(printable(result.get("text")))
+
+    def wait_until_read(self) -> None:
+        """Return when the others that have come have read the result; one that has ended costs ten seconds."""
+        keys = [self._key(f"read{other}") for other in self._messages if other != self._process.index]
+        wait_until(lambda: not keys or self._store.store.check(keys), 10.0)
+
+    def _key(self, what: int | str) -> str:
+        return f"{self._process.kind}/{what}"
+
+
+def _on_host(message: Message) -> str:
+    return f" (on {printable(message.get('host'), 64)})"
+
+
+def _list_versions(versions: object) -> str:
+    if not isinstance(versions, dict):
+        return "unknown ones"
+    return ", ".join(f"{printable(name, 32)} {printable(number, 64)}" for name, number in versions.items())
