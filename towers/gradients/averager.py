@@ -9,8 +9,8 @@ contributed. One backward goes like this:
 2. ``Cycle.arrive``: a bucket is full; it is packed and its reduction starts, beside the backward that goes on. Buckets
    start in the order of their indices, so that all towers make the same collectives in the same order whatever order
    their gradients came in.
-3. ``_finish``: backward is done. ``Cycle.close`` starts what is left, the last bucket carrying which buckets this tower
-   touched, and awaits all results.
+3. ``_finish``: backward is done. ``Cycle.finish`` starts what is left, the last bucket carrying which buckets this
+   tower touched, and awaits all results.
 
 [Note: buckets in the order of arrival] The first backward shows in which order gradients come. Where collectives run
 beside the backward, buckets are then laid out anew in tower 0's order, so that they fill one after the other.
@@ -32,11 +32,10 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
-from towers.gradients.cycle import Cycle, State, Watch
+from towers.gradients.cycle import AllReduce, Cycle, Reduction, State, Watch
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reducer import GradientReducer
-from towers.gradients.reductions import AllReduce, Reduction
 from towers.gradients.slots import Slot, handles_gradients
 from towers.mirroring.mirror import Named
 from towers.options import DEFAULT_BUCKET_BYTES
@@ -136,7 +135,7 @@ class GradientAverager(GradientReducer):
 
     def _lay_out(self, parameters: Sequence[Named]) -> None:
         """Distribute parameters over new buckets, and attach to them. All towers have made a collective before."""
-        before = {id(slot.parameter): slot for slot in self.layout.slots}
+        before = {id(slot.parameter()): slot for slot in self.layout.slots}
         for remove in self._unhook:
             remove()
         self._overtaken = []
@@ -147,7 +146,7 @@ class GradientAverager(GradientReducer):
         for bucket in layout.buckets:
             bucket.key = self.keys.new()
         for slot in layout.slots:
-            if (old := before.get(id(slot.parameter))) is not None:
+            if (old := before.get(id(slot.parameter()))) is not None:
                 slot.unsynced, slot.averaged = self._any_unsynced and old.holds_unsynced, old.averaged
         self._cycle.lay_out(layout)
         self._unhook = []
@@ -155,7 +154,7 @@ class GradientAverager(GradientReducer):
             self._attach(slot)
 
     def _attach(self, slot: Slot) -> None:
-        parameter = slot.parameter
+        parameter = slot.parameter()
         if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
             return
         hook = GradientHook(parameter, lambda parameter: self._arrive(slot, parameter, hook))
@@ -181,7 +180,7 @@ class GradientAverager(GradientReducer):
         if self._hooks is _DISABLED or not parameter.requires_grad:
             return
         gradient = parameter.grad
-        if torch.is_grad_enabled() and gradient is not None and gradient.requires_grad:
+        if gradient is not None and gradient.requires_grad and torch.is_grad_enabled():
             self._refuse_graph(slot)
         if self._hooks is _ACCUMULATE:
             slot.unsynced = self._any_unsynced = True
@@ -207,14 +206,14 @@ class GradientAverager(GradientReducer):
         )
 
     def _finish(self, reduction: Reduction | None = None) -> None:
-        self._cycle.close(reduction)
+        self._cycle.finish(reduction)
         self._any_unsynced = False
         if self._lazy is not None:
             self._lazy.defer_rest()
         if self._arrivals is not None:
             self._adopt_order(self._arrivals)
         if self._watch is not None:
-            self._watch.exchange()
+            self._watch.report()
 
     def _adopt_order(self, arrivals: list[str]) -> None:
         """Lay the buckets out as gradients have come on tower 0; those that have not come, after the others."""
@@ -227,7 +226,7 @@ class GradientAverager(GradientReducer):
     @disable_dynamo
     @handles_gradients
     def contribute_nothing(self) -> None:
-        self._cycle.check_whole()
+        self._cycle.check_in_step()
         self._complete()
         if self._hooks is Hooks.ACCUMULATE:
             self._channel.health.train()
@@ -238,10 +237,10 @@ class GradientAverager(GradientReducer):
     @disable_dynamo
     @handles_gradients
     def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
-        self._cycle.check_whole()
+        self._cycle.check_in_step()
         self._cycle.open()
         for slot in self.layout.slots:
-            slot.arrived = (parameter := slot.parameter) is not None and parameter.grad is not None
+            slot.arrived = slot.gradient is not None
         self._finish(kind(self._channel))
 
     @property
@@ -267,7 +266,7 @@ class GradientAverager(GradientReducer):
         Autograd adds to a gradient before any hook could refuse to.
         """
         for slot in self.layout.dense:
-            if (parameter := slot.parameter) is not None and slot.is_installed(parameter.grad):
+            if (parameter := slot.parameter()) is not None and slot.is_installed(parameter.grad):
                 parameter.grad = None
 
     # -- gradients that are averaged otherwise, or not ---------------------------------------------------
@@ -283,7 +282,7 @@ class GradientAverager(GradientReducer):
 
     @contextlib.contextmanager
     def hooks_disabled(self) -> Iterator[None]:
-        self._cycle.check_whole()
+        self._cycle.check_in_step()
         if unsynced := self.unsynced():
             raise TowersError(
                 f"the gradient of {next(iter(unsynced.values()))} on tower {self._channel.index} was accumulated under "
@@ -300,7 +299,7 @@ class GradientAverager(GradientReducer):
     def unsynced(self) -> dict[int, str]:
         if not self._any_unsynced:
             return {}
-        return {id(slot.parameter): slot.name for slot in self.layout.slots if slot.holds_unsynced}
+        return {id(slot.parameter()): slot.name for slot in self.layout.slots if slot.holds_unsynced}
 
     # -- what has been averaged --------------------------------------------------------------------------
 

@@ -6,9 +6,9 @@ A bucket's buffer holds, one after the other::
 
 The numbers behind the gradients are its *tail*. They make unused parameters exact without a collective of their own:
 after the sum over towers, a slot's "used?" says how many towers computed that gradient in this backward. In the bucket
-that closes a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for, and the
-last numbers say which backward it is (:class:`towers.gradients.usage.Closing`). Between GPUs these flags take another
-way (:mod:`towers.gradients.usage`).
+that is the last of a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for,
+and the last numbers say which backward it is (:class:`towers.gradients.usage.Summary`). Between GPUs these flags take
+another way (:mod:`towers.gradients.usage`).
 
 [Note: gradients lie in buckets] A parameter's gradient is a view of its bucket from the moment the bucket is packed, so
 nothing is copied out after the sum. DDP's ``gradient_as_bucket_view`` does the same, saves a copy of all gradients a
@@ -41,7 +41,7 @@ from towers.gradients.pairing import BITS
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.gradients.streams import StreamOrder
-from towers.gradients.usage import Closing, Counts
+from towers.gradients.usage import Counts, Summary
 from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype, view_like
 from towers.system.torch_private import foreach_copy_, storage_holders
@@ -58,7 +58,7 @@ class DenseSlot(Slot):
         bucket, start: where it is, in elements of the bucket's dtype.
         view: where in the buffer its gradient lies, in the parameter's shape and strides.
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
-        copied: the gradient that was copied so, and its version then.
+        copied: the gradient that was copied so, and its version then, by which a later change is noticed.
         packed: the parameter's gradient when its bucket was packed, until the backward is over.
     """
 
@@ -89,23 +89,19 @@ class DenseSlot(Slot):
         """Make this slot's place in the buffer the parameter's gradient."""
         parameter.grad = self.view.detach()
 
-    def has_copied(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` was copied at once, and nobody has changed it since."""
-        return self.copied is not None and self.copied[0] is gradient and self.copied[1] == gradient._version
-
 
 class Bucket:
     """A flat buffer of gradients of one dtype and device. Complex numbers travel as pairs of real ones.
 
     Attributes:
         index: its place among the buckets; collectives start in this order.
-        key: of its memory, as of :meth:`Communicator.allocate`.
+        key: its memory's (:meth:`Communicator.allocate`).
         numel: elements of the gradients, without the tail.
         units: how many numbers of the tail say which units were touched.
-        missing: how many gradients of this backward have not arrived.
+        missing: how many gradients of this backward have not arrived, once they were counted.
         is_packed: whether it was packed in this backward.
         flags: what this tower tells the others with it: for each slot whether it had a gradient of its own, and in the
-            bucket that closes a backward all of :class:`Closing`.
+            last bucket of a backward all of :class:`Summary`.
         buffer, tail: its memory, allocated once it is needed, and the part behind the gradients.
         streams: orders what comes on an accelerator; None elsewhere.
     """
@@ -140,26 +136,16 @@ class Bucket:
         """Slots begin at multiples of so many elements."""
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
-    def reset(self) -> None:
-        """After a backward: nothing has arrived, nothing is unsynced."""
-        self.is_packed = self._ready = False
-        if self.streams is not None:
-            self.streams.reset()
-        for slot in self.slots:
-            slot.arrived = slot.unsynced = False
-            slot.copied = slot.packed = None
-
     def count_missing(self) -> None:
         """Before a backward: how many gradients may arrive."""
-        parameters = (slot.parameter for slot in self.slots)
-        self.missing = sum(parameter is not None and parameter.requires_grad for parameter in parameters)
+        self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
 
-    def copy_in(self, slot: DenseSlot, channel: Communicator, scale: float) -> None:
+    def copy_in(
+        self, slot: DenseSlot, parameter: Tensor, gradient: Tensor, channel: Communicator, scale: float
+    ) -> None:
         """Copy a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
         self._make_ready(channel)
-        parameter = slot.parameter
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None or slot.is_installed(gradient):
+        if slot.is_installed(gradient):
             return
         _copy([slot.view], [gradient], scale)
         if scale == 1.0:
@@ -168,7 +154,7 @@ class Bucket:
             slot.copied = gradient, gradient._version
 
     def pack(
-        self, channel: Communicator, scale: float, closing: Closing | None = None, *, flags_in_tail: bool = True
+        self, channel: Communicator, scale: float, summary: Summary | None = None, *, flags_in_tail: bool = True
     ) -> None:
         """Copy all gradients, times ``scale``, and the flags into the buffer; it is ready to be reduced.
 
@@ -176,23 +162,25 @@ class Bucket:
         see [Note: stale slots contribute what they hold]).
 
         Args:
-            closing: for the bucket that closes a backward.
+            summary: for the last bucket of a backward.
             flags_in_tail: whether the flags travel in the tail.
         """
         self._make_ready(channel)
-        used = [slot.fresh for slot in self.slots]
+        used: list[bool] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for slot, fresh in zip(self.slots, used, strict=True):
-            parameter = slot.parameter
+        for slot in self.slots:
+            parameter = slot.parameter()
             gradient = None if parameter is None else parameter.grad
+            fresh = slot.arrived or (slot.unsynced and gradient is not None)
+            used.append(fresh)
             if parameter is None or gradient is None:
                 slot.view.zero_()
             elif slot.is_installed(gradient):
                 if scale != 1.0:
                     slot.view.mul_(scale)
             else:
-                if not slot.has_copied(gradient):
+                if slot.copied is None or slot.copied[0] is not gradient or slot.copied[1] != gradient._version:
                     sources.append(gradient)
                     targets.append(slot.view)
                 if fresh:
@@ -203,7 +191,7 @@ class Bucket:
             if self.streams is not None:
                 self.streams.keep(sources)
             _copy(targets, sources, scale)
-        self.flags = used if closing is None else [*used, *closing.touched, *closing.backward]
+        self.flags = used if summary is None else [*used, *summary.touched, *summary.backward]
         if flags_in_tail:
             self.tail[: len(self.flags)].copy_(torch.frombuffer(bytearray(self.flags), dtype=torch.uint8))
             self.tail[len(self.flags) :].zero_()
@@ -219,7 +207,7 @@ class Bucket:
         Raises:
             TowersError: the script has changed or replaced one meanwhile.
         """
-        changed = [s for s in self.slots if (p := s.parameter) is not None and p.grad is not s.packed]
+        changed = [s for s in self.slots if (p := s.parameter()) is not None and p.grad is not s.packed]
         if not changed and self.buffer._version != self._version:
             changed = self.slots
         if changed:
@@ -240,30 +228,34 @@ class Bucket:
         if self._ready:
             return
         self._ready = True
-        gradients = [None if (parameter := slot.parameter) is None else parameter.grad for slot in self.slots]
-        ours = sum(slot.is_installed(gradient) for slot, gradient in zip(self.slots, gradients, strict=True))
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
         moved = self.buffer.data_ptr() != self._address
-        if moved or storage_holders(self.buffer) > self._holders + ours:
+        views = storage_holders(self.buffer) - self._holders
+        if moved or (views and views > sum(slot.is_installed(slot.gradient) for slot in self.slots)):
             self._allocate(channel)
 
-    def settle(self, counts: Counts, number: int, tower: int) -> None:
-        """After the reduction: parameters that only other towers used get their gradient too.
+    def finish(self, counts: Counts, number: int, tower: int) -> None:
+        """After the reduction: parameters that only other towers used get their gradient too; nothing has arrived.
 
         Args:
-            counts: of this bucket's flags.
-            number: of this backward.
+            counts: how many towers have set this bucket's flags.
+            number: the backward's.
             tower: this one, for messages.
 
         Raises:
             MirrorError: a parameter is frozen on this tower and not on another one.
         """
+        self.is_packed = self._ready = False
+        if self.streams is not None:
+            self.streams.reset()
         used = self.flags[: len(self.slots)]
         anywhere = used if all(used) else counts.used()
         for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
+            slot.arrived = slot.unsynced = False
+            slot.packed = None
             if count:
                 slot.averaged = number
-            if used_here or not count or (parameter := slot.parameter) is None:
+            if used_here or not count or (parameter := slot.parameter()) is None:
                 continue
             if not parameter.requires_grad:
                 raise MirrorError(
@@ -278,7 +270,7 @@ class Bucket:
         self.buffer = channel.allocate(self.key, numel, self.dtype, self.device)
         self.tail = self.buffer[self.numel :]
         for slot in self.slots:
-            parameter = slot.parameter
+            parameter = slot.parameter()
             slot.view = _NOTHING if parameter is None else view_like(parameter, self.buffer[slot.start :])
         self._holders = storage_holders(self.buffer)
         self._address = self.buffer.data_ptr()

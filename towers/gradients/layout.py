@@ -36,8 +36,7 @@ class BucketLayout:
         self.units = len(self.buckets) + len(self.sparse)
         for bucket in self.buckets:
             bucket.units = self.units
-        self._by_id = {id(slot.parameter): slot for slot in self.slots}
-        self._kinds = self._present_kinds()
+        self._by_id = {id(slot.parameter()): slot for slot in self.slots}
 
     def trainable(self) -> tuple[int, ...]:
         """Indices of the buckets that a first backward may have gradients for."""
@@ -51,7 +50,7 @@ class BucketLayout:
     def slot_of(self, parameter: Tensor) -> Slot | None:
         """A parameter's slot, if it has one."""
         slot = self._by_id.get(id(parameter))
-        return slot if slot is not None and slot.parameter is parameter else None
+        return slot if slot is not None and slot.parameter() is parameter else None
 
     def slots_of(self, parameters: Iterable[Tensor]) -> Iterator[Slot]:
         """The slots of those of some parameters that have one."""
@@ -59,15 +58,11 @@ class BucketLayout:
 
     def converted(self) -> str | None:
         """A parameter that was converted or moved since, and what it is now; None where none was."""
-        kinds = zip(self.slots, self._present_kinds(), self._kinds, strict=True)
-        for slot, now, before in kinds:
-            if now is not None and now != before:
-                return f"parameter {slot.name}, now {now[0]} on {now[1]}"
+        for slot in self.slots:
+            now = slot.parameter()
+            if now is not None and (gradient_dtype(now) != slot.dtype or now.device != slot.device):
+                return f"parameter {slot.name}, now {gradient_dtype(now)} on {now.device}"
         return None
-
-    def _present_kinds(self) -> list[tuple[torch.dtype, torch.device] | None]:
-        parameters = (slot.parameter for slot in self.slots)
-        return [None if p is None else (gradient_dtype(p), p.device) for p in parameters]
 
     def kept(self, channel: Communicator) -> list[Named]:
         """The parameters that still live on any tower, in the order they were added; all towers call it.
@@ -75,13 +70,13 @@ class BucketLayout:
         One that lives on others only (they keep a model that this tower has dropped) keeps its place here.
         """
         slots = {slot.name: slot for slot in self.slots}
-        mine = bytes(slots[name].parameter is not None for name in self._names)
-        everybody = channel.all_gather_bytes(mine) if self._names else []
+        local = bytes(slots[name].parameter() is not None for name in self._names)
+        everybody = channel.all_gather_bytes(local) if self._names else []
         kept = []
         for name, *alive in zip(self._names, *everybody, strict=True):
             slot = slots[name]
             if any(alive):
-                tensor = slot.parameter
+                tensor = slot.parameter()
                 if tensor is None:
                     tensor = torch.empty(slot.shape, dtype=slot.dtype, device=channel.device)
                 kept.append(Named(name, tensor, "parameter", slot.trainable, isinstance(slot, SparseSlot)))

@@ -1,13 +1,13 @@
 """Gradients that are NaN or infinite: which, and of which tower.
 
 Averaging spreads them to all towers, so afterwards nobody can tell where they came from. Each tower therefore inspects
-what it contributes before that is averaged, and at the end of each backward the towers exchange what they found.
+what it contributes before that is averaged, and at the end of each backward the towers tell each other what they found.
 (Finite contributions whose sum overflows are not seen.)
 
 [Note: gradients that are not finite pass] They are averaged like others, and are on all towers afterwards, so a
 ``GradScaler``, which makes infinities on purpose, decides alike everywhere. To name the tower takes one more pass over
-the gradients, one small collective a backward and, on GPUs, a wait, so it is an option. The towers exchange what they
-found when all else of a backward is done, so that they are in step when that raises.
+the gradients, one small collective a backward and, on GPUs, a wait, so it is an option. That collective comes when all
+else of a backward is done, so that the towers are in step when it raises.
 """
 
 from __future__ import annotations
@@ -47,25 +47,24 @@ class GradientWatch:
 
     def inspect(self, slots: Iterable[Slot]) -> None:
         """Before they are averaged: inspect gradients that hold something of this tower's own."""
-        fresh = [(slot.name, slot.parameter) for slot in slots if slot.fresh]
-        gradients = [(name, p.grad) for name, p in fresh if p is not None and p.grad is not None]
+        gradients = [(slot.name, g) for slot in slots if slot.fresh and (g := slot.gradient) is not None]
         if gradients:
             self._names += [name for name, _ in gradients]
             self._highest.append(extremes([gradient for _, gradient in gradients]))
 
-    def exchange(self) -> None:
-        """At the end of a backward: exchange what the towers found. All towers call it.
+    def report(self) -> None:
+        """At the end of a backward: report to all towers what this one has found. All towers call it.
 
         Raises:
             NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
         """
         self._backward += 1
         highest = joined(self._highest) if self._highest else torch.zeros(0, device="cpu")
-        mine = what_is_not_finite(self._names, highest)
+        local = what_is_not_finite(self._names, highest)
         self._names, self._highest = [], []
-        if not self._comm.all_gather(torch.tensor([len(mine)], device="cpu")).any():
+        if not self._comm.all_gather(torch.tensor([len(local)], device="cpu")).any():
             return
-        towers = [json.loads(data) for data in self._comm.all_gather_bytes(json.dumps(mine).encode())]
+        towers = [json.loads(data) for data in self._comm.all_gather_bytes(json.dumps(local).encode())]
         text = _describe(towers, self._backward)
         if self._raises:
             raise NonFiniteGradientError(text)

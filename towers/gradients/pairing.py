@@ -2,7 +2,7 @@
 
 A backward is known by the run that it is in (``strategy.run`` calls are counted), by its number among the averaged
 backwards of that run, and by the global batch that the script is at, where there is one. They travel with the
-gradients, in the tail of the bucket that closes a backward. There each bit is followed by its opposite: after a sum
+gradients, in the tail of the last bucket of a backward. There each bit is followed by its opposite: after a sum
 over towers one of the two is zero where all towers agree, and zero is exact in every dtype, however the sum was
 rounded.
 
@@ -17,7 +17,6 @@ checkpoints may differ between towers.
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Sequence
 
@@ -69,7 +68,7 @@ class BackwardCounter:
         return with_batch(f"backward() {self._number} of step {self._step}{run}", self._batch)
 
 
-def agree(counts: Sequence[float]) -> bool:
+def same_backward(counts: Sequence[float]) -> bool:
     """Whether all towers are in the same backward.
 
     Args:
@@ -81,8 +80,8 @@ def agree(counts: Sequence[float]) -> bool:
 def difference(channel: Communicator, backward: BackwardCounter) -> DisagreementError:
     """The error of towers that are in different backwards, with one text on all of them; all towers call it."""
     towers: dict[str, list[int]] = {}
-    for tower, text in enumerate(channel.all_gather_bytes(json.dumps(str(backward)).encode())):
-        towers.setdefault(json.loads(text), []).append(channel.towers[tower])
+    for tower, text in enumerate(channel.all_gather_bytes(str(backward).encode())):
+        towers.setdefault(text.decode(), []).append(channel.towers[tower])
     places = ", ".join(f"{place} on {name_towers(where)}" for place, where in towers.items())
     return DisagreementError(
         f"gradients of different backwards would be averaged: {places}. Some tower has left out a backward() or a run, "

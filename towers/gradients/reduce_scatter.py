@@ -22,8 +22,8 @@ from towers.collectives.arithmetic import chunk_of
 from towers.collectives.communicator import Communicator, WholeCall
 from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket, DenseSlot
+from towers.gradients.cycle import AllReduce
 from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
-from towers.gradients.reductions import AllReduce
 from towers.gradients.slots import handles_gradients
 from towers.system.torch_private import disable_dynamo
 
@@ -71,8 +71,7 @@ class ReduceScatter(AllReduce):
     def defer_rest(self) -> None:
         for bucket, _ in self._reduced:
             for slot in bucket.slots:
-                gradient = None if (parameter := slot.parameter) is None else parameter.grad
-                if gradient is not None and slot.is_installed(gradient):
+                if (gradient := slot.gradient) is not None and slot.is_installed(gradient):
                     make_lazy(gradient, self.gather)
                     self._lazy[slot] = TensorWeakRef(gradient)
 
@@ -111,8 +110,7 @@ class ReduceScatter(AllReduce):
     def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
         held = self._held()
-        pairs = ((slot, slot.parameter.grad) for slot in slots if slot.parameter is not None)
-        return any(isinstance(gradient, LazyGradient) and gradient is not held.get(slot) for slot, gradient in pairs)
+        return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not held.get(slot) for slot in slots)
 
     def _held(self) -> dict[DenseSlot, Tensor]:
         """The lazily gathered gradients that somebody still holds."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator
-from towers.gradients.reductions import Reduction
+from towers.gradients.cycle import Reduction
 from towers.gradients.slots import Slot
 from towers.mirroring.mirror import Named
 

@@ -33,35 +33,36 @@ class Slot:
     """One parameter and the state of its gradient. It does not keep the parameter alive.
 
     Attributes:
-        name, trainable: as of :class:`towers.mirroring.mirror.Named`.
-        shape: the parameter's, also when it is gone.
-        dtype: of its gradient.
+        name, trainable: the parameter's (:class:`towers.mirroring.mirror.Named`).
+        parameter: gives the parameter when it is called; None when its model is gone.
+        shape, device: the parameter's when the slot was made.
+        dtype: its gradient's.
         arrived: autograd has finished its gradient of this backward.
         unsynced: gradients of this tower alone were accumulated in it (``no_sync``).
         averaged: the number of the last backward that any tower had a gradient for it in.
     """
 
-    __slots__ = ("_parameter", "arrived", "averaged", "dtype", "name", "shape", "trainable", "unsynced")
+    __slots__ = ("arrived", "averaged", "device", "dtype", "name", "parameter", "shape", "trainable", "unsynced")
 
     def __init__(self, named: Named) -> None:
         self.name = named.name
         self.trainable = named.trainable
-        self._parameter = weakref.ref(named.tensor)
-        self.shape = named.tensor.shape
+        self.parameter = weakref.ref(named.tensor)
+        self.shape, self.device = named.tensor.shape, named.tensor.device
         self.dtype = gradient_dtype(named.tensor)
         self.arrived = False
         self.unsynced = False
         self.averaged = 0
 
     @property
-    def parameter(self) -> Tensor | None:
-        """The parameter; None when its model is gone."""
-        return self._parameter()
+    def gradient(self) -> Tensor | None:
+        """The parameter's gradient, if there is one."""
+        return None if (parameter := self.parameter()) is None else parameter.grad
 
     @property
     def holds_unsynced(self) -> bool:
         """Whether there still is a gradient of this tower alone: ``zero_grad`` may have thrown it away."""
-        return self.unsynced and (parameter := self.parameter) is not None and parameter.grad is not None
+        return self.unsynced and self.gradient is not None
 
     @property
     def fresh(self) -> bool:

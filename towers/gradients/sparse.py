@@ -21,8 +21,7 @@ class SparseSlot(Slot):
         It is sparse on all towers, to be reduced row by row, unless some tower's gradient is dense, since the embedding
         is also used as an ordinary matrix. Then it is dense on all towers, and may be written to.
         """
-        parameter = self.parameter
-        gradient = None if parameter is None else parameter.grad
+        gradient = self.gradient
         if gradient is None:
             gradient = without_rows(self.shape, self.dtype, channel.device)
         dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
@@ -32,7 +31,7 @@ class SparseSlot(Slot):
 
     def replace(self, gradient: Tensor) -> None:
         """Give the parameter the reduced gradient."""
-        if (parameter := self.parameter) is not None:
+        if (parameter := self.parameter()) is not None:
             parameter.grad = gradient
         self.arrived = self.unsynced = False
 

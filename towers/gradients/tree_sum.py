@@ -13,7 +13,7 @@ from torch import Tensor
 
 from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket
-from towers.gradients.reductions import Reduction
+from towers.gradients.cycle import Reduction
 from towers.gradients.sparse import SparseSlot, add_sparse, rows_of_towers
 from towers.system.torch_private import foreach_add_
 

@@ -1,8 +1,8 @@
 """Usage flags: which parameters and which units (buckets, sparse gradients) towers had gradients for in a backward.
 
 [Note: usage flags between GPUs] On CPUs the flags ride in the buckets' tails, and are there when the buckets are
-reduced. Reading a tail from a GPU would make the host wait for the whole backward, in every step with a frozen or
-unused parameter. So between GPUs nobody synchronises with the device: hosts exchange the flags over Gloo, beside all
+reduced. Reading a tail from a GPU would make the host wait for all of the backward, in every step with a frozen or
+unused parameter. So between GPUs nobody synchronises with the device: hosts gather the flags over Gloo, beside all
 else. Only a tower that has not used every parameter waits for them, for the other hosts and not for a GPU; a tower that
 has used all reads them when the next backward begins, to see that towers were in the same one. (Tested over Gloo; the
 tests for GPUs are written, and have had no GPU.)
@@ -22,8 +22,8 @@ Read = Callable[[], Sequence[float]]
 """Returns for each flag how many towers have set it (or a multiple of that); it may make the host wait."""
 
 
-class Closing(NamedTuple):
-    """What the bucket that closes a backward tells the towers beside its own flags.
+class Summary(NamedTuple):
+    """What the last bucket of a backward tells the towers beside its own flags.
 
     Attributes:
         touched: the units that this tower has gradients for.
@@ -52,21 +52,21 @@ class Counts:
         """For each slot of the bucket."""
         return self._read()[: self._touched_at]
 
-    def closing(self) -> tuple[list[bool], Sequence[float]]:
-        """Of the bucket that closes a backward: which units any tower has touched, and the numbers of its backward."""
+    def summary(self) -> tuple[list[bool], Sequence[float]]:
+        """From a backward's last bucket: which units any tower has touched, and the numbers of the backward."""
         counts = self._read()
         return [n > 0 for n in counts[self._touched_at : self._backward_at]], counts[self._backward_at :]
 
 
-def exchange(channel: Communicator, flags: Sequence[Sequence[bool]]) -> list[Read]:
-    """Start to exchange the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
+def start_gather(channel: Communicator, flags: Sequence[Sequence[bool]]) -> list[Read]:
+    """Start to gather the flags of packed buckets through the hosts (see [Note: usage flags between GPUs]).
 
     Args:
-        flags: of each bucket, of one length on all towers.
+        flags: each bucket's, of one length on all towers.
 
     Returns:
-        For each bucket what waits for the hosts and gives the counts of its flags. To be kept until one of them was
-        called, for they have the tensors of the collective.
+        For each bucket a function that waits for the hosts and gives the counts of its flags. To be kept until one of
+        them was called: they hold the tensors of the collective.
     """
     rows = [torch.tensor(row, dtype=torch.uint8, device="cpu") for row in flags]
     pending, gathered = channel.start_all_gather(torch.cat(rows))

@@ -24,10 +24,10 @@ from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, WholeCall, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.gradients.buckets import DenseSlot
+from towers.gradients.cycle import AllReduce, Reduction
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reduce_scatter import ReduceScatter
-from towers.gradients.reductions import AllReduce, Reduction
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
 from towers.system.memory_layout import ALONE, view_like
@@ -162,7 +162,7 @@ class SharedParameters(Exchange):
 
     def restore_places(self, slots: Sequence[DenseSlot]) -> None:
         for slot in slots:
-            parameter = slot.parameter
+            parameter = slot.parameter()
             assert parameter is not None
             if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
                 continue  # of another dtype, the buckets are laid out anew

@@ -225,7 +225,7 @@ class ShardedOptimizer:
         if len(set(flat)) != len(flat):
             raise MirrorError(f"shard_optimizer=True cannot shard {self._name}: it holds a parameter twice")
         if self._division is not None and isinstance(optimizer.state, ShardedState):
-            present = {slot.parameter for slot in flat}
+            present = {slot.parameter() for slot in flat}
             state = {**self._unused, **self._whole_state()}
             self._unused = {p: values for p, values in state.items() if p not in present}
             optimizer.state = defaultdict(dict, {p: values for p, values in state.items() if p in present})
@@ -234,7 +234,7 @@ class ShardedOptimizer:
         all_shards = [shards_of(tower, slots, whole, size) for tower in range(size)]
         shards = all_shards[self._exchange.channel.index]
         sharded = [slot for slot in flat if slot not in whole]
-        templates = {slot: p.detach().to("meta") for slot in flat if (p := slot.parameter) is not None}
+        templates = {slot: p.detach().to("meta") for slot in flat if (p := slot.parameter()) is not None}
         layout = self._averager.layout
         self._exchange.place(sharded, layout, self._averager.keys)
         spread = self._exchange.plan([[shard for shard in row if not shard.whole] for row in all_shards])
@@ -269,7 +269,7 @@ class ShardedOptimizer:
         return whole
 
     def _can_be_sharded(self, slot: DenseSlot) -> bool:
-        parameter = slot.parameter
+        parameter = slot.parameter()
         if parameter is None or not parameter.numel() or not is_dense(parameter):
             return False
         if parameter.dtype != slot.dtype:  # it cannot lie in a bucket's region as its gradient does in the bucket

@@ -33,7 +33,7 @@ class Shard:
 
     @property
     def parameter(self) -> Tensor:
-        parameter = self.slot.parameter
+        parameter = self.slot.parameter()
         assert parameter is not None  # the optimizer holds it
         return parameter
 

@@ -103,7 +103,7 @@ def join(
     for row, block in zip(shards, blocks, strict=True):
         for number, name, value, on_device in _values(block) if block is not None else ():
             shard = row[number]
-            if shard.slot.parameter is None:  # its optimizer and its model have dropped it
+            if shard.slot.parameter() is None:  # its optimizer and its model have dropped it
                 continue
             state = whole.setdefault(shard.parameter, {})
             if isinstance(value, Tensor) and value.dim() > 0:
