@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mirrored.virtual.packs import Buffer, IntegerPack, Pack, narrow, real, wide
+from mirrored.virtual.packs import Buffer, Pack, narrow, real, wide
 from towers.errors import MirrorError
 from towers.mirroring.extremes import joined
 from towers.system.host_copy import HostCopy
@@ -55,16 +55,14 @@ class StepBuffers:
             for key, tensor in own_buffers(module).items()
             if tensor is not None
         ]
-        self._alone = [buffer for buffer in buffers if not buffer.is_small]
+        self._alone = [buffer for buffer in buffers if buffer.is_integer or not buffer.is_small]
         self._large = [buffer for buffer in self._alone if not buffer.is_integer]
         self._integers = {buffer.name: buffer for buffer in buffers if buffer.is_integer}
         small: dict[tuple[torch.device, torch.dtype], list[Buffer]] = {}
         for buffer in buffers:
-            if buffer.is_small:
-                dtype = buffer.tensor.dtype if buffer.is_integer else wide(buffer.tensor).dtype
-                small.setdefault((buffer.tensor.device, dtype), []).append(buffer)
-        self._small = [Pack(buffers) for (_, dtype), buffers in small.items() if dtype.is_floating_point]
-        self._counters = [IntegerPack(buffers) for (_, dtype), buffers in small.items() if not dtype.is_floating_point]
+            if buffer.is_small and not buffer.is_integer:
+                small.setdefault((buffer.tensor.device, buffer.tensor.dtype), []).append(buffer)
+        self._small = [Pack(buffers) for buffers in small.values()]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}
         self._unread: deque[tuple[list[str], HostCopy]] = deque()  # doubts of earlier steps
@@ -85,6 +83,7 @@ class StepBuffers:
         """Names of the integer buffers that this step has changed on this tower."""
         return list(self._firsts)
 
+    @torch.no_grad()
     def begin(self) -> None:
         """A step begins: remember the values."""
         if self._doubts:
@@ -94,21 +93,19 @@ class StepBuffers:
         while self._unread and self._unread[0][1].has_come():
             names, copy = self._unread.popleft()
             self.differing += itertools.compress(names, copy.get().tolist())
-        for pack in (*self._small, *self._counters):
-            pack.begin()
-        for buffer in self._alone:
-            buffer.begin()
+        for each in (*self._small, *self._alone):
+            each.begin()
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Give back the values from before the step."""
         for pack in self._small:
             pack.write(pack.before)
-        for counters in self._counters:
-            counters.restore()
         for buffer in self._alone:
             if buffer.was_written:
                 buffer.set(buffer.before)
 
+    @torch.no_grad()
     def take(self) -> list[Tensor | None]:
         """The floating-point buffers after a virtual tower's forward, to be added up.
 
@@ -124,13 +121,13 @@ class StepBuffers:
             taken.append(wide(buffer.now).clone() if written else None)
             if written:
                 self.written[buffer.name] = self.written.get(buffer.name, 0) + 1
-        integers = [pair for counters in self._counters for pair in counters.written()]
-        integers += [(b, b.now.clone()) for b in self._alone if b.is_integer and b.was_written]
-        for buffer, value in integers:
-            if buffer.name in self._firsts:
-                self._compare(buffer.name, self._firsts[buffer.name], value)
-            else:
-                self._firsts[buffer.name] = value
+        for name, buffer in self._integers.items():
+            if buffer.was_written:
+                value = buffer.now.clone()
+                if name in self._firsts:
+                    self._compare(name, self._firsts[name], value)
+                else:
+                    self._firsts[name] = value
         return taken
 
     def travelling(
@@ -152,25 +149,7 @@ class StepBuffers:
             floats += [full[2 * number][chosen], full[2 * number + 1][chosen]]
         large = zip(self._large, full[2 * len(self._small) :], strict=True)
         floats += [total for buffer, total in large if buffer.name in written]
-        values = {name: self._firsts.get(name, self._integers[name].before) for name in counted}
-        return floats, [torch.cat([values[name].reshape(-1) for name in names]) for names in self._together(counted)]
-
-    def _together(self, counted: Sequence[str]) -> list[list[str]]:
-        """Names of integer buffers in the groups that travel as one tensor."""
-        groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
-        for name in counted:
-            tensor = self._integers[name].tensor
-            groups.setdefault((tensor.device, tensor.dtype), []).append(name)
-        return list(groups.values())
-
-    def _named(self, counted: Sequence[str], packed: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The integers that travelled as ``packed``, by name."""
-        by_name = {}
-        for names, values in zip(self._together(counted), packed, strict=True):
-            likes = [self._integers[name].tensor for name in names]
-            for name, like, value in zip(names, likes, values.split([like.numel() for like in likes]), strict=True):
-                by_name[name] = value.view(like.shape)
-        return by_name
+        return floats, [self._firsts.get(name, self._integers[name].before) for name in counted]
 
     def agreed(
         self, counted: Sequence[str], rows: Sequence[Sequence[Tensor]], changed: Sequence[Sequence[str]]
@@ -188,13 +167,12 @@ class StepBuffers:
         """
         readable = all(map(_can_be_read, rows[0]))
         if readable and all(torch.equal(*pair) for row in rows[1:] for pair in zip(rows[0], row, strict=True)):
-            return self._named(counted, rows[0])
+            return dict(zip(counted, rows[0], strict=True))
         agreed: dict[str, Tensor] = {}
         for row, names in zip(rows, changed, strict=True):
-            named = self._named(counted, row)
-            for name in counted:
+            for name, value in zip(counted, row, strict=True):
                 if name in names:
-                    self._compare(name, agreed.setdefault(name, named[name]), named[name])
+                    self._compare(name, agreed.setdefault(name, value), value)
         for name in self.differing:
             self.refuse(name)
         return agreed
@@ -228,11 +206,8 @@ class StepBuffers:
                 if count < leaves:
                     total = total + wide(buffer.before) * (leaves - count)
                 buffer.set(narrow(total / leaves, buffer.tensor))
-        for counters in self._counters:
-            counters.set(integers)
-        for buffer in self._alone:
-            if buffer.name in integers:
-                buffer.set(integers[buffer.name])
+        for name, value in integers.items():
+            self._integers[name].set(value)
 
     def _compare(self, name: str, first: Tensor, other: Tensor) -> None:
         """Note whether an integer buffer is the same twice; on a GPU in a later step, so that nobody waits for it."""
