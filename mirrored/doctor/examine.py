@@ -3,7 +3,8 @@
 [Note: checks that try] Whether towers can share memory or reach each other depends on more than a list of conditions
 (sandboxes, firewalls, user namespaces). So the last checks start real towers with :func:`mirrored.launch`, which
 average a bucket as training does; the checks before them explain a failure of these. What these towers show by
-themselves (loopback, shared memory) has no check of its own. What only a running job can know, such as a chief that has
+themselves (loopback, shared memory) has no check of its own, nor has what ``python -m torch.utils.collect_env`` prints
+(driver, CUDA, NCCL). What only a running job can know, such as a chief that has
 not been started yet, is a warning and not a problem.
 """
 
@@ -26,7 +27,6 @@ _CHECKS: Mapping[str, Check] = {
     "disk": resources.check_disk,
     "limits": resources.check_limits,
     "variables": launchers.check_variables,
-    "host name": network.check_names,
     "interfaces": network.check_interfaces,
     "TF_CONFIG": launchers.check_tf_config,
     "launcher": launchers.check_launcher,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -13,11 +12,10 @@ from mirrored.doctor.findings import Finding, note, ok, problem, warning
 from towers.system import accelerator, devices
 
 _SUBJECT = "GPUs"
-_VERSION = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Names, memory, driver, a computation on each."""
+    """Whether torch finds them; their names and memory, and a computation on each."""
     if (kind := devices.accelerator_kind()) not in ("cpu", "cuda"):
         names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
         yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
@@ -36,17 +34,16 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cuda = torch.version.cuda
     built = f"torch {torch.version.__version__} {f'for CUDA {cuda}' if cuda else 'built without CUDA'}"
-    versions = f"driver {_driver() or 'unknown'}, {built}"
     if count == 0:
         if present:
             reason = str(caught[0].message).split("(Triggered")[0] if caught else "torch finds none"
             fix = (
-                "install a driver that fits torch's CUDA, or a torch that fits the driver; start a container with GPUs "
-                "(--gpus all)"
+                "install a driver that fits torch's CUDA, or a torch that fits the driver (python -m "
+                "torch.utils.collect_env prints both); start a container with GPUs (--gpus all)"
             )
             if cuda is None:
                 fix = "install a CUDA build of torch: https://pytorch.org/get-started"
-            yield problem(_SUBJECT, f"{present}, {versions}: {reason}", fix)
+            yield problem(_SUBJECT, f"{present}, {built}: {reason}", fix)
         elif hidden is not None and cuda is not None:
             yield warning(
                 "CUDA_VISIBLE_DEVICES",
@@ -54,9 +51,9 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
                 "unset CUDA_VISIBLE_DEVICES, or give this container the machine's GPUs",
             )
         else:
-            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU ({versions})")
+            yield ok(_SUBJECT, f"no NVIDIA GPU here: towers run on the CPU ({built})")
         return
-    yield ok(_SUBJECT, f"{count}, {versions}, NCCL {_nccl()}")
+    yield ok(_SUBJECT, f"{count}, {built}")
     for number in range(count):
         yield _try(number)
 
@@ -65,18 +62,6 @@ def _on_machine() -> str:
     """The GPUs that the kernel shows, in words, whatever torch and CUDA say; empty where there is none."""
     files = [entry.name for entry in pathlib.Path("/dev").glob("nvidia[0-9]*")]
     return f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}" if files else ""
-
-
-def _driver() -> str | None:
-    try:
-        match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", _VERSION.read_text())
-    except OSError:
-        return None
-    return match[1] if match else None
-
-
-def _nccl() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "not built in"
 
 
 def _try(number: int) -> Finding:

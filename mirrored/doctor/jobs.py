@@ -22,27 +22,23 @@ _ROUNDS = 5
 def check_cpu_towers(environ: Mapping[str, str]) -> Iterator[Finding]:
     """A job of two towers through shared memory; where that fails, one through Gloo, and the reason."""
     subject, cpus, wrong = "CPU towers", ("cpu:0", "cpu:1"), "please report it, with all of this output"
-    why_not = ""
     try:
         try:
             yield _run(subject, cpus, "shared_memory", _CPU_SECONDS, wrong)
         except mirrored.TowerFailedError as error:
-            why_not = _reason(error)
             yield _run(subject, cpus, "gloo", _CPU_SECONDS, wrong)
-    except mirrored.TowerFailedError as error:
+            yield warning(
+                subject,
+                f"they cannot share memory and use Gloo, which is slower: {_reason(error)}",
+                "towers need memfd_create, and to open each other's /proc/<process>/fd: one user, one container, no "
+                "sandbox that hides processes from each other",
+            )
+    except (mirrored.TowerFailedError, OSError) as error:
         yield problem(
             subject,
             f"two towers cannot work together on this machine: {_reason(error)}",
             "fix the other problems and warnings first, and see that programs reach each other at 127.0.0.1, where "
             "towers rendezvous (ip link set lo up; a firewall)",
-        )
-        return
-    if why_not:
-        yield warning(
-            subject,
-            f"they cannot share memory and use Gloo, which is slower: {why_not}",
-            "towers need memfd_create, and to open each other's /proc/<process>/fd: one user, one container, no "
-            "sandbox that hides processes from each other",
         )
 
 
@@ -86,10 +82,10 @@ def _run(subject: str, devices: Sequence[str], implementation: str, seconds: flo
     return problem(subject, f"{what}, and the averages are wrong", wrong)
 
 
-def _reason(error: mirrored.TowerFailedError) -> str:
+def _reason(error: Exception) -> str:
     """Why a job failed, in one line."""
-    cause = error.__cause__
-    text = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+    cause = error.__cause__ or error
+    text = str(error) if isinstance(cause, mirrored.TowerFailedError) else f"{type(cause).__name__}: {cause}"
     return " ".join(text.split())[:400]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 from mirrored import cluster
@@ -132,8 +131,8 @@ def _check_addresses(
     resolver: TFConfigClusterResolver, numeric: list[list[str] | OSError], environ: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Whether this worker's address is this machine's, and whether the workers can reach each other's."""
-    mine = numeric[resolver.worker]
-    if not isinstance(mine, OSError) and not any(network.is_local(address) for address in mine):
+    own = numeric[resolver.worker]
+    if not isinstance(own, OSError) and not any(network.is_local(address) for address in own):
         yield warning(
             _TF_CONFIG,
             f"this worker's address, {resolver.addresses[resolver.worker]}, belongs to no interface of this machine",
@@ -158,62 +157,48 @@ def _check_addresses(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Variable:
-    """A variable and its effect.
-
-    Attributes:
-        harmless: values, in upper case, without an effect.
-    """
-
-    name: str
-    severity: Severity
-    effect: str
-    harmless: tuple[str, ...] = ("", "0")
-
-
 _NOTE, _WARNING = Severity.NOTE, Severity.WARNING
 
-_VARIABLES = (
-    _Variable("NCCL_ALGO", _NOTE, "wins over CommunicationOptions(algorithm=…); NCCL's results and speed depend on it"),
-    _Variable("NCCL_PROTO", _NOTE, "pins NCCL's protocol; results and speed depend on it"),
-    _Variable("NCCL_DEBUG", _NOTE, "makes NCCL write to standard output", ("", "NONE", "VERSION", "WARN")),
-    _Variable("NCCL_P2P_DISABLE", _WARNING, "keeps GPUs from reading each other directly: slow"),
-    _Variable("NCCL_SHM_DISABLE", _WARNING, "keeps NCCL from shared memory: slow inside a host"),
-    _Variable("NCCL_IB_DISABLE", _WARNING, "keeps NCCL from InfiniBand and RoCE: slow between hosts that have it"),
-    _Variable("NCCL_HOSTID", _NOTE, "lets towers of the same value alone share memory with each other", ("",)),
-    _Variable("NCCL_NET", _NOTE, "pins NCCL's network", ("",)),
-    _Variable("CUDA_LAUNCH_BLOCKING", _WARNING, "makes the host wait for every kernel: slow, and nothing overlaps"),
-    _Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", _WARNING, "allocates GPU memory anew each time: slow"),
-    _Variable("NVIDIA_TF32_OVERRIDE", _WARNING, "switches TF32 for all libraries: other results, another speed", ("",)),
-    _Variable("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _WARNING, "makes float32 products TF32: other results"),
-    _Variable("CUBLAS_WORKSPACE_CONFIG", _NOTE, "makes cuBLAS deterministic, or not; some products get slower", ("",)),
-    _Variable("TORCH_DISTRIBUTED_DEBUG", _WARNING, "checks every collective by another one: slow", ("", "OFF", "INFO")),
-    _Variable("TORCH_NCCL_BLOCKING_WAIT", _WARNING, "makes the host wait for every NCCL collective: nothing overlaps"),
-    _Variable("TORCH_COMPILE_DISABLE", _WARNING, "turns torch.compile off"),
-    _Variable("TORCHDYNAMO_DISABLE", _WARNING, "turns torch.compile off"),
-    _Variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", _WARNING, "lets torch.load run code from files"),
-    _Variable("ATEN_CPU_CAPABILITY", _WARNING, "pins the instructions of CPU kernels: other results, slower", ("",)),
-    _Variable("MKL_CBWR", _NOTE, "pins how MKL sums: other bits than without it", ("",)),
-    _Variable("OMP_PROC_BIND", _WARNING, "may bind all towers' threads to the same cores", ("", "FALSE")),
-    _Variable("GOMP_CPU_AFFINITY", _WARNING, "binds all towers' threads to the same cores", ("",)),
-    _Variable("KMP_AFFINITY", _WARNING, "may bind all towers' threads to the same cores", ("", "NONE", "DISABLED")),
-    _Variable("MALLOC_TRIM_THRESHOLD_", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    _Variable("MALLOC_MMAP_THRESHOLD_", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    _Variable("GLIBC_TUNABLES", _NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
-    _Variable("TOWERS_DEVICES", _WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
-)
+_OFF = ("", "0")
+
+_VARIABLES = {
+    "NCCL_ALGO": (_NOTE, "wins over CommunicationOptions(algorithm=…); NCCL's results and speed depend on it", _OFF),
+    "NCCL_PROTO": (_NOTE, "pins NCCL's protocol; results and speed depend on it", _OFF),
+    "NCCL_DEBUG": (_NOTE, "makes NCCL write to standard output", ("", "NONE", "VERSION", "WARN")),
+    "NCCL_P2P_DISABLE": (_WARNING, "keeps GPUs from reading each other directly: slow", _OFF),
+    "NCCL_SHM_DISABLE": (_WARNING, "keeps NCCL from shared memory: slow inside a host", _OFF),
+    "NCCL_IB_DISABLE": (_WARNING, "keeps NCCL from InfiniBand and RoCE: slow between hosts that have it", _OFF),
+    "NCCL_HOSTID": (_NOTE, "lets towers of the same value alone share memory with each other", ("",)),
+    "NCCL_NET": (_NOTE, "pins NCCL's network", ("",)),
+    "CUDA_LAUNCH_BLOCKING": (_WARNING, "makes the host wait for every kernel: slow, and nothing overlaps", _OFF),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_WARNING, "allocates GPU memory anew each time: slow", _OFF),
+    "NVIDIA_TF32_OVERRIDE": (_WARNING, "switches TF32 for all libraries: other results, another speed", ("",)),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": (_WARNING, "makes float32 products TF32: other results", _OFF),
+    "CUBLAS_WORKSPACE_CONFIG": (_NOTE, "makes cuBLAS deterministic, or not; some products get slower", ("",)),
+    "TORCH_DISTRIBUTED_DEBUG": (_WARNING, "checks every collective by another one: slow", ("", "OFF", "INFO")),
+    "TORCH_NCCL_BLOCKING_WAIT": (_WARNING, "makes the host wait for every NCCL collective: nothing overlaps", _OFF),
+    "TORCH_COMPILE_DISABLE": (_WARNING, "turns torch.compile off", _OFF),
+    "TORCHDYNAMO_DISABLE": (_WARNING, "turns torch.compile off", _OFF),
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": (_WARNING, "lets torch.load run code from files", _OFF),
+    "ATEN_CPU_CAPABILITY": (_WARNING, "pins the instructions of CPU kernels: other results, slower", ("",)),
+    "MKL_CBWR": (_NOTE, "pins how MKL sums: other bits than without it", ("",)),
+    "OMP_PROC_BIND": (_WARNING, "may bind all towers' threads to the same cores", ("", "FALSE")),
+    "GOMP_CPU_AFFINITY": (_WARNING, "binds all towers' threads to the same cores", ("",)),
+    "KMP_AFFINITY": (_WARNING, "may bind all towers' threads to the same cores", ("", "NONE", "DISABLED")),
+    "MALLOC_TRIM_THRESHOLD_": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    "MALLOC_MMAP_THRESHOLD_": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    "GLIBC_TUNABLES": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
+    "TOWERS_DEVICES": (_WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
+}
+"""By name: how much a variable matters, its effect, and the values, in upper case, that have none."""
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Whether any of these variables has a value that matters."""
-    matter = [
-        (variable, value)
-        for variable in _VARIABLES
-        if (value := environ.get(variable.name)) is not None and value.strip().upper() not in variable.harmless
-    ]
-    for variable, value in matter:
-        fix = f"unset {variable.name}, unless it was set on purpose"
-        yield Finding(variable.severity, variable.name, f"is {value!r}: {variable.effect}", fix)
+    matter = False
+    for name, (severity, effect, harmless) in _VARIABLES.items():
+        if (value := environ.get(name)) is not None and value.strip().upper() not in harmless:
+            matter = True
+            yield Finding(severity, name, f"is {value!r}: {effect}", f"unset {name}, unless it was set on purpose")
     if not matter:
         yield ok("variables", f"none of {len(_VARIABLES)} that change results or speed is set")

@@ -1,4 +1,4 @@
-"""The network: host names, interfaces, loopback, and the address where towers rendezvous."""
+"""The network: interfaces, and the address where towers rendezvous."""
 
 from __future__ import annotations
 
@@ -9,68 +9,16 @@ import pathlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
-from mirrored.doctor.findings import Finding, note, ok, problem, warning
+from mirrored.doctor.findings import Finding, ok, problem, warning
 from towers.errors import PortInUseError, StartupError
 from towers.joining.store import listen
 from towers.system import devices, machine
-from towers.system.timeouts import clock, run_all_with_timeout
+from towers.system.timeouts import run_all_with_timeout
 
 _RESOLVE_SECONDS = 5.0
 _CONNECT_SECONDS = 3.0
-_SLOW_SECONDS = 1.0
 _LISTENING = "0A"  # in /proc/net/tcp
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the host name and localhost resolve, to which addresses, and how fast."""
-    host = socket.gethostname()
-    started = clock.monotonic()
-    of_host, of_localhost = look_up([host, "localhost"])
-    seconds = clock.monotonic() - started
-    if isinstance(of_host, OSError):
-        yield warning(
-            "host name",
-            f"{host!r} does not resolve ({of_host.strerror or of_host}); towers of this machine do not need it, but "
-            "clusters that call it so do",
-            f"add '127.0.1.1 {host}' to /etc/hosts, or its real address",
-        )
-    else:
-        yield _check_host_addresses(host, of_host)
-    if isinstance(of_localhost, OSError):
-        yield problem("localhost", f"does not resolve ({of_localhost})", "add '127.0.0.1 localhost' to /etc/hosts")
-    elif "127.0.0.1" not in of_localhost:
-        yield warning(
-            "localhost",
-            f"resolves to {', '.join(of_localhost)} and not to 127.0.0.1",
-            "add '127.0.0.1 localhost' to /etc/hosts",
-        )
-    if seconds > _SLOW_SECONDS:
-        yield warning(
-            "name server",
-            f"resolving {host!r} and localhost took {seconds:.1f} s",
-            "add both to /etc/hosts, or correct /etc/resolv.conf: every start of towers waits for it",
-        )
-
-
-def _check_host_addresses(host: str, addresses: list[str]) -> Finding:
-    subject, what = "host name", f"{host} is {', '.join(addresses)}"
-    foreign = [address for address in addresses if not is_local(address)]
-    if foreign:
-        return warning(
-            subject,
-            f"{what}, but {', '.join(foreign)} belongs to no interface of this machine",
-            "correct /etc/hosts or the name server, or name this machine by its address in the cluster",
-        )
-    if all(is_loopback(address) for address in addresses):
-        return note(
-            subject,
-            f"{what}, which other machines cannot reach; a chief with such a name listens on all interfaces, and the "
-            "others have to resolve its name to another address",
-        )
-    if all(":" in address for address in addresses):
-        return note(subject, f"{what}: IPv6 only; in TF_CONFIG its address goes into brackets")
-    return ok(subject, what)
 
 
 def check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -78,52 +26,34 @@ def check_interfaces(environ: Mapping[str, str]) -> Iterator[Finding]:
     interfaces = machine.interfaces()
     listed = ", ".join(f"{name} {address}" if address else f"{name} (no IPv4)" for name, address in interfaces.items())
     yield ok("interfaces", listed or "none")
-    if value := environ.get(_GLOO):
-        yield _check_gloo(value.split(","), interfaces)
-    if value := environ.get(_NCCL):
-        yield _check_nccl(value, interfaces)
+    for variable in (_GLOO, _NCCL):
+        if value := environ.get(variable):
+            yield _check_chosen(variable, value, interfaces)
 
 
-def _check_gloo(names: Sequence[str], interfaces: Mapping[str, str | None]) -> Finding:
-    """Gloo takes whole names and fails on one that does not exist."""
-    missing = [name for name in names if name not in interfaces]
-    if missing:
-        fix = f"unset {_GLOO} (towers choose by themselves), or name one of {', '.join(interfaces)}"
-        return problem(_GLOO, f"names {', '.join(map(repr, missing))}, which this machine does not have", fix)
-    return _check_chosen(_GLOO, names, interfaces)
+def _check_chosen(variable: str, value: str, interfaces: Mapping[str, str | None]) -> Finding:
+    """Whether the interfaces that a variable chooses exist, and lead to other machines.
 
-
-def _check_nccl(value: str, interfaces: Mapping[str, str | None]) -> Finding:
-    """NCCL takes prefixes of names; behind ``=`` whole names, behind ``^`` those to leave out."""
-    words = value.lstrip("^").lstrip("=").split(",")
-    exact, excluded = "=" in value[:2], value.startswith("^")
-
-    def matches(name: str) -> bool:
-        return any(name == word if exact else name.startswith(word) for word in words)
-
-    chosen = [name for name in interfaces if matches(name) != excluded]
-    if not chosen:
-        fix = f"unset {_NCCL}, or name one of {', '.join(interfaces)}"
-        severe = problem if devices.count_of("cuda") > 1 else warning
-        return severe(_NCCL, f"is {value!r}, which leaves none of this machine's interfaces", fix)
-    return _check_chosen(_NCCL, chosen, interfaces)
-
-
-def _check_chosen(variable: str, chosen: Sequence[str], interfaces: Mapping[str, str | None]) -> Finding:
+    Gloo takes whole names, and fails on one that does not exist. NCCL takes prefixes of names; behind ``=`` whole
+    names, behind ``^`` those to leave out.
+    """
+    words = value.lstrip("^=").split(",")
+    exact, excluded = variable == _GLOO or "=" in value[:2], value.startswith("^")
+    fix = f"unset {variable} (towers choose by themselves), or name one of {', '.join(interfaces)}"
+    missing = [word for word in words if word not in interfaces]
+    if variable == _GLOO and missing:
+        return problem(variable, f"names {', '.join(map(repr, missing))}, which this machine does not have", fix)
+    chosen = [name for name in interfaces if any(name == w if exact else name.startswith(w) for w in words) != excluded]
     what = f"chooses {', '.join(chosen)}"
+    if not chosen:
+        severe = problem if devices.count_of("cuda") > 1 else warning
+        return severe(variable, f"is {value!r}, which leaves none of this machine's interfaces", fix)
     if not any(interfaces[name] for name in chosen):
         return warning(variable, f"{what}, without an IPv4 address", f"unset {variable}, or name one with an address")
     if set(chosen) == {machine.loopback_interface()}:
-        return warning(
-            variable,
-            f"{what}: other machines cannot be reached through it",
-            f"unset {variable}, unless all towers run on this machine",
-        )
+        fix = f"unset {variable}, unless all towers run on this machine"
+        return warning(variable, f"{what}: other machines cannot be reached through it", fix)
     return ok(variable, what)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def look_up(hosts: Sequence[str]) -> list[list[str] | OSError]:
@@ -146,7 +76,8 @@ def is_loopback(address: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Whether a numeric address belongs to an interface of this machine."""
-    with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError as error:
@@ -156,6 +87,8 @@ def is_local(address: str) -> bool:
 
 def check_chief(host: str, port: int, origin: str, *, is_chief: bool) -> Finding:
     """Whether the store can be served at the chief's address, or reached there from another worker.
+
+    A store that does not answer yet is a warning; an address that cannot be reached is a problem.
 
     Args:
         origin: where the address comes from, for messages.
@@ -180,7 +113,6 @@ def _check_can_serve(host: str, port: int, origin: str) -> Finding:
 
 
 def _check_can_reach(host: str, port: int, origin: str) -> Finding:
-    """A store that does not answer yet is a warning; an address that cannot be reached is a problem."""
     subject, chief = "chief", f"the chief at {host}:{port} (from {origin})"
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()

@@ -172,6 +172,15 @@ def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
         )
 
 
+def test_towers_that_cannot_be_started_are_a_problem_of_the_machine(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / ("x" * 100)  # launch makes a socket there, whose path has to be short
+    folder.mkdir()
+    program = "from mirrored.doctor import jobs; print(*jobs.check_cpu_towers({}))"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+    assert "cannot work together on this machine: OSError: AF_UNIX path too long" in result.stdout, result.stderr
+
+
 def test_variables_that_change_results_or_speed() -> None:
     set_to_do_nothing = {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_DEBUG": "warn", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     assert [f.severity for f in check_variables(set_to_do_nothing)] == [Severity.OK]
