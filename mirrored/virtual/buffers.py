@@ -93,8 +93,10 @@ class StepBuffers:
         while self._unread and self._unread[0][1].has_come():
             names, copy = self._unread.popleft()
             self.differing += itertools.compress(names, copy.get().tolist())
-        for each in (*self._small, *self._alone):
-            each.begin()
+        for pack in self._small:
+            pack.begin()
+        for buffer in self._alone:
+            buffer.begin()
 
     @torch.no_grad()
     def restore(self) -> None:
