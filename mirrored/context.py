@@ -11,9 +11,10 @@ import torch
 
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
-from mirrored.shares import KnownShares, Share
+from mirrored.shares import KnownShares
 from towers.collectives import differentiable
 from towers.collectives.communicator import Communicator
+from towers.gradients.reducer import GradientReducer
 from towers.options import instead_of
 from towers.topology import Topology
 
@@ -23,14 +24,14 @@ _T = TypeVar("_T")
 class ActiveEngine(Protocol):
     """The part of a strategy's :class:`mirrored.strategy.engine.Engine` that the layers below strategies know."""
 
+    averager: GradientReducer
+
     @property
     def synchronises_batch_norm(self) -> bool: ...
 
     def attached(self, kind: type[_T]) -> _T | None: ...
 
     def is_inner_optimizer(self, optimizer: torch.optim.Optimizer) -> bool: ...
-
-    def unsynced_gradients(self) -> dict[int, str]: ...
 
 
 class ActiveStrategy(Protocol):
@@ -132,10 +133,6 @@ class ReplicaContext:
         """Call ``fn(strategy, *args, **kwargs)`` in cross-replica context: all towers draw the same random numbers."""
         with frame(self.strategy, None), self.strategy.streams.outside():
             return fn(self.strategy, *args, **(kwargs or {}))
-
-    def shares(self) -> list[Share]:
-        """The shares of distributed batches among the arguments that ``run`` was given."""
-        return self.strategy.known_shares.of(self.arguments)
 
 
 @dataclass(frozen=True)

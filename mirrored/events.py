@@ -1,9 +1,9 @@
-"""The moments of a training, and what is called at each: the engine's parts, profiler ranges, monitors.
+"""The moments of a training, and what is called at each: the engine's features, profiler ranges, monitors.
 
 [Note: listeners change nothing] Any number of listeners may be added to a moment, and none of them knows of another.
-They are called in the order in which they were added: those of the strategy first, then the engine's parts in the order
-of ``Engine.__init__``, then the script's. What one raises ends the step. What replaces something in a script is no
-listener but the interceptor (:mod:`mirrored.interceptor`).
+They are called in the order in which they were added: those of the strategy first, then the engine's features in the
+order of ``Engine.__init__``, then the script's. What one raises ends the step. What replaces something in a script is
+no listener but the interceptor (:mod:`mirrored.interceptor`).
 """
 
 from __future__ import annotations

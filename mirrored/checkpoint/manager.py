@@ -199,7 +199,7 @@ class CheckpointManager:
         if self._reminds_of_data and self._comm.index == 0:
             log.info("no distributed dataset is among what is saved: a run that is resumed begins its data anew")
         self._reminds_of_data = False
-        if self._reminds_of_gradients and self._strategy.engine.unsynced_gradients():
+        if self._reminds_of_gradients and self._strategy.engine.averager.unsynced():
             self._reminds_of_gradients = False
             log.warning("gradients of no_sync() are not saved: save after the step that uses them")
 

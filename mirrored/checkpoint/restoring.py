@@ -116,7 +116,7 @@ class Restorer:
         """Restore a checkpoint that is known to be whole, and close it."""
         path = stored.path
         with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {path.name}"):
-            self._strategy.engine.settle()
+            self._strategy.engine.mirror_pending()
             restored = _load_all(self._comm, self._tracked, stored)
         if self._comm.index == 0:
             log.info("goes on from %s, after step %d%s", path, restored.step, _remark(restored, self._comm.size))

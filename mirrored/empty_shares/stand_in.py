@@ -104,7 +104,7 @@ def is_stand_in(strategy: ActiveStrategy, values: Any, entries: int | None, what
     if batch is not None:
         certain = shares = known.named(batch)
     else:
-        certain = known.of(values) or (replica.shares() if replica is not None else [])
+        certain = known.of(values) or (known.of(replica.arguments) if replica is not None else [])
         shares = certain or known.at_hand(None)
     kinds = {share.stand_in for share in shares}
     if len(kinds) < 2 and (certain or True not in kinds):

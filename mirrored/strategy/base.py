@@ -14,17 +14,18 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
+from mirrored.data.input_context import InputContext, ValueContext
 from mirrored.events import Events, Ranges
 from mirrored.interceptor import interceptor
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
-from mirrored.strategy.backward import Backward
 from mirrored.strategy.calls import RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
+from mirrored.strategy.gradients import Gradients
 from mirrored.strategy.options import TrainingOptions
-from mirrored.strategy.own_gradients import OwnGradients
 from towers.collectives import values
+from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.options import CommunicationOptions, instead_of
@@ -34,12 +35,11 @@ from towers.topology import Topology
 
 if TYPE_CHECKING:
     from mirrored.data.batch_dims import Dims
-    from mirrored.data.input_context import InputContext, ValueContext
 
 log = get_logger("mirrored")
 
 
-class Strategy(OwnGradients, Backward):
+class Strategy(Gradients):
     """The common base of all strategies; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -132,7 +132,7 @@ class Strategy(OwnGradients, Backward):
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.attached.metrics`).
 
         Args:
-            sync_batch_norm: as of :meth:`scope`; takes effect at once. A forward that was put on a BatchNorm object
+            sync_batch_norm: see :meth:`scope`; takes effect at once. A forward that was put on a BatchNorm object
                 is a TypeError.
         """
         self._check_here("mirror()")
@@ -140,8 +140,8 @@ class Strategy(OwnGradients, Backward):
         return module
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is kept equal on all towers (at one tower: always)."""
-        return self.engine.is_mirrored(parameter)
+        """Whether ``parameter`` is kept equal on all towers (at one tower without virtual ones: always)."""
+        return not (self._several or self.engine.virtual is not None) or self.engine.recorder.is_mirrored(parameter)
 
     # -- running -----------------------------------------------------------------------------------------
 
@@ -200,6 +200,16 @@ class Strategy(OwnGradients, Backward):
         finally:
             self.accumulates = before
 
+    def barrier(self) -> None:
+        """Return when all towers have called it. On GPUs the hosts wait for each other, not for the GPUs.
+
+        Raises:
+            DisagreementError: on all towers, when some call something else.
+        """
+        self._check_here("barrier()")
+        if self._several:
+            announce(self.communicator, "strategy.barrier()")
+
     def check_mirrored(self) -> None:
         """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 
@@ -211,7 +221,26 @@ class Strategy(OwnGradients, Backward):
             DisagreementError: on all towers, when some call something else.
         """
         self._check_here("check_mirrored()")
-        self.engine.check_mirrored("check_mirrored()")
+        self.events.check("check_mirrored()")
+
+    def state_dict(self) -> dict[str, int]:
+        """The seed and the number of backwards so far, which decide what the next :meth:`backward` draws."""
+        virtual = self.engine.virtual
+        return {"seed": self.streams.seed, "backwards": virtual.step if virtual is not None else 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
+
+        Raises:
+            ValueError: it is no such state.
+        """
+        for key in ("seed", "backwards"):
+            number = state.get(key)
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
+        self.streams.seed = state["seed"]
+        if self.engine.virtual is not None:
+            self.engine.virtual.step = state["backwards"]
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -262,8 +291,6 @@ class Strategy(OwnGradients, Backward):
     @instead_of(value_fn="fn=")
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """This tower's ``fn(ValueContext)``."""
-        from mirrored.data.input_context import ValueContext
-
         return fn(ValueContext(self.topology.index, self.num_replicas_in_sync))
 
     experimental_distribute_values_from_function = distribute_values_from_function
@@ -359,12 +386,11 @@ class Strategy(OwnGradients, Backward):
         empty shares until all have ended.
 
         Args:
-            stand_in, batch_dims: as of :meth:`distribute_dataset`; a stand-in is of the pipeline's own last batch.
+            stand_in, batch_dims: see :meth:`distribute_dataset`; a stand-in is an example of the pipeline's last batch.
 
         Raises:
             TypeError, ValueError: on all towers, when the number of examples in a batch of one cannot be told.
         """
-        from mirrored.data.input_context import InputContext
         from mirrored.data.streams import PipelineDataset
 
         towers = self._distribution.comm.size

@@ -1,9 +1,9 @@
 """The assembler of a strategy's features: it attaches them to models and optimizers, and to the moments of a training.
 
-[Note: the order of parts] Where two parts listen to one moment their order counts. When a run begins, what was recorded
-is mirrored before the mirror check looks at it. Before an optimizer steps, virtual towers and the averager see that its
-gradients are averaged, the mirror check takes notice of the optimizer, and the sharder prepares its step. In a run on a
-stand-in, its running statistics are put back last.
+[Note: the order of features] Where two features listen to one moment their order counts. When a run begins, what was
+recorded is mirrored before the mirror check looks at it. Before an optimizer steps, virtual towers and the averager see
+that its gradients are averaged, the mirror check takes notice of the optimizer, and the sharder prepares its step. In a
+run on a stand-in, its running statistics are put back last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -59,9 +58,10 @@ untraced = Untraced(
 
 
 def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
-    """Lets an engine begin a run; a strategy that is dropped is to be freed at once, with its models."""
+    """A ``run`` begins, of a strategy that no listener keeps alive: a dropped one is freed at once, with its models."""
+    untraced.tell_compiler()
     if (living := engine()) is not None:
-        living.begin_run()
+        living.mirror_pending()
 
 
 class Engine:
@@ -120,7 +120,7 @@ class Engine:
         self.averager: GradientReducer = averager
         events.failed.append(averager.give_up)
         self.virtual: VirtualTowers | None = None
-        self._parts: dict[type, Any] = {}
+        self._features: dict[type, Any] = {}
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
@@ -133,7 +133,8 @@ class Engine:
         elif watch is not None:
             events.mirrored.append(self.averager.add)
         self._records = bool(events.mirrored)
-        log.debug("attached to tower %d: %s", comm.index, ", ".join(kind.__name__ for kind in self._parts) or "nothing")
+        names = ", ".join(kind.__name__ for kind in self._features)
+        log.debug("attached to tower %d: %s", comm.index, names or "nothing")
         if self._several or self.virtual is not None:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
@@ -159,19 +160,19 @@ class Engine:
         events.begin_run.append(lambda fn: check.begin_run())
         events.before_step += [lambda optimizer: averager.check_paired(), check.notice]
         events.check.append(check.check)
-        parts: list[Any] = [early, averager, check, KerasGuard(comm.index, recorder)]
+        features: list[Any] = [early, averager, check, KerasGuard(comm.index, recorder)]
         if sharder is not None:
             self.is_inner_optimizer = sharder.is_inner
             self.one_tower_reads_state = sharder.state_is_readable
             events.before_step.append(sharder.prepare)
-            parts.append(sharder)
+            features.append(sharder)
         if self._checks_unasked:
-            parts.append(LastCheck(check, comm.health))
-        self._parts = {type(part): part for part in parts}
+            features.append(LastCheck(check, comm.health))
+        self._features = {type(feature): feature for feature in features}
 
     def attached(self, kind: type[_T]) -> _T | None:
         """The feature of a class; None where this strategy does not have it."""
-        return self._parts.get(kind)
+        return self._features.get(kind)
 
     # -- models ------------------------------------------------------------------------------------------
 
@@ -192,8 +193,8 @@ class Engine:
     def add(self, module: nn.Module, sync_batch_norm: bool) -> None:
         """Record a module that exists already."""
         if (adopt := self._adopt(sync_batch_norm)) is not None:
-            for part in module.modules():
-                adopt(part)
+            for layer in module.modules():
+                adopt(layer)
         self._prepare_metrics(module)
         if self._records:
             self.recorder.add(module)
@@ -216,7 +217,7 @@ class Engine:
         from mirrored.attached.batch_norm import BatchNorms
 
         if (layers := self.attached(BatchNorms)) is None:
-            layers = self._parts[BatchNorms] = BatchNorms(self._comm, self.recorder.name_of_module)
+            layers = self._features[BatchNorms] = BatchNorms(self._comm, self.recorder.name_of_module)
         return layers.adopt
 
     def _mirror_recorded(self) -> None:
@@ -252,10 +253,6 @@ class Engine:
         self.recorder.add(module)
         self._mirror_recorded()
 
-    def is_mirrored(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is kept equal on all towers (at one tower: always)."""
-        return not (self._several or self.virtual is not None) or self.recorder.is_mirrored(parameter)
-
     # -- steps -------------------------------------------------------------------------------------------
 
     @property
@@ -263,16 +260,7 @@ class Engine:
         """Whether this code is in a scope whose batch norms take the statistics of the global batch."""
         return self.recorder.adopts
 
-    def begin_run(self) -> None:
-        """A ``run`` begins.
-
-        Raises:
-            MirrorError: the towers' models differ, or do not hold the same any more.
-        """
-        untraced.tell_compiler()
-        self.settle()
-
-    def settle(self) -> None:
+    def mirror_pending(self) -> None:
         """Make equal on all towers what was recorded since the last time; all of them call it.
 
         Raises:
@@ -289,22 +277,17 @@ class Engine:
 
         return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
-    def check_mirrored(self, call: str) -> None:
-        """See now that all towers hold the same; all of them call it.
+    def check_before(self, call: str) -> None:
+        """See that all towers hold the same, unless the script wants no checks but those that it asks for.
 
         Args:
             call: what a person would say is being done, the same on all towers.
 
         Raises:
-            MirrorError: on all towers with one text: they do not.
-            DisagreementError: on all towers: some call something else.
+            MirrorError, DisagreementError: see ``Strategy.check_mirrored``.
         """
-        self.events.check(call)
-
-    def check_before(self, call: str) -> None:
-        """As :meth:`check_mirrored`, unless the script wants no checks but those that it asks for."""
         if self._checks_unasked:
-            self.check_mirrored(call)
+            self.events.check(call)
 
     @property
     def exchanges_in_forward(self) -> bool:
@@ -316,7 +299,3 @@ class Engine:
             has_uninitialized(module) or (module.training and takes_statistics_of_all_towers(module))
             for module in modules
         )
-
-    def unsynced_gradients(self) -> dict[int, str]:
-        """Names, by ``id``, of parameters with gradients of ``no_sync`` that were not averaged yet."""
-        return self.averager.unsynced()

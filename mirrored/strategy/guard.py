@@ -59,7 +59,7 @@ class EarlyBackwardGuard:
         if not parameter.requires_grad:
             return
         raise MirrorError(
-            f"backward() on tower {self._tower} reached {self._recorder.describe(parameter)}, which is to be mirrored, "
+            f"backward() on tower {self._tower} reached {self._recorder.name_of(parameter)}, which is to be mirrored, "
             "before the first strategy.run(...): towers do not hold the same yet, and the gradient would not be "
             "averaged. Put the training step into a function and call strategy.run(train_step, args=...)" + how_to_fit()
         )

@@ -96,10 +96,10 @@ class Recorder:
 
     def add(self, module: nn.Module) -> None:
         """Record a module that exists already, with all in it."""
-        for part in module.modules():
-            self._remember(part)
-            for name, parameter in own_parameters(part).items():  # Keras' named_parameters() would change the layer
-                self._on_parameter(part, name, parameter)
+        for layer in module.modules():
+            self._remember(layer)
+            for name, parameter in own_parameters(layer).items():  # Keras' named_parameters() would change the layer
+                self._on_parameter(layer, name, parameter)
 
     def is_mirrored(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` was recorded and taken."""
@@ -116,14 +116,6 @@ class Recorder:
     def untaken(self) -> list[torch.Tensor]:
         """The parameters that were recorded, have values and were not yet taken."""
         return [parameter for parameter in self._parameters.values() if not is_lazy(parameter)]
-
-    def describe(self, parameter: torch.Tensor) -> str:
-        """The name that messages give a parameter that was recorded and not yet taken."""
-        for module in self._modules.values():
-            for name, candidate in module.named_parameters(recurse=False):
-                if candidate is parameter:
-                    return f"{name} of a {type(module).__name__}"
-        return f"a parameter of shape {tuple(parameter.shape)}"
 
     def take(self) -> tuple[list[Named], list[nn.Module]]:
         """All recorded parameters and buffers that have values, named, in order of creation.
@@ -180,9 +172,10 @@ class Recorder:
                     yield f"{name}.{path}", parameter
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name that messages give a parameter that is not mirrored: its path, if a mirrored model has it."""
-        for name, root in self.roots():
-            for path, candidate in root.named_parameters(remove_duplicate=False):
+        """The name that messages give a parameter: its path in a mirrored model, else in the module that has it."""
+        not_taken = ((type(module).__name__, module) for module in self._modules.values())
+        for name, module in (*self.roots(), *not_taken):
+            for path, candidate in module.named_parameters(remove_duplicate=False):
                 if candidate is parameter:
                     return f"{name}.{path}"
         return f"a parameter of shape {tuple(parameter.shape)} that is in no mirrored model"

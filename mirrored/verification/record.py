@@ -331,7 +331,7 @@ class TraceRecorder(StepLimit):
         named = list(zip(self._modules.name_parameters(parameters, number), parameters, strict=True))
         foreign, unsynced = [], []
         if (strategy := strategy_with_towers()) is not None:
-            accumulated = strategy.engine.unsynced_gradients()
+            accumulated = strategy.engine.averager.unsynced()
             for name, p in named:
                 if p.grad is not None and not strategy.is_mirrored(p):
                     foreign.append(name)

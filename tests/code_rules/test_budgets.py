@@ -25,7 +25,7 @@ ATTRIBUTES = 18
 
 ASSEMBLERS = {
     *("mirrored", "mirrored.cli", "mirrored.__main__", "towers"),  # what users call
-    *("mirrored.strategy.base", "mirrored.strategy.engine", "mirrored.strategy.own_gradients"),
+    *("mirrored.strategy.base", "mirrored.strategy.engine", "mirrored.strategy.gradients"),
     *("mirrored.losses", "mirrored.data.examples"),  # what a tower without examples needs
     *("mirrored.cluster", "mirrored.data.distribute", "towers.collectives.connecting"),  # one of several kinds
 }
