@@ -1,7 +1,7 @@
 """Checkpoints: saved whole or not at all, whenever a run is killed, and resumed to the same bits.
 
-A save passes :mod:`.manager`, :mod:`.saver` (state of all towers, from :mod:`.tracked` objects through :mod:`.codec`),
-:mod:`.folder` (a thread, then files through :mod:`.tensors`, :mod:`.manifest` and :mod:`.disk`). A restore passes
+A save passes :mod:`.manager`, :mod:`.saver` (state of all towers, from :mod:`.tracked` objects through :mod:`.codec`;
+then a thread) and :mod:`.folder` (files, through :mod:`.tensors` and :mod:`.manifest`). A restore passes
 :mod:`.manager`, :mod:`.restoring`, :mod:`.manifest` and :mod:`.tracked`.
 """
 

@@ -40,22 +40,17 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:20]) + more
 
 
-def first_problem(comm: Communicator, call: str, problem: str) -> str:
-    """The problem of the first tower that has one, on all towers; with several towers it names the tower.
+def raise_first(comm: Communicator, call: str, problem: str, prefix: str = "") -> None:
+    """Raise the problem of the first tower that has one, on all towers; with several towers it names the tower.
 
     Args:
         call: what is being done, as for :func:`announce`.
         problem: this tower's; empty when it has none.
-    """
-    problems = [announced.details for announced in announce(comm, call, problem[:_LONGEST])]
-    return next((f"tower {i}: {p}" if comm.size > 1 else p for i, p in enumerate(problems) if p), "")
-
-
-def raise_first(comm: Communicator, call: str, problem: str) -> None:
-    """As :func:`first_problem`, but raise it.
+        prefix: the beginning of the error's text.
 
     Raises:
-        CheckpointError: on all towers, when one has a problem.
+        CheckpointError: a tower has a problem.
     """
-    if first := first_problem(comm, call, problem):
-        raise CheckpointError(first)
+    for tower, announced in enumerate(announce(comm, call, problem[:_LONGEST])):
+        if announced.details:
+            raise CheckpointError(prefix + (f"tower {tower}: " if comm.size > 1 else "") + announced.details)

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, in which every checkpoint is whole or absent; which tower writes there, and in which thread.
+"""A folder of checkpoints, in which every checkpoint is whole or absent; and which tower writes there.
 
 ::
 
@@ -24,30 +24,105 @@ that share the folder write once, hosts with disks of their own write a copy eac
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
+import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
-from mirrored.checkpoint.disk import Disk, FolderLock
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
-from mirrored.checkpoint.tensors import FileLayout
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
 from towers.system.log import get_logger
-from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
+FILE_MODE = 0o600
+_FOLDER_MODE = 0o700
 _SAVING, _REMOVING, _REPLACING, _PROBE = ".saving-", ".removing-", ".replacing-", ".probe-"
-_NICE = 15  # the writing thread takes the CPU time that training leaves
+
+
+class Disk:
+    """The system calls by which checkpoints are written, which tests let fail. All errors are ``OSError``."""
+
+    def create(self, path: pathlib.Path) -> int:
+        """Open a new file for writing; it must not exist. Readable by its owner only, or less where umask says so."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def mkdir(self, path: pathlib.Path) -> None:
+        os.mkdir(path, _FOLDER_MODE)
+
+    def rename(self, old: pathlib.Path, new: pathlib.Path) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: pathlib.Path) -> None:
+        os.unlink(path)
+
+    def rmdir(self, path: pathlib.Path) -> None:
+        os.rmdir(path)
+
+    def write_file(self, path: pathlib.Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
+        """Write a new file and flush it to the disk; returns its size in bytes and its SHA-256.
+
+        Hashing runs beside writing, in a thread.
+        """
+        size, checksum = 0, hashlib.sha256()
+        to_hash: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+
+        def hash_pieces() -> None:
+            for piece in iter(to_hash.get, None):
+                checksum.update(piece)
+
+        with contextlib.ExitStack() as stack:
+            descriptor = self.create(path)
+            stack.callback(os.close, descriptor)
+            # An executor takes no work after the main thread's end, when the last checkpoint may still be written.
+            hashing = threading.Thread(target=hash_pieces, name="mirrored-checksum", daemon=True)
+            hashing.start()
+            stack.callback(hashing.join)
+            stack.callback(to_hash.put, None)
+            for piece in pieces:
+                to_hash.put(piece)
+                size += len(piece)
+                while piece:
+                    piece = piece[self.write(descriptor, piece) :]
+            self.fsync(descriptor)
+        return size, checksum.hexdigest()
+
+    def sync_folder(self, path: pathlib.Path) -> None:
+        """Flush the entries of a folder to the disk: files created in it, or renamed into it."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def replace_file(self, path: pathlib.Path, text: str) -> None:
+        """Replace the contents of a small file atomically: a reader finds the old or the new ones, whole."""
+        beside = path.with_name(f".{path.name}.new")
+        with contextlib.suppress(FileNotFoundError):
+            self.unlink(beside)
+        self.write_file(beside, [memoryview(text.encode())])
+        self.rename(beside, path)
+        self.sync_folder(path.parent)
+
+    def remove(self, path: pathlib.Path) -> None:
+        """Remove a file, a link, or a folder with its contents; links in it are not followed."""
+        if path.is_dir() and not path.is_symlink():
+            for entry in path.iterdir():
+                self.remove(entry)
+            self.rmdir(path)
+        else:
+            self.unlink(path)
 
 
 class Folder:
@@ -56,11 +131,13 @@ class Folder:
     Args:
         path: the folder; :meth:`elect_writer` makes it.
         disk: writes it.
+        keep: how many steps are kept.
     """
 
-    def __init__(self, path: pathlib.Path, disk: Disk) -> None:
+    def __init__(self, path: pathlib.Path, disk: Disk, keep: int = 2) -> None:
         self.path = path
         self.disk = disk
+        self.keep = keep
 
     def elect_writer(self, comm: Communicator) -> int:
         """The tower that writes into this tower's folder, which is made where it is missing. All towers call it.
@@ -98,8 +175,8 @@ class Folder:
             return sorted(step for step in steps if step is not None)
         return []
 
-    def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview], keep: int) -> None:
-        """Write a checkpoint, then remove the oldest steps beyond ``keep``.
+    def write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
+        """Write a checkpoint, then remove the oldest steps that are not kept.
 
         Checkpoints of later steps are renamed to ``replaced-…``; see [Note: the newest checkpoint].
 
@@ -121,7 +198,7 @@ class Folder:
             raise
         self.disk.sync_folder(self.path)
         try:
-            self._tidy(name, keep)
+            self._tidy(name)
         except OSError as error:
             log.warning("%s is saved, but what it replaces could not be removed (%s)", place, error.strerror)
 
@@ -137,7 +214,7 @@ class Folder:
             self.disk.rename(before, place)
             raise
 
-    def _tidy(self, name: str, keep: int) -> None:
+    def _tidy(self, name: str) -> None:
         """Write ``latest``, and remove checkpoints that are no longer kept."""
         if (before := self.path / f"{_REPLACING}{name}").exists():
             self.disk.remove(before)
@@ -147,7 +224,7 @@ class Folder:
         for later in self.steps():
             if later > step:
                 self._rename_replaced(self.path / name_of(later))
-        for old in self.steps()[:-keep]:
+        for old in self.steps()[: -self.keep]:
             self._remove_whole(self.path / name_of(old))
 
     def _rename_replaced(self, place: pathlib.Path) -> None:
@@ -176,76 +253,3 @@ class Folder:
                     if entry.is_dir():
                         log.info("%s was left by a run that ended while it saved; it is removed", entry)
                     self.disk.remove(entry)
-
-
-class BackgroundWriter:
-    """Writes checkpoints into a folder, one at a time.
-
-    Args:
-        folder: is written to.
-        keep: how many steps are kept.
-        lock: the folder's lock, held until all is written.
-        saving: makes a context that is entered while a checkpoint is written.
-
-    Attributes:
-        seconds: how long it took to write the newest, after the copy.
-    """
-
-    def __init__(
-        self, folder: Folder, keep: int, lock: FolderLock, saving: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._folder = folder
-        self._lock = lock
-        self._keep = keep
-        self._saving = saving
-        self._thread: threading.Thread | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._error: Exception | None = None
-        self.seconds = 0.0
-
-    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, asynchronous: bool) -> None:
-        """Write a checkpoint, after :meth:`finish` for the one before; errors are reported by :meth:`finish`.
-
-        Args:
-            asynchronous: return when the tensors are copied, and write in a thread; else when all is written.
-        """
-        try:
-            layout = FileLayout(tensors)
-            whole = {**manifest, "tensors": layout.unusual}
-            if not asynchronous:
-                self._write(name, whole, layout.pieces())
-                return
-            if self._memory.numel() < layout.nbytes:
-                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
-            layout.copy_to(self._memory)
-            arguments = (name, whole, layout.pieces(self._memory))
-            # Not a daemon: a program that ends meanwhile still completes its last checkpoint.
-            thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
-            thread.start()
-            self._thread = thread
-        except (ValueError, RuntimeError, MemoryError) as error:  # no memory for the copy, no thread
-            self._error = error
-
-    def _write_in_thread(self, *arguments: Any) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread alone
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        self._write(*arguments)
-
-    def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
-        started = clock.monotonic()
-        try:
-            with self._saving():
-                self._folder.write(name, manifest, pieces, self._keep)
-        except Exception as error:
-            self._error = error
-        self.seconds = clock.monotonic() - started
-
-    def finish(self) -> str:
-        """Wait until nothing is being written; returns the error since the last call, empty without one."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is None:
-            return ""
-        return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

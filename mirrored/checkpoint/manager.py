@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import CheckpointError, Preempted
-from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.folder import Disk, Folder
 from mirrored.checkpoint.manifest import check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
@@ -116,13 +115,13 @@ class CheckpointManager:
         self._requests = StepRequests(self._comm)
         # Each run of `mirrored verify` gets an empty folder, and leaves the checkpoints of the real run alone.
         self.folder = interceptor().folder(pathlib.Path(folder))
-        self._folder = Folder(self.folder, disk or Disk())
+        self._folder = Folder(self.folder, disk or Disk(), keep)
         self.steps = 0
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
         self._saved_at = clock.monotonic()
         self._requested_save = False
-        self._saver = Saver(strategy, self._folder, tracked, keep)
+        self._saver = Saver(strategy, self._folder, tracked)
         self._restorer = Restorer(strategy, self._folder, tracked, self._saver.writes)
 
     def step(self) -> None:

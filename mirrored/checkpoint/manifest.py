@@ -18,6 +18,7 @@ import pathlib
 import re
 import reprlib
 import stat
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -38,19 +39,32 @@ MOST = 2**22
 
 Manifest = dict[str, Any]
 
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "format": str,
-    "version": int,
-    "step": int,
-    "towers": int,
-    "virtual_towers": (int, type(None)),
-    "saved": str,
-    "versions": dict,
-    "objects": dict,
-    "own": list,
-    "tensors": dict,
-    "files": dict,
+
+def _is_number(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**63
+
+
+def _are_dicts(values: Any) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
+def _is_file(value: Any) -> bool:
+    return isinstance(value, dict) and _is_number(value.get("bytes"), 0)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: _is_number(value, 0),
+    "towers": lambda value: _is_number(value, 1),
+    "virtual_towers": lambda value: value is None or _is_number(value, 1),
+    "saved": lambda value: isinstance(value, str),
+    "versions": lambda value: isinstance(value, dict),
+    "objects": lambda value: isinstance(value, dict),
+    "own": lambda value: isinstance(value, list) and _are_dicts(value),
+    "tensors": lambda value: isinstance(value, dict) and _are_dicts(value.values()),
+    "files": lambda value: isinstance(value, dict) and value.keys() == {TENSORS} and _is_file(value[TENSORS]),
 }
+"""Whether the value of a field is one that it may have."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP = re.compile(r"step-([0-9]{8,})")
 
@@ -137,17 +151,9 @@ def load(text: bytes) -> Manifest:
         raise Malformed(f"its version is {version}; this version of mirrored reads version {VERSION}")
     if not is_whole:
         raise Malformed("its checksum does not fit: it is damaged")
-    for field, kind in _FIELDS.items():
-        if not isinstance(manifest.get(field), kind) or isinstance(manifest[field], bool):
+    for field, fits in _FIELDS.items():
+        if not fits(manifest.get(field)):
             raise Malformed(f"its field {field!r} is {_short(manifest.get(field))}")
-    for field, least in (("step", 0), ("towers", 1), ("virtual_towers", 1)):
-        if manifest[field] is not None and not least <= manifest[field] < 2**63:
-            raise Malformed(f"its field {field!r} is {_short(manifest[field])}")
-    entry = manifest["files"].get(TENSORS)
-    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or set(manifest["files"]) != {TENSORS}:
-        raise Malformed(f"its field 'files' is {_short(manifest['files'])}")
-    if not all(isinstance(value, dict) for value in (*manifest["own"], *manifest["tensors"].values())):
-        raise Malformed("its fields 'own' and 'tensors' hold values that are no objects")
     if len(manifest["own"]) != manifest["towers"]:
         raise Malformed(f"it is of {manifest['towers']} towers, but holds the own state of {len(manifest['own'])}")
     return manifest

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from mirrored.checkpoint.errors import CheckpointError, first_problem, listed
+from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
 from mirrored.checkpoint.rollback import Rollback
@@ -65,8 +65,8 @@ class Restorer:
         Raises:
             CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
         """
-        mine = self._folder.steps()
-        towers = [announced.details for announced in announce(self._comm, "looks for checkpoints", mine)]
+        announcements = announce(self._comm, "looks for checkpoints", self._folder.steps())
+        towers = [announced.details for announced in announcements]
         common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
         having = {step: tower for tower, steps in reversed(list(enumerate(towers))) for step in steps}
         if not having:
@@ -76,10 +76,13 @@ class Restorer:
             self._warn(_why_not_newest(newest, towers))
         problem = ""
         for step in common:
-            stored, problem = self._open(name_of(step))
-            if stored is not None:
+            try:
+                stored = self._open(name_of(step))
+            except CheckpointError as error:
+                problem = str(error)
+                self._warn(f"{problem}; the checkpoint before it is used, if there is one")
+            else:
                 return self._restore(stored)
-            self._warn(f"{problem}; the checkpoint before it is used, if there is one")
         if not common:
             raise CheckpointError(
                 f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {having[newest]}): "
@@ -95,22 +98,24 @@ class Restorer:
         Raises:
             CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
         """
-        stored, problem = self._open(name)
-        if stored is None:
-            raise CheckpointError(problem)
-        return self._restore(stored)
+        return self._restore(self._open(name))
 
-    def _open(self, name: str) -> tuple[StoredCheckpoint | None, str]:
-        """A checkpoint that is whole in the folders of all towers; else None, and the error, the same on all towers."""
-        stored, problem = None, ""
-        try:
-            stored = StoredCheckpoint(self._folder.path / name, check=self._verifies)
-        except CheckpointError as error:
-            problem = str(error)
-        problem = first_problem(self._comm, f"checks checkpoint {name}", problem)
-        if problem and stored is not None:
-            stored.close()
-        return None if problem else stored, problem
+    def _open(self, name: str) -> StoredCheckpoint:
+        """A checkpoint that is whole in the folders of all towers.
+
+        Raises:
+            CheckpointError: on all towers: it is not.
+        """
+        problem = ""
+        with contextlib.ExitStack() as stack:
+            try:
+                stored = StoredCheckpoint(self._folder.path / name, check=self._verifies)
+                stack.callback(stored.close)
+            except CheckpointError as error:
+                problem = str(error)
+            raise_first(self._comm, f"checks checkpoint {name}", problem)
+            stack.pop_all()
+        return stored
 
     def _restore(self, stored: StoredCheckpoint) -> Restored:
         """Restore a checkpoint that is known to be whole, and close it."""
@@ -155,12 +160,14 @@ def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredChec
     manifest = stored.manifest
     same_towers = manifest["towers"] == comm.size
     tower = comm.index if same_towers else 0
-    _agree(comm, stored, "checks a checkpoint", *_problems(stored, tower, tracked))
+    prefix = f"checkpoint {stored.path} does not fit what is here, nothing was changed: "
+    raise_first(comm, "checks a checkpoint", "; ".join(_problems(stored, tower, tracked)), prefix)
     loaded = {item.name for item in tracked}
     different = {name.partition("/")[0] for name in stored.of_each_tower()} if not same_towers else set()
     rollbacks: list[tuple[str, Rollback]] = []
     try:
-        _agree(comm, stored, "loads a checkpoint", *_load(stored, tower, sorted(tracked, key=_order), rollbacks))
+        problem = "; ".join(_load(stored, tower, sorted(tracked, key=_order), rollbacks))
+        raise_first(comm, "loads a checkpoint", problem, prefix)
     except BaseException:
         for name, roll_back in rollbacks:
             try:
@@ -209,9 +216,3 @@ def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) 
             problem = f"it cannot be compared: {type(error).__name__}: {error}"
         if problem:
             yield f"{item.name}: {problem}"
-
-
-def _agree(comm: Communicator, stored: StoredCheckpoint, call: str, *problems: str) -> None:
-    """Raise one error on all towers if any has problems."""
-    if problem := first_problem(comm, call, "; ".join(problems)):
-        raise CheckpointError(f"checkpoint {stored.path} does not fit what is here, nothing was changed: {problem}")

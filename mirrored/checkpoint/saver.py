@@ -1,4 +1,4 @@
-"""Saving: the state of all towers is gathered on those that write, and all towers learn the result.
+"""Saving: the state of all towers is gathered on those that write, a thread writes it, and all learn the result.
 
 [Note: what differs between towers] Mirrored parameters and the state of their optimizers are the same on all towers,
 and are written once. Everything else (buffers, random numbers, a script's own dicts) may differ, whatever its kind:
@@ -9,11 +9,15 @@ is saved as "model/bn.running_mean@2".
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,19 +26,20 @@ import torch
 from torch import Tensor
 
 from mirrored.checkpoint.codec import Encoder
-from mirrored.checkpoint.disk import take_lock
 from mirrored.checkpoint.errors import raise_first
-from mirrored.checkpoint.folder import BackgroundWriter, Folder
+from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.lock import FolderLock, take_lock
 from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest, own_name
 from mirrored.checkpoint.tensors import FileLayout, restore_layout
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import as_bytes
-from towers.system.timeouts import Deadline, clock
+from towers.system.timeouts import clock
 
 _LOCK = ".lock"
 _LOCK_SECONDS = 5.0  # an earlier run that was killed may still be ending
+_NICE = 15  # the writing thread takes the CPU time that training leaves
 
 
 class Saver:
@@ -42,13 +47,12 @@ class Saver:
 
     Args:
         folder: one process at a time writes there.
-        keep: how many steps are kept.
 
     Raises:
         CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
     """
 
-    def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], keep: int) -> None:
+    def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked]) -> None:
         self._strategy = strategy
         self._comm = strategy.communicator
         self._folder = folder
@@ -57,27 +61,17 @@ class Saver:
         self._in_flight = ""
         problem = ""
         if folder.elect_writer(self._comm) == self._comm.index:
-            problem = self._lock_folder(keep)
-        raise_first(self._comm, "opens a folder of checkpoints", problem)
-
-    def _lock_folder(self, keep: int) -> str:
-        """Take the folder's lock, and clear up after a killed run; returns an error message, empty without one."""
-        path = self._folder.path
-        deadline = Deadline(_LOCK_SECONDS)
-        while True:
+            path = folder.path / _LOCK
             try:
-                lock, is_new = take_lock(path / _LOCK)
-                break
+                lock, is_new = take_lock(path, _LOCK_SECONDS)
+                self._writer = BackgroundWriter(folder, lock, strategy.health.saving)
+                if is_new:  # else another manager of this process may be writing what looks left over
+                    folder.clean()
             except BlockingIOError:
-                if deadline.has_passed():
-                    return f"another process writes checkpoints into {path}; give every run a folder of its own"
-                clock.sleep(0.1)
+                problem = f"another process writes checkpoints into {folder.path}; give every run a folder of its own"
             except OSError as error:
-                return f"{path / _LOCK} cannot be opened: {error.strerror}"
-        self._writer = BackgroundWriter(self._folder, keep, lock, self._strategy.health.saving)
-        if is_new:  # else another manager of this process may be writing what looks left over
-            self._folder.clean()
-        return ""
+                problem = f"{path} cannot be opened: {error.strerror}"
+        raise_first(self._comm, "opens a folder of checkpoints", problem)
 
     @property
     def writes(self) -> bool:
@@ -159,9 +153,9 @@ class Saver:
                     f"tower {tower} saves step {theirs['step']}, tower 0 step {first['step']}: every tower must call "
                     "checkpoints.step() after each of its steps"
                 )
-        return objects, self._exchange(objects, encoder.tensors, towers), encoder.tensors
+        return objects, self._gather_differences(objects, encoder.tensors, towers), encoder.tensors
 
-    def _exchange(
+    def _gather_differences(
         self, objects: dict[str, Any], tensors: dict[str, Tensor], checksums: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """Add what differs between towers to ``objects`` and ``tensors``; returns every tower's own objects."""
@@ -171,11 +165,11 @@ class Saver:
         other_tensors = _differing([theirs["tensors"] for theirs in checksums], writers)
         if not other_objects[0] and not other_tensors[0]:
             return own
-        mine = _pack(
+        package = _pack(
             {name: value for name, value in objects.items() if name in other_objects[comm.index]},
             {name: value for name, value in tensors.items() if name in other_tensors[comm.index]},
         )
-        packages = announce(comm, "saves what differs between towers", body=mine)
+        packages = announce(comm, "saves what differs between towers", body=package)
         for tower, announced in enumerate(packages if self.writes else ()):
             their_objects, their_tensors = _unpack(announced.body)
             (own[tower] if tower else objects).update(their_objects)
@@ -198,6 +192,75 @@ class Saver:
             "objects": objects,
             "own": own,
         }
+
+
+class BackgroundWriter:
+    """Writes checkpoints into a folder, one at a time.
+
+    Args:
+        folder: is written to.
+        lock: the folder's lock, held until all is written.
+        saving: makes a context that is entered while a checkpoint is written.
+
+    Attributes:
+        seconds: how long it took to write the newest, after the copy.
+    """
+
+    def __init__(self, folder: Folder, lock: FolderLock, saving: Callable[[], AbstractContextManager[None]]) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._saving = saving
+        self._thread: threading.Thread | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._error: Exception | None = None
+        self.seconds = 0.0
+
+    def start(self, name: str, manifest: Manifest, tensors: Mapping[str, Tensor], *, asynchronous: bool) -> None:
+        """Write a checkpoint, after :meth:`finish` for the one before; errors are reported by :meth:`finish`.
+
+        Args:
+            asynchronous: return when the tensors are copied, and write in a thread; else when all is written.
+        """
+        try:
+            layout = FileLayout(tensors)
+            whole = {**manifest, "tensors": layout.unusual}
+            if not asynchronous:
+                self._write(name, whole, layout.pieces())
+                return
+            if self._memory.numel() < layout.nbytes:
+                self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
+            layout.copy_to(self._memory)
+            arguments = (name, whole, layout.pieces(self._memory))
+            # Not a daemon: a program that ends meanwhile still completes its last checkpoint.
+            thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
+            thread.start()
+            self._thread = thread
+        except (ValueError, RuntimeError, MemoryError) as error:  # no memory for the copy, no thread
+            self._error = error
+
+    def _write_in_thread(self, *arguments: Any) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux: the priority of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._write(*arguments)
+
+    def _write(self, name: str, manifest: Manifest, pieces: Iterable[memoryview]) -> None:
+        started = clock.monotonic()
+        try:
+            with self._saving():
+                self._folder.write(name, manifest, pieces)
+        except Exception as error:
+            self._error = error
+        self.seconds = clock.monotonic() - started
+
+    def finish(self) -> str:
+        """Wait until nothing is being written; returns the error since the last call, empty without one."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is None:
+            return ""
+        return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> list[set[str]]:

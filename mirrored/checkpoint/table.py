@@ -9,9 +9,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mirrored.checkpoint.disk import Disk
 from mirrored.checkpoint.errors import listed
-from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.folder import Disk, Folder
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, StoredCheckpoint, name_of
 from towers.system.text import printable
 

@@ -17,8 +17,7 @@ from torch import nn
 import mirrored
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.codec import Malformed
-from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.folder import Disk, Folder
 from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
 from mirrored.checkpoint.tensors import TensorFile
 from tests.support.checkpoints import Stubborn, come_back, damage, json_values, one_tower
@@ -174,7 +173,7 @@ def test_a_pickle_with_right_checksums_is_never_unpickled(folder: pathlib.Path) 
     disk, place = Disk(), folder / name_of(0)
     manifest = manifests.load((place / "manifest.json").read_bytes())
     shutil.rmtree(place)
-    Folder(folder, disk).write(name_of(0), manifest, [memoryview(pickle.dumps(Bomb()))], 2)
+    Folder(folder, disk).write(name_of(0), manifest, [memoryview(pickle.dumps(Bomb()))])
     with pytest.raises(
         mirrored.CheckpointError, match=r"tensors\.safetensors cannot be read: it is no safetensors file"
     ):

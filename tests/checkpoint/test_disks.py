@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mirrored
-from mirrored.checkpoint.disk import Disk
+from mirrored.checkpoint.folder import Disk
 from mirrored.checkpoint.manifest import name_of
 from tests.support.checkpoints import one_tower
 from tests.support.faulty_disk import FaultyDisk, save_values, saved_value

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 
 import mirrored
-from mirrored.checkpoint.disk import Disk, take_lock
+from mirrored.checkpoint.folder import Disk
+from mirrored.checkpoint.lock import take_lock
 from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow

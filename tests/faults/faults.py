@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import mirrored
-from mirrored.checkpoint.disk import Disk
+from mirrored.checkpoint.folder import Disk
 from tests.support.meeting import shorten_deadlines
 from tests.support.waiting import forever, wait_until
 from towers.collectives.shared_memory.barrier import Barrier

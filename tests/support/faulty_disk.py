@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import mirrored
-from mirrored.checkpoint.disk import Disk
+from mirrored.checkpoint.folder import Disk
 
 CALLS = ("create", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 

@@ -13,8 +13,7 @@ from torch import nn
 import mirrored
 from mirrored.checkpoint import manifest as manifests
 from mirrored.checkpoint.codec import Encoder, decode
-from mirrored.checkpoint.disk import Disk
-from mirrored.checkpoint.folder import Folder
+from mirrored.checkpoint.folder import Disk, Folder
 from mirrored.checkpoint.manifest import Manifest, StoredCheckpoint
 from mirrored.checkpoint.tensors import FileLayout
 
@@ -82,7 +81,7 @@ def forge(folder: pathlib.Path, states: Callable[[dict[str, Any]], Any], name: s
     objects = {each: encoder.encode(state, each) for each, state in found.items()}
     layout = FileLayout(encoder.tensors)
     manifest = {**opened.manifest, "objects": objects, "tensors": layout.unusual}
-    Folder(folder, Disk()).write(name, manifest, layout.pieces(), 2)
+    Folder(folder, Disk()).write(name, manifest, layout.pieces())
 
 
 def forge_manifest(place: pathlib.Path, change: Callable[[Manifest], Any]) -> None:

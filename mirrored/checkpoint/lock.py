@@ -1,0 +1,64 @@
+"""The lock of a folder of checkpoints.
+
+[Note: the lock of a process] One process at a time writes into a folder, by as many managers as it likes. POSIX locks
+end with their process, however it ends. (Those of ``flock`` live on in data loaders' processes after their parent was
+killed.) POSIX locks also end when the process closes any descriptor of the file. So a process opens the lock file once,
+and all its holders share one :class:`FolderLock`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import weakref
+
+from mirrored.checkpoint.folder import FILE_MODE
+from towers.system.timeouts import Deadline, clock
+
+
+class FolderLock:
+    """The lock file of a folder, held by this process until it ends or nobody references this object."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        weakref.finalize(self, os.close, descriptor)
+
+
+_locks: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by process id (a forked child holds none), device and inode."""
+
+
+def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bool]:
+    """This process's lock on a file, which is made where it is missing; and whether the lock is new.
+
+    Args:
+        patience: seconds to wait for another process that holds it.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: the file cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if (lock := _locks.get(_key(path))) is not None:  # see [Note: the lock of a process]
+            return lock, False
+    deadline = Deadline(patience)
+    while True:
+        try:
+            lock = _locks[_key(path)] = FolderLock(path)
+            return lock, True
+        except BlockingIOError:
+            if deadline.has_passed():
+                raise
+            clock.sleep(0.1)
+
+
+def _key(path: pathlib.Path) -> tuple[int, int, int]:
+    status = os.lstat(path)
+    return os.getpid(), status.st_dev, status.st_ino
