@@ -4,8 +4,8 @@
 hooks and ``state_dict``; its class becomes a subclass of the class that it had, with another ``forward``, as torch does
 to its lazy modules. ``isinstance(layer, nn.BatchNorm2d)`` stays true, copies and pickles work, and the printed model
 shows it. Hooks cannot do it (they come before or after a forward, not instead), replaced layers would break references
-that the script holds, and a function put on the object would belong to the original in shallow copies. A subclass with
-a forward of its own keeps it; only its call of ``F.batch_norm`` is answered here
+that the script holds, and a function put on the object would belong to the original in shallow copies. The class'
+forward, torch's or one of its own, is called as it is; only its call of ``F.batch_norm`` is answered here
 (:mod:`mirrored.attached.batch_norm_calls`).
 
 [Note: messages of batch norms] The layers have a process group of their own. A message names its layer and its
@@ -38,7 +38,7 @@ from towers.collectives.communicator import Communicator
 from towers.collectives.labelled import LabelledGather
 from towers.errors import ForkedError
 from towers.system.profiling import range_
-from towers.system.torch_private import BatchNormBase, check_batch_norm_input, disable_dynamo
+from towers.system.torch_private import BatchNormBase, disable_dynamo
 
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
@@ -80,33 +80,17 @@ class BatchNorms:
         self._widest = max(self._widest, module.num_features)
         module.__class__ = _over_all_towers(kind)  # see [Note: layers change their class]
 
-    def train(self, layer: BatchNormBase, x: Tensor, counts: bool) -> Tensor:
-        """The output of ``layer``, with torch's forward, for this tower's share ``x`` in training; all towers call it.
+    def train(self, layer: _OverAllTowers, forward: Callable[[], Any], counts: bool) -> Any:
+        """The output of ``layer`` in training for this tower's share; all towers call it.
 
         Args:
-            counts: whether ``x`` belongs to the global batch; a stand-in for examples does not.
+            forward: that of its plain class, on this tower's share.
+            counts: whether its input belongs to the global batch; a stand-in for examples does not.
 
         Raises:
-            ValueError, RuntimeError: ``x`` does not fit the layer.
-            ValueError, DisagreementError: as of :func:`towers.batch_norm.normalise`.
+            RuntimeError: the forward does not normalise by ``F.batch_norm``.
+            ValueError, DisagreementError: see :func:`towers.batch_norm.normalise`.
             ForkedError: in a process that was forked from a tower.
-        """
-        check_batch_norm_input(layer, x)
-        running = None
-        if layer.track_running_stats and layer.running_mean is not None and layer.running_var is not None:
-            running = layer.running_mean, layer.running_var
-        momentum: float | Tensor = layer.momentum or 0.0
-        if layer.track_running_stats and layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
-            if layer.momentum is None:  # the mean of all batches
-                momentum = 1.0 / layer.num_batches_tracked.double()
-        return self._normalise(layer, x, layer.weight, layer.bias, running, momentum, layer.eps, counts=counts)
-
-    def train_its_own_way(self, layer: _OverAllTowers, forward: Callable[[], Any], counts: bool) -> Any:
-        """The output of ``layer`` for this tower's share by a forward of its own; all towers call it.
-
-        Raises:
-            RuntimeError: the forward does not normalise by ``F.batch_norm``; and as of :meth:`train`.
         """
         with OwnCalls(layer, functools.partial(self._normalise, counts=counts)) as calls:
             result = forward()
@@ -126,7 +110,7 @@ class BatchNorms:
         weight: Tensor | None,
         bias: Tensor | None,
         running: tuple[Tensor, Tensor] | None,
-        momentum: float | Tensor,
+        momentum: float,
         eps: float,
         *,
         counts: bool,
@@ -201,6 +185,4 @@ def _train(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwarg
     if strategy is None or layers is None or x is None:
         return forward(*args, **kwargs)
     counts = not is_stand_in(strategy, (x,), x.shape[0] if x.dim() else None, "the input of a BatchNorm")
-    if layer.plain.forward is BatchNormBase.forward:
-        return layers.train(layer, x, counts)
-    return layers.train_its_own_way(layer, lambda: forward(*args, **kwargs), counts)
+    return layers.train(layer, lambda: forward(*args, **kwargs), counts)

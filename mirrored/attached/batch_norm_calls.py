@@ -1,10 +1,10 @@
-"""``F.batch_norm`` in the forward of a layer that has a forward of its own.
+"""``F.batch_norm`` in the forward of a layer that normalises over the global batch.
 
 [Note: forwards of their own] A subclass of BatchNorm may do more in its forward than normalise: drop, activate, scale
 by a condition. It normalises by ``super().forward(x)``, by a method of torch's class, or by ``F.batch_norm`` with its
-own parameters, and all of these look that function up by its name in ``torch.nn.functional``. So while such a forward
-runs, another function has the name. It answers the layer's own calls and hands the others on. A forward without such a
-call takes statistics in a way that cannot be made global; that is an error.
+own parameters. All of these, and torch's forward itself, look that function up by its name in ``torch.nn.functional``.
+So while a forward runs, another function has the name. It answers the layer's own calls and hands the others on. A
+forward without such a call takes statistics in a way that cannot be made global; that is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from towers.system.torch_private import BatchNormBase
 
 Normalise = Callable[
-    [BatchNormBase, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, float | Tensor, float], Tensor
+    [BatchNormBase, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None, float, float], Tensor
 ]
 """From a layer, its input, weight, bias, running mean and variance, momentum and eps, the output in training mode."""
 

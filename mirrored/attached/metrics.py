@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,37 +32,40 @@ from towers.system import tree as trees
 
 def prepare(module: nn.Module, comm: Communicator) -> None:
     """Let the metrics in ``module``, which can be one itself, take empty shares and stand-ins."""
-    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
-        if not _is_a(part, "Metric", "MetricCollection"):
-            continue
-        metric: Any = part
-        if getattr(metric.update, "func", None) is not _update:
-            metric.update = functools.partial(_update, metric.update)
-        if _is_a(part, "Metric") and not isinstance(metric.dist_sync_fn, GatherStates):
-            metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(part).__name__, path))))
+    for _, updated in _metrics_in(module, "Metric", "MetricCollection"):
+        if getattr(updated.update, "func", None) is not _update:
+            updated.update = functools.partial(_update, updated.update)
+    for path, metric in _metrics_in(module):
+        if not isinstance(metric.dist_sync_fn, GatherStates):
+            metric.dist_sync_fn = GatherStates(comm, " ".join(filter(None, (type(metric).__name__, path))))
             metric._sync_dist = functools.partial(_sync_dist, metric)
             if not metric.dist_sync_on_step:  # which is a collective
                 metric.forward = functools.partial(_forward, metric)
 
 
+def _metrics_in(module: nn.Module, *kinds: str) -> Iterator[tuple[str, Any]]:
+    """The metrics in a module, or what is of other ``kinds`` of torchmetrics, with their paths."""
+    wanted = {f"torchmetrics.{kind}" for kind in kinds or ("Metric",)}
+    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
+        if any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(part).__mro__):
+            yield path, part
+
+
 def states_of(module: nn.Module) -> dict[str, Any]:
     """The states of the metrics in ``module``, by path: torchmetrics leaves them out of a ``state_dict()``."""
-    states = {}
-    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
-        if _is_a(part, "Metric"):
-            metric: Any = part
-            states[path] = {"state": dict(metric.metric_state), "updates": metric._update_count}
-    return states
+    return {
+        path: {"state": dict(metric.metric_state), "updates": metric._update_count}
+        for path, metric in _metrics_in(module)
+    }
 
 
 def problem_of(module: nn.Module, states: Any) -> str | None:
     """The reason why :func:`states_of` cannot have returned ``states`` for ``module``; None where it can."""
     if not isinstance(states, Mapping):
         return "what its metrics have counted is saved as no dict"
-    parts = dict(module.named_modules()) if states else {}
+    metrics = dict(_metrics_in(module))
     for path, saved in states.items():
-        metric: Any = parts.get(path)
-        if metric is None or not _is_a(metric, "Metric"):
+        if (metric := metrics.get(path)) is None:
             return f"{path!r} is no metric here, but one in the checkpoint"
         if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
             return f"what the metric {path!r} has counted is saved as no dict"
@@ -89,11 +92,6 @@ def set_states_of(module: nn.Module, states: Mapping[str, Any]) -> None:
 
 def _on(device: torch.device, leaf: Any) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) else leaf
-
-
-def _is_a(module: nn.Module, *names: str) -> bool:
-    bases = {f"{base.__module__.split('.')[0]}.{base.__name__}" for base in type(module).__mro__}
-    return not bases.isdisjoint(f"torchmetrics.{name}" for name in names)
 
 
 def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -134,8 +134,6 @@ def test_of_modules() -> None:
     assert set(torch_private.own_parameters(norm)) == {"weight", "bias"}
     norm.register_buffer("beside", torch.zeros(1), persistent=False)
     assert torch_private.unsaved_buffers(norm) == {"beside"}
-    with pytest.raises(ValueError, match="expected 2D or 3D"):
-        torch_private.check_batch_norm_input(norm, torch.zeros(2, 3, 4, 5))
     state = norm.state_dict()
     versions = torch_private.state_versions(state)
     assert versions[""]["version"] == 2

@@ -114,11 +114,6 @@ unsaved_buffers: Callable[[nn.Module], set[str]] = operator.attrgetter("_non_per
 """The names of a module's buffers that are not in its ``state_dict``."""
 
 
-def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
-    """What a BatchNorm layer does first in its forward: a ValueError where ``x`` has the wrong number of dimensions."""
-    layer._check_input_dim(x)  # type: ignore[operator]
-
-
 def state_versions(state: Any) -> dict[str, Any]:
     """The versions beside a ``state_dict``, by which modules know how to read what older ones have saved."""
     return dict(getattr(state, "_metadata", {}))
