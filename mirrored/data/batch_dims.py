@@ -68,7 +68,7 @@ class BatchDims:
                 return _count(batch, self._seen)
             except (TypeError, ValueError):
                 pass  # of another structure than those before
-        self._seen = _Reading(batch).dims()
+        self._seen = _Reading(batch).dims
         return _count(batch, self._seen)
 
     def cut(self, batch: Any, start: int, end: int) -> Any:
@@ -154,83 +154,65 @@ def _cut(value: Any, dims: Any, start: int, end: int, path: str = "batch") -> An
 class _Reading:
     """Finds out what of a batch is per example; see [Note: ready-made batches are not guessed].
 
+    Attributes:
+        dims: the dimensions that are per example, as a structure like the batch's.
+
     Raises:
         TypeError: there is something that may be meant in several ways, or does not fit.
     """
 
     def __init__(self, batch: Any) -> None:
-        self._batch = batch
-        self._first: tuple[str, str, int] | None = None  # path, description and number of examples
-        self._find(batch, "batch", lists=False)
-        self._has_arrays = self._first is not None
-        if not self._has_arrays:
-            self._find(batch, "batch", lists=True)
-        if self._first is None:
+        self._arrays: list[tuple[str, str, int]] = []  # path, description and number of examples
+        self._lists: list[tuple[str, str, int]] = []
+        self._nested: list[tuple[str, Sequence[Any]]] = []
+        self.dims = self._read(batch, "batch")
+        if not (sized := self._arrays + self._lists):
             raise TypeError(f"the number of examples in a batch of type {type(batch).__name__} cannot be told: {_HOW}")
-
-    def dims(self) -> Any:
-        """The dimensions that are per example, as a structure like the batch's."""
-        return self._dims(self._batch, "batch")
-
-    def _note(self, path: str, description: str, size: int) -> None:
-        if self._first is None:
-            self._first = path, description, size
-        elif self._first[2] != size:
-            first, other, _ = self._first
-            raise TypeError(f"{first} {other}, but {path} {description}, so a batch cannot be cut: {_HOW}")
-
-    def _find(self, value: Any, path: str, lists: bool) -> None:
-        """Note the arrays in a value, or the ``lists`` of what can be examples where a batch has no arrays."""
-        if isinstance(value, PackedSequence):
-            raise TypeError(f"{path} is a PackedSequence, so a batch cannot be cut: {_HOW}")
-        if _has_dimensions(value):
-            self._note(path, f"has shape {tuple(value.shape)}", int(value.shape[0]))
-        elif isinstance(value, Mapping):
-            for key, entry in value.items():
-                self._find(entry, f"{path}[{key!r}]", lists)
-        elif isinstance(value, (list, tuple)):
-            if lists and _is_flat(value):
-                self._note(path, f"has {len(value)} entries", len(value))
-                return
-            self._refuse_either_way(value, path)
-            for i, entry in enumerate(value):
-                self._find(entry, f"{path}[{i}]", lists)
-
-    def _refuse_either_way(self, value: Sequence[Any], path: str) -> None:
-        """Refuse what may be a list of examples as well as of fields."""
-        if value and all(isinstance(entry, Mapping) and set(entry) == set(value[0]) for entry in value):
-            raise TypeError(
-                f"{path} is a {type(value).__name__} of {len(value)} dicts with equal keys: one for each example, or "
-                f"fields of a batch? {_HOW}"
-            )
-        arrays = [entry for entry in value if _has_dimensions(entry)]
-        alike = len({(tuple(a.shape), str(a.dtype)) for a in arrays}) == 1 and len(arrays) == len(value)
-        if alike and len(value) > 1 and len(value) >= arrays[0].shape[0]:
-            raise TypeError(
-                f"{path} is a {type(value).__name__} of {len(value)} arrays of shape {tuple(arrays[0].shape)}: one for "
-                f"each example, or fields of a batch of {arrays[0].shape[0]}? {_HOW}"
-            )
-
-    def _dims(self, value: Any, path: str) -> Any:
-        assert self._first is not None
-        examples = self._first[2]
-        if _has_dimensions(value):
-            return 0
-        if isinstance(value, Mapping):
-            return {key: self._dims(entry, f"{path}[{key!r}]") for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            if _is_flat(value):
-                self._note(path, f"has {len(value)} entries", len(value))
-                return 0
-            if _is_nested(value) and (not self._has_arrays or len(value) == examples):
+        first, description, examples = sized[0]
+        for path, value in self._nested:
+            if not self._arrays or len(value) == examples:
                 raise TypeError(
                     f"{path} is a {type(value).__name__} of {len(value)} lists: one for each example, or fields of a "
                     f"batch of {examples}? {_HOW}"
                 )
-            return [self._dims(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        for path, other, size in sized:
+            if size != examples:
+                raise TypeError(f"{first} {description}, but {path} {other}, so a batch cannot be cut: {_HOW}")
+
+    def _read(self, value: Any, path: str) -> Any:
+        """The dimensions of a value that are per example, if what has a size has as many examples as the others."""
+        if _has_dimensions(value):
+            self._arrays.append((path, f"has shape {tuple(value.shape)}", int(value.shape[0])))
+            return 0
+        if isinstance(value, Mapping):
+            return {key: self._read(entry, f"{path}[{key!r}]") for key, entry in value.items()}
+        if isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+            if _is_flat(value):
+                self._lists.append((path, f"has {len(value)} entries", len(value)))
+                return 0
+            _refuse_either_way(value, path)
+            if _is_nested(value):
+                self._nested.append((path, value))
+            return [self._read(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
         if value is None or isinstance(value, (str, bytes, int, float, complex, np.generic, Tensor, np.ndarray)):
             return None
         raise TypeError(f"{path} is a {type(value).__name__}, so a batch cannot be cut: {_HOW}")
+
+
+def _refuse_either_way(value: Sequence[Any], path: str) -> None:
+    """Refuse what may be a list of examples as well as of fields."""
+    if value and all(isinstance(entry, Mapping) and set(entry) == set(value[0]) for entry in value):
+        raise TypeError(
+            f"{path} is a {type(value).__name__} of {len(value)} dicts with equal keys: one for each example, or "
+            f"fields of a batch? {_HOW}"
+        )
+    arrays = [entry for entry in value if _has_dimensions(entry)]
+    alike = len({(tuple(a.shape), str(a.dtype)) for a in arrays}) == 1 and len(arrays) == len(value)
+    if alike and len(value) > 1 and len(value) >= arrays[0].shape[0]:
+        raise TypeError(
+            f"{path} is a {type(value).__name__} of {len(value)} arrays of shape {tuple(arrays[0].shape)}: one for "
+            f"each example, or fields of a batch of {arrays[0].shape[0]}? {_HOW}"
+        )
 
 
 def _has_dimensions(value: Any) -> bool:

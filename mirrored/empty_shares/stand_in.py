@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from mirrored.context import ActiveStrategy, ReplicaContext, current_replica, current_strategy
+from mirrored.empty_shares.empty_batch import narrow
 from mirrored.shares import Share
 from towers.system import tree as trees
 
@@ -55,10 +56,8 @@ def drop_stand_in(*values: Any, dim: int = 0, batch: Any = None) -> Any:
 
 
 def _without_entries(value: Any, dim: int) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return value.narrow(dim, 0, 0)
-    if isinstance(value, np.ndarray) and value.ndim:
-        return value[(slice(None),) * (dim % value.ndim) + (slice(0),)]
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return narrow(value, dim, 0, 0)
     if isinstance(value, (Mapping, tuple)):
         return trees.with_entries(value, [_without_entries(entry, dim) for entry in trees.entries(value)])
     if isinstance(value, list):

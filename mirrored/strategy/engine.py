@@ -52,6 +52,7 @@ untraced = Untraced(
         "mirrored.context",
         "mirrored.losses",
         "mirrored.operations",
+        "mirrored.empty_shares.empty_batch",
         "mirrored.empty_shares.stand_in",
     },
 )
