@@ -12,6 +12,13 @@ from torch.nn.parameter import is_lazy
 import mirrored
 
 
+class WithReLU1d(nn.BatchNorm1d):
+    """A layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     return (3 + 2 * torch.randn(shape, generator=g, dtype=torch.float64)).to(dtype)

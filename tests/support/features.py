@@ -71,6 +71,41 @@ def train(
     return result
 
 
+def train_gan(strategy: mirrored.Strategy) -> list[Tensor]:
+    """Two models, two optimizers, two losses in one step: the parameters, and the losses of virtual towers.
+
+    The generator's step goes through the discriminator, whose gradients nobody wants.
+    """
+    with strategy.scope(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        made, judge = nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        if strategy.virtual_towers is not None:
+            judge.insert(2, nn.Dropout(0.2))
+        for model in (made, judge):
+            model.double()
+    optimize_made, optimize_judge = (torch.optim.Adam(model.parameters(), 0.01) for model in (made, judge))
+    losses: list[Tensor] = []
+
+    def backward(loss_of: Callable[[Tensor, Tensor], Tensor], *batch: Tensor) -> None:
+        if strategy.virtual_towers is not None:
+            losses.append(strategy.backward(loss_of, *batch))
+        else:
+            mirrored.compute_average_loss(loss_of(*batch)).backward()
+
+    def step(real: Tensor, noise: Tensor) -> None:
+        optimize_judge.zero_grad()
+        backward(lambda x, z: (F.softplus(-judge(x)) + F.softplus(judge(made(z).detach()))).squeeze(1), real, noise)
+        optimize_judge.step()
+        optimize_made.zero_grad()
+        backward(lambda x, z: F.softplus(-judge(made(z))).squeeze(1), real, noise)
+        optimize_made.step()
+
+    noise = torch.randn(41, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for batch in strategy.distribute_dataset(TensorDataset(make_data(41)[0], noise), 16):
+        strategy.run(step, args=batch)
+    return [*parameters_of(made), *parameters_of(judge), *losses]
+
+
 def clip(model: nn.Module) -> None:
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     assert norm > 0.05, "the test must really clip"

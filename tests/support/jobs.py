@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,26 +20,57 @@ from tests.support.waiting import HANG
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def towers(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
-    """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order."""
+Settings = dict[str, Any]
+
+GLOO: Settings = {"communication": mirrored.CommunicationOptions(implementation="gloo")}
+SETTINGS: dict[str, Settings] = {"shared memory": {}, "gloo": GLOO, "sharded": {"shard_optimizer": True}}
+"""Ways of averaging gradients."""
+
+
+def towers(
+    fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG, settings: Settings | None = None
+) -> list[Any]:
+    """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order.
+
+    Args:
+        settings: of the strategy; the seed is 0 if they have none.
+    """
     names = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(_with_strategy, (fn, args), devices=names, timeout=timeout)
+    return mirrored.launch(_with_strategy, (fn, args, settings or {}), devices=names, timeout=timeout)
 
 
-def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return fn(mirrored.MirroredStrategy(seed=0), *args)
+def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> Any:
+    return fn(mirrored.MirroredStrategy(**{"seed": 0, **settings}), *args)
 
 
-def failures(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[BaseException]:
-    """The exceptions of a job that must fail on all of its towers, in tower order."""
+def failures(fn: Callable[..., Any], *args: Any, **options: Any) -> list[BaseException]:
+    """The exceptions of a job that must fail on all of its towers, in tower order; options as those of ``towers``."""
+    count = options.get("count", 2)
     try:
         with patient_launch():
-            towers(fn, *args, count=count, timeout=timeout)
+            towers(fn, *args, **options)
     except mirrored.TowerFailedError as error:
         found = {failure.tower: failure.exception for failure in error.failures}
         assert sorted(found) == list(range(count)), f"only towers {sorted(found)} failed: {error}"
         return [found[tower] for tower in range(count)]
     raise AssertionError("the job did not fail")
+
+
+def all_raise(
+    kind: type[BaseException], words: str, fn: Callable[..., Any], *args: Any, same: bool = False, **options: Any
+) -> list[str]:
+    """What the towers of a job say that must fail on all of them with ``kind`` and ``words`` (a regular expression).
+
+    Args:
+        same: they raise the same, to the letter.
+        options: as those of ``towers``.
+    """
+    errors = failures(fn, *args, **options)
+    for error in errors:
+        assert isinstance(error, kind), error
+        assert re.search(words, str(error)), error
+    assert not same or len({(type(error), str(error)) for error in errors}) == 1, errors
+    return [str(error) for error in errors]
 
 
 def run_program(

@@ -48,6 +48,23 @@ def both(fn: Callable[..., Any], names: Sequence[str], *args: Any, count: int = 
     return ours, expected
 
 
+def assert_same_bits(ours: Any, expected: Any) -> None:
+    """Tensors in any structure, each equal to the other's."""
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def equal_unsharded(fn: Callable[..., Any], *args: Any, count: int = 2) -> None:
+    """``fn(*args, shard)`` gives the same bits on each tower, sharded and not."""
+    ours, expected = (launch(fn, *args, shard, count=count) for shard in (True, False))
+    assert_same_bits(ours, expected)
+
+
+def names_equal_unsharded(fn: Callable[..., Any], names: Sequence[str], count: int = 2) -> None:
+    """As :func:`equal_unsharded` for each ``fn(name, shard)``, on the same towers."""
+    ours, expected = both(fn, names, count=count)
+    assert_same_bits(ours, expected)
+
+
 def parameters(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 

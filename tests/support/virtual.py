@@ -11,19 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import failures
-from tests.support.waiting import HANG
+from tests.support.jobs import failures, towers
 
 V = 8
 
 
-def virtual(fn: Callable[..., Any], *args: Any, count: int, timeout: float = HANG, **kwargs: Any) -> list[Any]:
+def virtual(fn: Callable[..., Any], *args: Any, count: int, **settings: Any) -> list[Any]:
     """``fn(strategy, *args)`` on ``count`` towers, with 8 virtual ones."""
-    return mirrored.launch(_with_strategy, (fn, args, kwargs), towers=count, timeout=timeout)
-
-
-def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return fn(mirrored.MirroredStrategy(**{"virtual_towers": V, "seed": 0, **kwargs}), *args)
+    return towers(fn, *args, count=count, settings={"virtual_towers": V, **settings})
 
 
 def digest(values: Iterable[Tensor | float]) -> str:
@@ -59,8 +54,4 @@ def counting(strategy: mirrored.Strategy) -> None:
 
 
 def failures_of(fn: Callable[..., Any], *args: Any, count: int) -> list[BaseException]:
-    return failures(_in_virtual, fn, args, count=count)
-
-
-def _in_virtual(_: mirrored.Strategy, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    _with_strategy(fn, args, {})
+    return failures(fn, *args, count=count, settings={"virtual_towers": V})

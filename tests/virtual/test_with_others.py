@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
+from tests.support.features import train_gan
 from tests.support.jobs import assert_close, make_data, make_mlp
 from tests.support.virtual import V, counting, digest, failures_of, one_digest, virtual
 
@@ -66,30 +67,7 @@ def test_sharded_optimizer() -> None:
 
 
 def two_models(strategy: mirrored.Strategy) -> str:
-    """A generator and a discriminator, in one step."""
-    with strategy.scope():
-        generator, critic = nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, critic)]
-
-    def critic_loss(x: Tensor) -> Tensor:
-        made = generator(torch.randn(len(x), 4)).detach()
-        return F.softplus(critic(made) - critic(x)).squeeze(1)
-
-    def generator_loss(x: Tensor) -> Tensor:
-        return F.softplus(-critic(generator(torch.randn(len(x), 4)))).squeeze(1)
-
-    def step(x: Tensor, _: Tensor) -> list[Tensor]:
-        critic.zero_grad()
-        losses = [strategy.backward(critic_loss, x)]
-        optimizers[1].step()
-        generator.zero_grad()
-        losses.append(strategy.backward(generator_loss, x))
-        optimizers[0].step()
-        return losses
-
-    data = strategy.distribute_dataset(TensorDataset(*make_data(40, torch.float32)), 16)
-    losses = [loss for batch in data for loss in strategy.run(step, args=batch)]
-    return digest([*generator.parameters(), *critic.parameters(), *losses])
+    return digest(train_gan(strategy))
 
 
 def test_two_models_with_two_optimizers() -> None:
