@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.features import FEATURES, mlp, train
+from tests.support.features import FEATURES, mlp, train, train_gan
 from tests.support.jobs import make_data
-from tests.support.sharded import assert_same_state, both, launch, parameters, strategy_of, tensors
+from tests.support.sharded import (
+    assert_same_bits,
+    assert_same_state,
+    both,
+    equal_unsharded,
+    parameters,
+    strategy_of,
+    tensors,
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -98,31 +106,29 @@ def optimizers() -> tuple[list[Any], list[Any]]:
     return both(train_awkward, list(OPTIMIZERS), "auto")
 
 
-def assert_same_bits(name: str, trained: tuple[list[Any], list[Any]]) -> None:
+def assert_same_training(name: str, trained: tuple[list[Any], list[Any]]) -> None:
     for ours, expected in zip(*trained, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours[name][0], expected[name][0], strict=True))
+        assert_same_bits(ours[name][0], expected[name][0])
         assert_same_state(ours[name][1], expected[name][1])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_of_the_unsharded_step(name: str, optimizers: tuple[list[Any], list[Any]]) -> None:
-    assert_same_bits(name, optimizers)
+    assert_same_training(name, optimizers)
 
 
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
 def test_the_bits_of_the_unsharded_step_on_three_towers(implementation: str) -> None:
-    assert_same_bits("AdamW", both(train_awkward, ["AdamW"], implementation, count=3))
+    assert_same_training("AdamW", both(train_awkward, ["AdamW"], implementation, count=3))
 
 
-def on_two_hosts(shard: bool) -> tuple[list[Tensor], dict[str, Any]]:
+def on_two_hosts(name: str, shard: bool) -> tuple[list[Tensor], dict[str, Any]]:
     os.environ["NCCL_HOSTID"] = "aab"[int(os.environ["RANK"])]
-    return train_awkward("AdamW", shard, "auto")
+    return train_awkward(name, shard, "auto")
 
 
 def test_the_bits_of_the_unsharded_step_on_two_hosts() -> None:
-    ours, expected = (launch(on_two_hosts, shard, count=3) for shard in (True, False))
-    for mine, should in zip(ours, expected, strict=True):
-        assert_same_bits("all", ([{"all": mine}], [{"all": should}]))
+    assert_same_training("AdamW", both(on_two_hosts, ["AdamW"], count=3))
 
 
 def with_feature(name: str, shard: bool) -> dict[str, list[Tensor]]:
@@ -137,8 +143,7 @@ def features() -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("name", FEATURES)
 def test_plain_pytorch_has_the_same_bits(name: str, features: tuple[list[Any], list[Any]]) -> None:
     for ours, expected in zip(*features, strict=True):
-        for key, values in expected[name].items():
-            assert all(torch.equal(a, b) for a, b in zip(ours[name][key], values, strict=True)), key
+        assert_same_bits(ours[name], expected[name])
 
 
 def changes(what: str, shard: bool) -> list[Tensor]:
@@ -197,37 +202,15 @@ def changed() -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("what", CHANGES)
 def test_changes_between_steps(what: str, changed: tuple[list[Any], list[Any]]) -> None:
     for ours, expected in zip(*changed, strict=True):
-        assert len(ours[what]) == len(expected[what])
-        assert all(torch.equal(a, b) for a, b in zip(ours[what], expected[what], strict=True))
+        assert_same_bits(ours[what], expected[what])
 
 
 def gan(shard: bool) -> list[Tensor]:
-    """The generator's step goes through the discriminator, whose gradients nobody wants."""
-    strategy = strategy_of(shard)
-    with strategy.scope():
-        generator, discriminator = nn.Linear(3, 5), nn.Linear(5, 1)
-    by_generator = torch.optim.Adam(generator.parameters(), 0.1)
-    by_discriminator = torch.optim.Adam(discriminator.parameters(), 0.1)
-    noise = torch.Generator().manual_seed(strategy.topology.index)
-
-    def step() -> None:
-        z = torch.randn(4, 3, generator=noise)
-        by_discriminator.zero_grad()
-        (discriminator(generator(z).detach()).mean() - discriminator(torch.ones(4, 5)).mean()).backward()
-        by_discriminator.step()
-        by_generator.zero_grad()
-        (-discriminator(generator(z)).mean()).backward()
-        by_generator.step()
-
-    for _ in range(4):
-        strategy.run(step)
-    return [*parameters(generator), *parameters(discriminator)]
+    return train_gan(strategy_of(shard))
 
 
 def test_two_models_with_two_optimizers() -> None:
-    expected = launch(gan, False)[0]
-    for result in launch(gan, True):
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    equal_unsharded(gan)
 
 
 def test_one_tower_has_nothing_to_share_out() -> None:

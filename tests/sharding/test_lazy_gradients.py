@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.features import mlp
 from tests.support.meeting import meet
-from tests.support.sharded import launch, parameters, strategy_of
+from tests.support.sharded import equal_unsharded, launch, parameters, strategy_of
 from towers.collectives.shared_memory import regions
 
 
@@ -38,9 +38,7 @@ def mirror_copies(shard: bool) -> list[Tensor]:
 
 
 def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.CaptureFixture[str]) -> None:
-    ours, expected = launch(mirror_copies, True), launch(mirror_copies, False)
-    for mine, should in zip(ours, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
+    equal_unsharded(mirror_copies)
     assert "cannot be allocated" not in capfd.readouterr().err
 
 
@@ -187,6 +185,4 @@ def train_beside_a_sparse_table(shard: bool) -> list[Tensor]:
 
 
 def test_dense_gradients_are_gathered_when_used_beside_sparse_ones() -> None:
-    ours, expected = launch(train_beside_a_sparse_table, True), launch(train_beside_a_sparse_table, False)
-    for mine, should in zip(ours, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, should, strict=True))
+    equal_unsharded(train_beside_a_sparse_table)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import mirrored
 from tests.support.features import mlp
 from tests.support.jobs import assert_close, make_data
-from tests.support.sharded import assert_same_state, both, launch, parameters, strategy_of, tensors
+from tests.support.sharded import assert_same_state, launch, names_equal_unsharded, parameters, strategy_of, tensors
 from tests.support.waiting import wait_until
 from towers.sharding.optimizer import OptimizerSharder
 
@@ -51,11 +51,7 @@ def edit_groups(what: str, shard: bool) -> list[Tensor]:
 
 
 def test_groups_that_a_script_edits() -> None:
-    names = ("reordered", "left", "left and back")
-    ours, expected = both(edit_groups, names)
-    for mine, should in zip(ours, expected, strict=True):
-        for name in names:
-            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+    names_equal_unsharded(edit_groups, ("reordered", "left", "left and back"))
 
 
 class Scaled(torch.optim.SGD):
@@ -101,14 +97,13 @@ class Normalized(torch.optim.SGD):
     """Not element-wise, whatever it derives from."""
 
 
-def refused(make: Callable[[Any], torch.optim.Optimizer]) -> str:
+def refused(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: Tensor) -> str:
     strategy = strategy_of(True)
-    with strategy.scope():
-        model = nn.Linear(4, 4, bias=False)
+    strategy.mirror(model)
     optimizer = make(model.parameters())
 
     def step() -> None:
-        model(torch.ones(2, 4)).sum().backward()
+        model(x).sum().backward()
         optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
 
     with pytest.raises(mirrored.MirrorError) as caught:
@@ -126,32 +121,16 @@ if hasattr(torch.optim, "Muon"):
     REFUSED["cannot shard Muon.step()"] = torch.optim.Muon
 
 
-def refuse_all() -> dict[str, str]:
-    return {words: refused(make) for words, make in REFUSED.items()}
+def refuse_all() -> tuple[dict[str, str], str]:
+    texts = {words: refused(make, nn.Linear(4, 4, bias=False), torch.ones(2, 4)) for words, make in REFUSED.items()}
+    return texts, refused(torch.optim.SGD, nn.Embedding(4, 4, sparse=True), torch.tensor([1]))
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
-    for texts in launch(refuse_all):
+    for texts, of_sparse in launch(refuse_all):
         assert all(words in text for words, text in texts.items())
-
-
-def refuse_sparse() -> str:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        table = nn.Embedding(4, 4, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), 0.1)
-
-    def step() -> None:
-        table(torch.tensor([1])).sum().backward()
-        optimizer.step()
-
-    with pytest.raises(mirrored.MirrorError) as caught:
-        strategy.run(step)
-    return str(caught.value)
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    assert all("Embedding.weight" in text and "sparse" in text for text in launch(refuse_sparse))
+        assert "Embedding.weight" in of_sparse
+        assert "sparse" in of_sparse
 
 
 class Lion(torch.optim.Optimizer):

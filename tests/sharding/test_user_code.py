@@ -15,7 +15,14 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.features import mlp
 from tests.support.jobs import make_data
-from tests.support.sharded import both, launch, parameters, strategy_of
+from tests.support.sharded import (
+    assert_same_bits,
+    both,
+    equal_unsharded,
+    names_equal_unsharded,
+    parameters,
+    strategy_of,
+)
 from towers.sharding.inner import ShardedState
 
 
@@ -170,7 +177,7 @@ def scripts() -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("what", USER_CODE)
 def test_what_scripts_do_to_gradients_and_parameters(what: str, scripts: tuple[list[Any], list[Any]]) -> None:
     for ours, expected in zip(*scripts, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours[what], expected[what], strict=True))
+        assert_same_bits(ours[what], expected[what])
 
 
 def without_memory(what: str, shard: bool) -> list[Tensor]:
@@ -195,15 +202,12 @@ WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
 
 
 def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
-    ours, expected = both(without_memory, WITHOUT_MEMORY)
+    names_equal_unsharded(without_memory, WITHOUT_MEMORY)
     said = re.findall(
         r"\[tower 1\].*a shared region of [0-9.e-]+ MB cannot be allocated \(\[Errno 28\] no memory\)",
         capfd.readouterr().err,
     )
     assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
-    for mine, should in zip(ours, expected, strict=True):
-        for what in WITHOUT_MEMORY:
-            assert all(torch.equal(a, b) for a, b in zip(mine[what], should[what], strict=True)), what
 
 
 def two_alike(what: str, shard: bool) -> list[Tensor]:
@@ -231,11 +235,7 @@ def two_alike(what: str, shard: bool) -> list[Tensor]:
 
 
 def test_gradients_that_share_memory_or_change_places() -> None:
-    names = ("one memory", "swapped")
-    ours, expected = both(two_alike, names)
-    for mine, should in zip(ours, expected, strict=True):
-        for name in names:
-            assert all(torch.equal(a, b) for a, b in zip(mine[name], should[name], strict=True)), name
+    names_equal_unsharded(two_alike, ("one memory", "swapped"))
 
 
 def read_an_old_gradient(shard: bool) -> list[Tensor]:
@@ -256,9 +256,7 @@ def read_an_old_gradient(shard: bool) -> list[Tensor]:
 
 
 def test_old_gradients_stay_whole() -> None:
-    expected = launch(read_an_old_gradient, False, count=3)[0]
-    for result in launch(read_an_old_gradient, True, count=3):
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    equal_unsharded(read_an_old_gradient, count=3)
 
 
 def keep_a_state_dict(shard: bool) -> list[Tensor]:
@@ -280,9 +278,7 @@ def keep_a_state_dict(shard: bool) -> list[Tensor]:
 
 
 def test_parameters_that_share_their_memory_stay_there_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    expected = launch(keep_a_state_dict, False)[0]
-    for result in launch(keep_a_state_dict, True):
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+    equal_unsharded(keep_a_state_dict)
     said = (
         "Adam number 0: 4 parameters (Sequential.0.weight, Sequential.0.bias, Sequential.2.weight …) are updated whole"
     )
