@@ -54,8 +54,9 @@ def test_user_collectives_do_not_meet_gradient_buckets() -> None:
 
 def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], list[float], list[float]]:
     """The first layer is made last; tower 1 goes through the two branches the other way round."""
-    with strategy.scope():
-        model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("idle", "b", "a", "out", "first")})
+    model = strategy.mirror(
+        nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("idle", "b", "a", "out", "first")})
+    )
     averager = strategy.engine.averager
     layouts, losses = [], []
     generator = torch.Generator().manual_seed(0)
@@ -99,8 +100,7 @@ def with_flags_through_hosts(strategy: mirrored.Strategy, fn: Callable[[mirrored
 
 def use_all_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[float]]:
     """After the first backward the closing bucket has another number of slots; flags are read when the next begins."""
-    with strategy.scope():
-        model = nn.ParameterList([torch.ones(size) for size in (20, 4, 4)])
+    model = strategy.mirror(nn.ParameterList([torch.ones(size) for size in (20, 4, 4)]))
     averager = strategy.engine.averager
     slots = []
     for _ in range(3):
@@ -121,8 +121,7 @@ def test_flags_through_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy],
 
 
 def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
-    with strategy.scope():
-        model = nn.ParameterList([torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)])
+    model = strategy.mirror(nn.ParameterList([torch.zeros(1000), torch.zeros(1000, dtype=torch.float64)]))
     factors = torch.randn(2, 1000, generator=torch.Generator().manual_seed(strategy.topology.index)).double()
     strategy.run(lambda: sum((p * f).sum() for p, f in zip(model, factors, strict=True)).backward())
     return model[0].grad, model[1].grad

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
 from tests.support.branches import use_one_branch_each
-from tests.support.jobs import assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.features import train_gan
+from tests.support.jobs import make_data, make_mlp, parameters_of, towers
+from tests.support.steps import averaging_step, equal_one_device, gradients_of, local_share
 
 
+@pytest.mark.row(30)
 def test_parameters_used_by_some_towers_count_zero_on_the_others() -> None:
     for left, right, idle in towers(use_one_branch_each):
         assert left == [1, 2]
@@ -89,38 +93,8 @@ def test_accumulation() -> None:
         assert result["nothing new"] == [1.5]
 
 
-def train_gan(strategy: mirrored.Strategy, examples: int) -> list[Tensor]:
-    """Two models, two optimizers, two losses in one step; towers get contiguous halves of the examples."""
-    with strategy.scope():
-        g, d = nn.Linear(3, 2).double(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-        optimize_g, optimize_d = torch.optim.Adam(g.parameters(), 0.01), torch.optim.Adam(d.parameters(), 0.01)
-    with torch.no_grad():
-        for i, p in enumerate([*g.parameters(), *d.parameters()]):
-            p.copy_(torch.linspace(-1, 1 + i, p.numel()).view_as(p))
-    generator = torch.Generator().manual_seed(3)
-    real, noise = (torch.randn(examples, n, generator=generator, dtype=torch.float64) for n in (2, 3))
-    half = -(-examples // strategy.num_replicas_in_sync)
-    own = slice(half * strategy.topology.index, half * (strategy.topology.index + 1))
-
-    def step(real: Tensor, noise: Tensor) -> None:
-        fake = g(noise)
-        optimize_d.zero_grad()
-        costs = F.softplus(-d(real)) + F.softplus(d(fake.detach()))
-        mirrored.compute_average_loss(costs, global_batch_size=examples).backward()
-        optimize_d.step()
-        optimize_g.zero_grad()
-        mirrored.compute_average_loss(F.softplus(-d(fake)), global_batch_size=examples).backward()
-        optimize_g.step()
-
-    for _ in range(4):
-        strategy.run(step, args=(real[own], noise[own]))
-    return [*parameters_of(g), *parameters_of(d)]
-
-
-def test_gan_with_two_optimizers_equals_the_single_device_run() -> None:
-    expected = train_gan(mirrored.OneDeviceStrategy(), 9)
-    for result in towers(train_gan, 9):
-        assert_close(result, expected, 1e-12)
+def test_two_models_with_two_optimizers() -> None:
+    equal_one_device(train_gan)
 
 
 class Tied(nn.Module):
@@ -137,38 +111,28 @@ class Tied(nn.Module):
         return self.out(self.embed(x))
 
 
-def train_embedding(strategy: mirrored.Strategy, sparse: bool) -> tuple[list[Tensor], list[str], bool]:
-    with strategy.scope():
-        model = Tied(sparse)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    tokens = torch.tensor([0, 1, 1, 4, 0])
-    own = tokens[:3] if strategy.topology.index == 0 else tokens[3:]
-    own = own if strategy.num_replicas_in_sync > 1 else tokens
-    kinds = []
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(own), own, reduction="none")
-        mirrored.compute_average_loss(loss, global_batch_size=5).backward()
-        kinds.append(model.embed.weight.grad.is_sparse)
-        optimizer.step()
-
+def train_embedding(strategy: mirrored.Strategy, sparse: bool) -> dict[str, Tensor]:
+    model = with_set_values(strategy.mirror(Tied(sparse)))
+    step = averaging_step(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    [tokens] = local_share(strategy, torch.tensor([0, 1, 1, 4, 0]))
     for _ in range(3):
-        strategy.run(step)
-    return parameters_of(model), sorted(model.state_dict()), all(kinds)
+        strategy.run(step, args=(tokens, tokens))
+        assert model.embed.weight.grad.is_sparse is sparse
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["tied", "sparse"])
 def test_embeddings(sparse: bool) -> None:
-    expected, keys, expected_kind = train_embedding(mirrored.OneDeviceStrategy(), sparse)
-    assert expected_kind is sparse
-    for result, result_keys, kind in towers(train_embedding, sparse):
-        assert_close(result, expected, 1e-6)
-        assert result_keys == keys == ["embed.weight", "out.weight"]
-        assert kind is sparse
+    state = equal_one_device(train_embedding, sparse, tolerance=1e-6)
+    assert sorted(state) == ["embed.weight", "out.weight"]
+
+
+def with_set_values(model: nn.Module) -> Any:
+    """The model, with values of its parameters that are the same wherever it is made."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    return model
 
 
 def sparse_on_one_tower(strategy: mirrored.Strategy) -> tuple[list[float], list[float]]:
@@ -198,8 +162,7 @@ def test_sparse_gradients_of_one_tower_and_mixed_with_dense_ones() -> None:
 
 def train_lazily(strategy: mirrored.Strategy) -> tuple[list[Tensor], float]:
     torch.manual_seed(strategy.topology.index)
-    with strategy.scope():
-        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
+    model = strategy.mirror(nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     r = strategy.topology.index
 
@@ -219,32 +182,25 @@ def test_lazy_modules_are_mirrored_when_they_meet_their_first_batch() -> None:
     assert gradient == 2.0
 
 
-def share_a_layer(strategy: mirrored.Strategy, reentrant: bool) -> list[Tensor]:
-    with strategy.scope():
-        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
-    x = torch.linspace(-2, 2, 12, dtype=torch.float64).view(4, 3)
-    own = x
-    if strategy.num_replicas_in_sync > 1:
-        own = x[:3] if strategy.topology.index == 0 else x[3:]
+def share_a_layer(strategy: mirrored.Strategy, reentrant: bool) -> list[list[Tensor]]:
+    """Three backwards in which the gradient of the second layer comes twice."""
+    model = with_set_values(strategy.mirror(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).double()))
+    [own] = local_share(strategy, torch.linspace(-2, 2, 15, dtype=torch.float64).view(5, 3))
 
-    def step() -> None:
+    def step() -> list[Tensor]:
+        model.zero_grad()
         y = own.clone().requires_grad_()
-        for layer in (model[0], model[1], model[1]):
+        for layer in (model[1], model[0], model[1]):
             y = checkpoint(layer, y, use_reentrant=reentrant).tanh()
-        mirrored.compute_average_loss(y.sum(1), global_batch_size=4).backward()
+        mirrored.compute_average_loss(y.sum(1), global_batch_size=5).backward()
+        return gradients_of(model)
 
-    strategy.run(step)
-    return [p.grad.clone() for p in model.parameters()]
+    return [strategy.run(step) for _ in range(3)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_with_a_shared_layer(reentrant: bool) -> None:
-    expected = share_a_layer(mirrored.OneDeviceStrategy(), reentrant)
-    for result in towers(share_a_layer, reentrant):
-        assert_close(result, expected, 1e-12)
+    equal_one_device(share_a_layer, reentrant)
 
 
 def look_at_a_complex_parameter(strategy: mirrored.Strategy) -> tuple[list[complex], list[int]]:
@@ -266,8 +222,7 @@ def test_complex_and_integer_parameters() -> None:
 
 def attached_at_one_tower() -> tuple[int, int]:
     strategy = mirrored.MirroredStrategy(["cpu:0"])
-    with strategy.scope():
-        model = make_mlp()
+    model = strategy.mirror(make_mlp())
     strategy.run(lambda: model(make_data(4)[0]).sum().backward())
     hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
     return hooks, len(model._forward_pre_hooks)

@@ -46,8 +46,7 @@ def test_extremes() -> None:
 def scale_gradients(sharded: bool) -> tuple[list[float], list[list[float]], list[Any]]:
     """Steps with a GradScaler, of which the third has a NaN and the fifth an infinity, each on one tower."""
     strategy = mirrored.MirroredStrategy(seed=0, shard_optimizer=sharded, mirror_check_interval=1)
-    with strategy.scope():
-        model = make_mlp(torch.float32)
+    model = strategy.mirror(make_mlp(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     factors = {2: [1.0, NAN], 4: [INF, 1.0]}
@@ -183,8 +182,7 @@ def test_three_parameters_by_name_and_how_many_more(implementation: str, sharded
 
 def train_with_a_frozen_nan() -> list[float]:
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
-    with strategy.scope():
-        model = Odd()
+    model = strategy.mirror(Odd())
     strategy.run(lambda: model({"frozen": NAN, "small": 2.0}).backward())
     return model.small.grad.tolist()
 
@@ -195,8 +193,7 @@ def test_finite_gradients_of_a_loss_that_is_nan_say_nothing() -> None:
 
 def accumulate(freeze: bool) -> tuple[str | None, list[float]]:
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    model = strategy.mirror(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)))
     nn.init.ones_(model[0].weight)
     x = torch.ones(1, 2)
 
@@ -228,8 +225,7 @@ def test_gradients_accumulated_under_no_sync(freeze: bool) -> None:
 
 def thrown_away() -> list[float]:
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
-    with strategy.scope():
-        model = nn.Linear(2, 1, bias=False)
+    model = strategy.mirror(nn.Linear(2, 1, bias=False))
 
     def step() -> None:
         with strategy.no_sync():
@@ -249,8 +245,7 @@ def warn(runs: int, action: str) -> list[str]:
     records = Records()
     logging.getLogger("towers").addHandler(records)
     strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients=action)
-    with strategy.scope():
-        model = nn.Linear(2, 1)
+    model = strategy.mirror(nn.Linear(2, 1))
     own = 1.0 if strategy.is_chief and strategy.num_replicas_in_sync > 1 else INF
 
     def step() -> None:
@@ -299,8 +294,7 @@ class Broken(torch.autograd.Function):
 
 def test_one_tower_goes_on_after_a_backward_that_failed() -> None:
     strategy = mirrored.MirroredStrategy(["cpu:0"], nonfinite_gradients="raise")
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model = strategy.mirror(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     x = torch.ones(1, 1)
     with pytest.raises(ArithmeticError):
         strategy.run(lambda: (model[1](Broken.apply(model[0](x))) * NAN).sum().backward())
@@ -311,8 +305,7 @@ def test_one_tower_goes_on_after_a_backward_that_failed() -> None:
 
 def test_one_tower_without_the_option_has_no_hooks() -> None:
     strategy = mirrored.MirroredStrategy(["cpu:0"])
-    with strategy.scope():
-        model = nn.Linear(1, 1)
+    model = strategy.mirror(nn.Linear(1, 1))
     strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
     assert not model.weight._post_accumulate_grad_hooks
 

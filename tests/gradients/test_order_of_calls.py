@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mirrored
 from tests.support.branches import keep_models_on_one_tower
-from tests.support.jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import all_raise, make_data, make_mlp, parameters_of, towers
+from tests.support.steps import averaging_step, equal_one_device, local_share
 
 
 def step_without_sync(strategy: mirrored.Strategy) -> None:
@@ -26,9 +26,7 @@ def step_without_sync(strategy: mirrored.Strategy) -> None:
 
 
 def test_stepping_on_unaveraged_gradients_is_refused() -> None:
-    for error in failures(step_without_sync):
-        with pytest.raises(mirrored.MirrorError, match=r"Linear.*accumulated under no_sync"):
-            raise error
+    all_raise(mirrored.MirrorError, r"Linear.*accumulated under no_sync", step_without_sync)
 
 
 def freeze_between(strategy: mirrored.Strategy) -> list[float]:
@@ -49,8 +47,7 @@ def test_freezing_does_not_forget_what_was_accumulated() -> None:
 
 def step_inside_backward(strategy: mirrored.Strategy, after_the_first_run: bool) -> None:
     """An optimizer for each parameter, stepped by a hook, which comes before or after the strategy's own."""
-    with strategy.scope():
-        model = nn.Linear(1, 1)
+    model = strategy.mirror(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     if after_the_first_run:
         strategy.run(lambda: None)
@@ -60,47 +57,32 @@ def step_inside_backward(strategy: mirrored.Strategy, after_the_first_run: bool)
 
 @pytest.mark.parametrize("after_the_first_run", [False, True])
 def test_stepping_inside_backward_is_refused(after_the_first_run: bool) -> None:
-    for error in failures(step_inside_backward, after_the_first_run):
-        with pytest.raises(mirrored.MirrorError, match=r"optimizer.step\(\) before the gradients are averaged"):
-            raise error
+    words = r"optimizer.step\(\) before the gradients are averaged"
+    all_raise(mirrored.MirrorError, words, step_inside_backward, after_the_first_run)
 
 
 def train_and_freeze(strategy: mirrored.Strategy) -> list[Tensor]:
-    """Body frozen from the start, thawed after two steps, head frozen after four."""
-    with strategy.scope():
-        model = make_mlp()
+    """Body frozen from the start, thawed after two steps, head frozen after four; towers have 6 and 5 examples."""
+    model = strategy.mirror(make_mlp())
     body, head = model[0], model[2]
     body.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = make_data(10)
-    own = slice(0, 10)
-    if strategy.num_replicas_in_sync > 1:
-        own = slice(0, 6) if strategy.topology.index == 0 else slice(6, 10)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[own]), y[own], reduction="none")
-        mirrored.compute_average_loss(loss, global_batch_size=10).backward()
-        optimizer.step()
-
+    step = averaging_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for i in range(6):
         if i == 2:
             body.requires_grad_(True)
         if i == 4:
             head.requires_grad_(False)
-        strategy.run(step)
+        strategy.run(step, args=local_share(strategy, *make_data(11)))
     return parameters_of(model)
 
 
+@pytest.mark.row(31)
 def test_freezing_and_thawing_equals_the_single_device_run() -> None:
-    expected = train_and_freeze(mirrored.OneDeviceStrategy())
-    for result in towers(train_and_freeze):
-        assert_close(result, expected, 1e-12)
+    equal_one_device(train_and_freeze)
 
 
-def fail_in_backward(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+def go_on_after_a_broken_backward(strategy: mirrored.Strategy, how: str) -> None:
+    model = strategy.mirror(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
 
     def step(fail: bool) -> None:
         hidden = model[0](torch.ones(1, 1))
@@ -110,18 +92,26 @@ def fail_in_backward(strategy: mirrored.Strategy) -> None:
 
     with pytest.raises(ZeroDivisionError):
         strategy.run(step, args=(True,))
-    strategy.run(step, args=(False,))
+    if how == "a backward":
+        strategy.run(step, args=(False,))
+    with strategy.scope():
+        nn.Linear(1, 1)
+    strategy.run(lambda: None)
 
 
-def test_going_on_after_a_broken_backward_is_refused() -> None:
-    for error in failures(fail_in_backward):
-        with pytest.raises(mirrored.TowersError, match=r"backward\(\) on tower \d ended in an exception"):
-            raise error
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("a backward", r"backward\(\) on tower \d ended in an exception"),
+        ("another model", "start again from the last checkpoint"),
+    ],
+)
+def test_going_on_after_a_broken_backward_is_refused(how: str, words: str) -> None:
+    all_raise(mirrored.TowersError, words, go_on_after_a_broken_backward, how)
 
 
 def convert_and_come_back(strategy: mirrored.Strategy) -> list[float]:
-    with strategy.scope():
-        model = nn.Linear(1, 1, bias=False)
+    model = strategy.mirror(nn.Linear(1, 1, bias=False))
     r = strategy.topology.index
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -142,8 +132,7 @@ def train_models_in_turn(strategy: mirrored.Strategy) -> tuple[list[float], int]
     r = strategy.topology.index
     found = []
     for _ in range(3):
-        with strategy.scope():
-            model = nn.Linear(1, 1, bias=False)
+        model = strategy.mirror(nn.Linear(1, 1, bias=False))
         strategy.run(lambda model=model: (model.weight * (r + 1)).sum().backward())
         found.append(float(model.weight.grad))
         del model
@@ -156,8 +145,7 @@ def test_models_that_are_gone_are_forgotten() -> None:
 
 def keep_gradients(strategy: mirrored.Strategy) -> list[float]:
     """As methods do that compare the gradients of several losses."""
-    with strategy.scope():
-        model = nn.Linear(1, 1, bias=False)
+    model = strategy.mirror(nn.Linear(1, 1, bias=False))
     r = strategy.topology.index
 
     def backward(factor: int) -> Tensor:
@@ -181,8 +169,7 @@ def test_gradients_whose_data_was_replaced(how: str) -> None:
 
 
 def replace_data(strategy: mirrored.Strategy, how: str) -> float:
-    with strategy.scope():
-        model = nn.Conv2d(2, 2, 2, bias=False)
+    model = strategy.mirror(nn.Conv2d(2, 2, 2, bias=False))
     r = strategy.topology.index
 
     def backward() -> Tensor:
@@ -250,25 +237,3 @@ def test_gradients_that_were_thrown_away_are_not_averaged() -> None:
 
 def test_towers_may_keep_different_old_models() -> None:
     assert towers(keep_models_on_one_tower) == [[1.5] * 3] * 2
-
-
-def build_more_after_a_broken_backward(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-
-    def step() -> None:
-        hidden = model[0](torch.ones(1, 1))
-        hidden.register_hook(lambda _: 1 / 0)
-        model[1](hidden).sum().backward()
-
-    with pytest.raises(ZeroDivisionError):
-        strategy.run(step)
-    with strategy.scope():
-        nn.Linear(1, 1)
-    strategy.run(lambda: None)
-
-
-def test_building_more_after_a_broken_backward_is_refused() -> None:
-    for error in failures(build_more_after_a_broken_backward):
-        with pytest.raises(mirrored.TowersError, match="start again from the last checkpoint"):
-            raise error
