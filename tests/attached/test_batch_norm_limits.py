@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.batch_norm import fresh, in_scope, own_share, random
-from tests.support.jobs import assert_close, towers
-from tests.support.waiting import HANG
+from tests.support.batch_norm import WithReLU1d, fresh, in_scope, own_share, random
+from tests.support.jobs import SETTINGS, assert_close, towers
 
 pytestmark = pytest.mark.slow
 
@@ -85,11 +84,6 @@ def test_eval_mode_is_plain() -> None:
     assert_close([output, compiled], evaluate_alone(mirrored.OneDeviceStrategy()), 0.0)
 
 
-class OwnForward(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
-
-
 class Ghost(nn.BatchNorm2d):
     """Normalises halves of the batch by themselves."""
 
@@ -147,7 +141,7 @@ def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
             nn.LayerNorm(1),
             nn.SyncBatchNorm(1),
         ]
-        own = [OwnForward(1), OwnForward(1)]
+        own = [WithReLU1d(1), WithReLU1d(1)]
         with strategy.scope():
             within = nn.BatchNorm1d(1)
         copied = copy.deepcopy(layers[1])
@@ -166,10 +160,7 @@ def what_changes(strategy: mirrored.Strategy) -> dict[str, Any]:
         "still": isinstance(layers[1], nn.BatchNorm2d) and isinstance(loaded, nn.BatchNorm2d),
         "keys": list(layers[1].state_dict()),
         "copies": [
-            all(
-                torch.equal(a, b)
-                for a, b in zip(one.state_dict().values(), layers[1].state_dict().values(), strict=True)
-            )
+            all(map(torch.equal, one.state_dict().values(), layers[1].state_dict().values()))
             and one.weight is not layers[1].weight
             for one in (copied, loaded)
         ],
@@ -183,7 +174,7 @@ def test_what_the_scope_changes_and_what_not() -> None:
         assert found["given"] == ["Sequential", "SyncBatchNorm1d", "ReLU"]
         plain = [nn.InstanceNorm2d, nn.GroupNorm, nn.LayerNorm, nn.SyncBatchNorm, nn.BatchNorm1d]
         assert found["untouched"] == [quantised.BatchNorm2d, *plain]
-        assert found["own"] == ["SyncOwnForward"] * 2
+        assert found["own"] == ["SyncWithReLU1d"] * 2
         assert found["still"]
         assert found["keys"] == list(nn.BatchNorm2d(1).state_dict())
         assert found["copies"] == [True, True]
@@ -213,9 +204,8 @@ def test_a_saved_layer_is_plain_where_there_are_no_towers() -> None:
     assert_close(list(layer.buffers()), list(plain.buffers()), 0.0)
 
 
-def meet_in_different_places(implementation: str) -> list[str]:
+def meet_in_different_places(strategy: mirrored.Strategy) -> list[str]:
     """Towers that are at different layers, of different widths, or at one layer in different directions."""
-    strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(implementation=implementation))
     with strategy.scope(sync_batch_norm=True):
         model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(100))
     first = strategy.is_chief
@@ -239,22 +229,19 @@ def meet_in_different_places(implementation: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
-def test_towers_at_different_layers_are_told(implementation: str) -> None:
-    first, second = mirrored.launch(
-        meet_in_different_places, (implementation,), devices=["cpu:0", "cpu:1"], timeout=HANG
-    )
-    assert first == second
-    for text, (mine, other) in zip(
-        first,
-        [
-            ("forward through Sequential.0", "forward through Sequential.1"),
-            ("forward through Sequential.2", "forward through Sequential.1"),
-            ("forward through Sequential.0", "backward through Sequential.0"),
-        ],
-        strict=True,
-    ):
-        assert text.startswith(f"the towers do different things: tower 0 goes {mine}, tower 1 goes {other}; every")
+PLACES = [
+    ("forward through Sequential.0", "forward through Sequential.1"),
+    ("forward through Sequential.2", "forward through Sequential.1"),
+    ("forward through Sequential.0", "backward through Sequential.0"),
+]
+
+
+@pytest.mark.parametrize("setting", ["shared memory", "gloo"])
+def test_towers_at_different_layers_are_told(setting: str) -> None:
+    texts, others = towers(meet_in_different_places, settings=SETTINGS[setting])
+    assert texts == others
+    for text, (first, second) in zip(texts, PLACES, strict=True):
+        assert text.startswith(f"the towers do different things: tower 0 goes {first}, tower 1 goes {second}; every")
 
 
 def wrong_channels(strategy: mirrored.Strategy) -> str:

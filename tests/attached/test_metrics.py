@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 import mirrored
-from tests.support.jobs import failures, make_data, make_mlp, towers
+from tests.support.jobs import all_raise, make_data, make_mlp, towers
 
 pytestmark = pytest.mark.slow
 
@@ -243,6 +243,4 @@ def other_order(strategy: mirrored.Strategy) -> None:
 
 
 def test_metrics_that_are_computed_in_another_order_are_named() -> None:
-    for error in failures(other_order):
-        with pytest.raises(mirrored.DisagreementError, match="compute.. of the metric MeanMetric b.*MeanMetric a"):
-            raise error
+    all_raise(mirrored.DisagreementError, "compute.. of the metric MeanMetric b.*MeanMetric a", other_order)

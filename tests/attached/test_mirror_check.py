@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 import mirrored
 from mirrored.attached.mirror_check import MirrorCheck
-from tests.support.jobs import failures, make_data, make_mlp, towers
+from tests.support.jobs import all_raise, make_data, make_mlp, towers
 from tests.support.logs import Records
+from tests.support.steps import local_share
 from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 
@@ -145,24 +145,21 @@ def test_one_bit_of_one_tower_is_found_and_named() -> None:
     )
 
 
+DIFFERS = "is no longer the same on all towers: tower 0 differs from tower 1"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (swap_values, "parameter Net.first.weight is .*: tower 0 differs from tower 1. This is"),
-        (
-            swap_parameters,
-            "parameter Net.second.weight is .*: tower 0 differs from tower 1. Also different: 1 parameter. ",
-        ),
-        (
-            change_state,
-            r"optimizer state exp_avg of Net.second.bias \(Adam\) is .*: tower 0 differs from tower 1. This",
-        ),
-        (halve_the_rate, r"setting lr of Adam is .*: tower 0 differs from tower 1 \(0.005 on tower 0, 0.01 on tower 1"),
-        (step_alone, "parameter Net.first.weight .* Also different: 3 parameters, 12 optimizer states. "),
+        (swap_values, f"parameter Net.first.weight {DIFFERS}. This is"),
+        (swap_parameters, f"parameter Net.second.weight {DIFFERS}. Also different: 1 parameter. "),
+        (change_state, f"optimizer state exp_avg of Net.second.bias (Adam) {DIFFERS}. This"),
+        (halve_the_rate, f"setting lr of Adam {DIFFERS} (0.005 on tower 0, 0.01 on tower 1"),
+        (step_alone, f"parameter Net.first.weight {DIFFERS}. Also different: 3 parameters, 12 optimizer states. "),
     ],
 )
 def test_what_one_tower_did_alone_is_found(change: Change, words: str) -> None:
-    assert re.match(words, errors_of(2, change, 7, 7, mirror_check_interval=7))
+    assert errors_of(2, change, 7, 7, mirror_check_interval=7).startswith(words)
 
 
 def test_all_towers_may_differ() -> None:
@@ -183,10 +180,8 @@ def test_with_the_optimizer_shared_out_parameters_are_checked() -> None:
 
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
 def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementation: str) -> None:
-    options = {
-        "communication": mirrored.CommunicationOptions(implementation=implementation),
-        "shard_optimizer": True,
-    }
+    communication = mirrored.CommunicationOptions(implementation=implementation)
+    options = {"communication": communication, "shard_optimizer": True}
     with pytest.raises(mirrored.TowerFailedError, match=r"tower 1 comes to run\(\) number 2") as failed:
         mirrored.launch(train, (step_alone, 2, 2), options, towers=2, timeout=HANG)
     assert [type(failure.exception) for failure in failed.value.failures] == [mirrored.DisagreementError] * 2
@@ -195,10 +190,7 @@ def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementati
 def test_a_check_may_be_read_later() -> None:
     text = errors_of(2, swap_values, 40, 60, later=True, mirror_check_interval=40)
     assert "This is how it was when run 40 began; the towers were equal when run 10 began." in text
-    first, second = mirrored.launch(
-        train, (swap_values, 41, 50), {"later": True, "mirror_check_interval": 40}, towers=2
-    )
-    assert first == second == [2, 10, 20, 40, 50]
+    assert runs_checked(swap_values, 41, 50, later=True, mirror_check_interval=40) == [2, 10, 20, 40, 50]
 
 
 def test_checking_at_once() -> None:
@@ -238,18 +230,13 @@ def test_intervals_that_are_none(interval: Any) -> None:
         mirrored.MirroredStrategy(["cpu:0"], mirror_check_interval=interval)
 
 
-def other_options() -> None:
-    mirrored.MirroredStrategy(mirror_check_interval=10 + int(os.environ["RANK"]))
+def other_options(strategy: mirrored.Strategy) -> None:
+    mirrored.MirroredStrategy(mirror_check_interval=10 + strategy.topology.index)
 
 
 def test_all_towers_are_given_the_same_interval() -> None:
-    with pytest.raises(mirrored.TowerFailedError) as failed:
-        mirrored.launch(other_options, towers=2, timeout=HANG)
-    for failure in failed.value.failures:
-        with pytest.raises(
-            mirrored.DisagreementError, match="mirror_check_interval is 10 on tower 0, but 11 on tower 1"
-        ):
-            raise failure.exception  # type: ignore[misc]
+    words = "mirror_check_interval is 10 on tower 0, but 11 on tower 1"
+    all_raise(mirrored.DisagreementError, words, other_options)
 
 
 def run_more_on_one(strategy: mirrored.Strategy) -> None:
@@ -260,23 +247,16 @@ def run_more_on_one(strategy: mirrored.Strategy) -> None:
 
 
 def test_a_run_of_one_tower_alone_meets_the_others() -> None:
-    for error in failures(run_more_on_one):
-        with pytest.raises(
-            mirrored.DisagreementError, match=r"tower 1 reduce\('sum', axis=None\), tower 0 run\(\) number 2"
-        ):
-            raise error
-
-
-def checked_at_one_tower() -> None:
-    strategy = mirrored.MirroredStrategy(["cpu:0"], mirror_check_interval=1)
-    for _ in range(3):
-        strategy.run(lambda: None)
-    strategy.check_mirrored()
+    words = r"tower 1 reduce\('sum', axis=None\), tower 0 run\(\) number 2"
+    all_raise(mirrored.DisagreementError, words, run_more_on_one)
 
 
 def test_one_tower_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mirrored.attached.mirror_check.MirrorCheck.__init__", lambda *_, **__: pytest.fail("was made"))
-    checked_at_one_tower()
+    strategy = mirrored.MirroredStrategy(["cpu:0"], mirror_check_interval=1)
+    for _ in range(3):
+        strategy.run(lambda: None)
+    strategy.check_mirrored()
 
 
 def train_for_nothing(strategy: mirrored.Strategy, kept: list[Any]) -> None:
@@ -291,11 +271,8 @@ def train_for_nothing(strategy: mirrored.Strategy, kept: list[Any]) -> None:
         kept += [model, optimizer]
 
 
-def train_correctly(mirror_check_interval: int, shard_optimizer: bool) -> float:
+def train_correctly(strategy: mirrored.Strategy) -> float:
     """What towers may well do differently: dropout, BatchNorm's statistics, what they keep, a chief's own EMA."""
-    strategy = mirrored.MirroredStrategy(
-        seed=0, mirror_check_interval=mirror_check_interval, shard_optimizer=shard_optimizer
-    )
     kept: list[Any] = []
     train_for_nothing(strategy, kept)
     with strategy.scope():
@@ -308,19 +285,18 @@ def train_correctly(mirror_check_interval: int, shard_optimizer: bool) -> float:
     one = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)
     other = torch.optim.SGD(critic.parameters(), lr=0.01, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(one, 2, 0.5)
-    x, y = make_data(12, torch.float32)
-    own = slice(0, 7) if strategy.is_chief else slice(7, 12)
+    x, y = local_share(strategy, *make_data(13, torch.float32))
 
     def step() -> None:
         for optimizer, network in ((other, critic), (one, model)):
             optimizer.zero_grad()
-            F.cross_entropy(network(x[own]), y[own]).backward()
+            F.cross_entropy(network(x), y).backward()
             optimizer.step()
         schedule.step()
 
     for number in range(6):
         with strategy.no_sync():
-            strategy.run(lambda: critic(x[own]).sum().backward())
+            strategy.run(lambda: critic(x).sum().backward())
         strategy.run(step)
         ema.update_parameters(model)
         if strategy.is_chief:
@@ -335,7 +311,7 @@ def train_correctly(mirror_check_interval: int, shard_optimizer: bool) -> float:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_correct_scripts_are_left_alone(sharded: bool) -> None:
-    for apart in mirrored.launch(train_correctly, (1, sharded), towers=2, timeout=HANG):
+    for apart in towers(train_correctly, settings={"mirror_check_interval": 1, "shard_optimizer": sharded}):
         assert apart > 0.01
 
 
@@ -355,12 +331,11 @@ def average_on_the_chief(strategy: mirrored.Strategy) -> None:
 
 
 def test_what_no_optimizer_steps_has_to_be_equal_too() -> None:
-    first, second = map(str, failures(average_on_the_chief))
-    assert first == second
-    assert first.startswith("parameter Linear[1].weight is no longer the same on all towers: tower 0 differs from")
-    assert "an average of parameters (EMA)" in first
-    assert "when run 2 began" in first
-    assert "make outside the scope" in first
+    words = r"^parameter Linear\[1\].weight is no longer the same on all towers: tower 0 differs from"
+    text, _ = all_raise(mirrored.MirrorError, words, average_on_the_chief, same=True)
+    assert "an average of parameters (EMA)" in text
+    assert "when run 2 began" in text
+    assert "make outside the scope" in text
 
 
 def become_nan(strategy: mirrored.Strategy) -> list[str]:

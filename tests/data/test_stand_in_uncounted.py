@@ -14,14 +14,9 @@ from torch.utils.data import TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import mirrored
+from tests.support.batch_norm import WithReLU1d
 from tests.support.jobs import assert_close, make_data, parameters_of, towers
-
-
-class Cut(nn.BatchNorm1d):
-    """A layer with a forward of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).relu()
+from tests.support.steps import averaging_step
 
 
 class Logits(nn.Module):
@@ -31,7 +26,7 @@ class Logits(nn.Module):
         super().__init__()
         self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8))
         self.norm = nn.BatchNorm1d(4)
-        self.cut = Cut(4)
+        self.cut = WithReLU1d(4)
         self.out = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,13 +39,10 @@ def train_norms(strategy: mirrored.Strategy, synchronised: bool) -> dict[str, An
         model = Logits().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     average = torch.optim.swa_utils.AveragedModel(model)
-    x, y = make_data(14)
-    data = strategy.distribute_dataset(TensorDataset(x, y), 12, stand_in=True)
+    data = strategy.distribute_dataset(TensorDataset(*make_data(14)), 12, stand_in=True)
 
     def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
-        optimizer.step()
+        averaging_step(model, optimizer)(x, y)
         average.update_parameters(model)
 
     before = {}
