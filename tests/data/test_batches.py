@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import namedtuple
-from collections.abc import Callable
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import (
-    TensorDataset,
-)
 
 import mirrored
 from mirrored.shares import bounds
 from tests.support.datasets import Augmented, Stream, batches
 from tests.support.jobs import failures, towers
-from tests.support.waiting import HANG
 
 
 @given(examples=st.integers(0, 200), count=st.integers(1, 17))
@@ -164,26 +158,6 @@ def test_empty_shares_keep_the_structure_of_a_batch() -> None:
     assert [len(part) for part in empty["pair"]] == [0, 0]
 
 
-def evaluate_with_metrics(strategy: mirrored.Strategy) -> tuple[float, float]:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    truth, guess = torch.arange(13) % 3, torch.arange(13) % 2
-    metric = MulticlassAccuracy(3, average="micro")
-    correct = 0
-    for own_truth, own_guess in strategy.distribute_dataset(TensorDataset(truth, guess), 5):
-        if len(own_truth):
-            metric.update(own_guess, own_truth)
-        correct += int(strategy.reduce("sum", (own_truth == own_guess).sum()))
-    return float(metric.compute()), correct / 13
-
-
-def test_evaluation_counts_every_example_once() -> None:
-    expected = float((torch.arange(13) % 3 == torch.arange(13) % 2).float().mean())
-    for metric, own in towers(evaluate_with_metrics):
-        assert metric == pytest.approx(expected)
-        assert own == pytest.approx(expected)
-
-
 def look_twice(strategy: mirrored.Strategy, workers: int) -> list[object]:
     """A second iterator while the first runs: a look at a batch, and a whole inner loop."""
     data = strategy.distribute_dataset(range(10), 2, num_workers=workers)
@@ -246,27 +220,3 @@ def test_tuples_and_dicts_of_tensors_stand_for_their_slices() -> None:
     for wrong in ((x, 3), (x, [1, 2, 3, 4, 5]), ((x[0], torch.tensor(1)), (x[1], torch.tensor(2)))):
         with pytest.raises(TypeError, match=r"stands for their slices, but dataset\[.*or a list of examples"):
             one.distribute_dataset(wrong, 3)
-
-
-def draw(strategy: mirrored.Strategy) -> list[list[float]]:
-    """Numbers from all generators before the first run and in it."""
-
-    def some() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-    return [some(), strategy.run(some)]
-
-
-def test_without_a_seed_towers_make_the_same_data_and_then_part() -> None:
-    (before, inside), (other_before, other_inside) = towers_without_seed(draw)
-    assert before == other_before
-    assert all(a != b for a, b in zip(inside, other_inside, strict=True))
-    assert towers_without_seed(draw)[0][0] != before
-
-
-def towers_without_seed(fn: Callable[[mirrored.Strategy], object]) -> list[Any]:
-    return mirrored.launch(_without_seed, (fn,), devices=["cpu:0", "cpu:1"], timeout=HANG)
-
-
-def _without_seed(fn: Callable[[mirrored.Strategy], object]) -> object:
-    return fn(mirrored.MirroredStrategy())

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import mirrored
-from tests.support.jobs import assert_close, failures, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import SETTINGS, all_raise, make_data, make_mlp, towers
 from tests.support.logs import Records
-from tests.support.waiting import HANG
 
 
 def train_nothing(strategy: mirrored.Strategy, frozen: bool) -> tuple[list[float], str, list[str]]:
@@ -78,73 +76,7 @@ def differing_models(strategy: mirrored.Strategy, kind: str) -> None:
 )
 @pytest.mark.row(25, 26, 27)
 def test_models_that_differ(kind: str, words: str) -> None:
-    first, second = failures(differing_models, kind)
-    assert str(first) == str(second)
-    for error in (first, second):
-        with pytest.raises(mirrored.MirrorError, match=words):
-            raise error
-
-
-def unused_on_one_tower(strategy: mirrored.Strategy) -> list[Tensor]:
-    with strategy.scope():
-        model = make_mlp()
-        extra = nn.Linear(5, 3).double()
-    nn.init.ones_(extra.weight)
-    nn.init.zeros_(extra.bias)
-    optimizer = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1)
-    x, y = make_data(8)
-    alone = strategy.num_replicas_in_sync == 1
-    own = slice(0, 8) if alone else slice(0, 4) if strategy.topology.index == 0 else slice(4, 8)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        logits = model(x[own])
-        if alone:
-            logits = logits + torch.cat([extra(x[:4]), torch.zeros(4, 3)])
-        elif strategy.topology.index == 0:
-            logits = logits + extra(x[own])
-        loss = F.cross_entropy(logits, y[own], reduction="none")
-        mirrored.compute_average_loss(loss, global_batch_size=8).backward()
-        optimizer.step()
-
-    for _ in range(3):
-        strategy.run(step)
-    return [*parameters_of(model), *parameters_of(extra)]
-
-
-@pytest.mark.row(30)
-def test_parameter_unused_on_one_tower() -> None:
-    expected = unused_on_one_tower(mirrored.OneDeviceStrategy())
-    for result in towers(unused_on_one_tower):
-        assert_close(result, expected, 1e-12)
-
-
-def frozen_in_mid_training(strategy: mirrored.Strategy) -> list[Tensor]:
-    with strategy.scope():
-        model = make_mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = make_data(8)
-    own = slice(0, 8)
-    if strategy.num_replicas_in_sync > 1:
-        own = slice(0, 4) if strategy.topology.index == 0 else slice(4, 8)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[own]), y[own]).backward()
-        optimizer.step()
-
-    for i in range(4):
-        if i == 2:
-            model[0].requires_grad_(False)
-        strategy.run(step)
-    return parameters_of(model)
-
-
-@pytest.mark.row(31)
-def test_parameter_frozen_in_mid_training() -> None:
-    expected = frozen_in_mid_training(mirrored.OneDeviceStrategy())
-    for result in towers(frozen_in_mid_training):
-        assert_close(result, expected, 1e-12)
+    all_raise(mirrored.MirrorError, words, differing_models, kind, same=True)
 
 
 def add_a_parameter(strategy: mirrored.Strategy, when: str) -> None:
@@ -167,24 +99,18 @@ def add_a_parameter(strategy: mirrored.Strategy, when: str) -> None:
 @pytest.mark.parametrize("when", ["before the first step", "after the first step"])
 @pytest.mark.row(32)
 def test_parameter_added_after_the_scope(when: str) -> None:
-    for tower, error in enumerate(failures(add_a_parameter, when)):
-        words = (
-            rf"step\(\) on tower {tower} would change Linear.scale, which no scope mirrored.*strategy.mirror\(module\)"
-        )
-        with pytest.raises(mirrored.MirrorError, match=words):
-            raise error
+    words = r"would change Linear.scale, which no scope mirrored.*strategy.mirror\(module\)"
+    for tower, text in enumerate(all_raise(mirrored.MirrorError, words, add_a_parameter, when)):
+        assert f"step() on tower {tower} would" in text
 
 
 def test_a_step_before_any_run_is_refused() -> None:
-    for error in failures(add_a_parameter, "never run"):
-        with pytest.raises(mirrored.MirrorError, match=r"never used in strategy.run\(...\)"):
-            raise error
+    all_raise(mirrored.MirrorError, r"never used in strategy.run\(...\)", add_a_parameter, "never run")
 
 
 def leave_others_alone(strategy: mirrored.Strategy) -> float:
     """A model that is none of ours may be trained outside run, different on each tower."""
-    with strategy.scope():
-        model = nn.Linear(1, 1)
+    model = strategy.mirror(nn.Linear(1, 1))
     strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
     helper = nn.Linear(1, 1, bias=False)
     nn.init.constant_(helper.weight, strategy.topology.index)
@@ -219,24 +145,22 @@ def disagree_on_buckets(after: str) -> None:
         mirrored.MirroredStrategy()
     else:
         dist.init_process_group("gloo")
-    mine = 2000 if int(os.environ["RANK"]) else 1500
-    mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(bucket_bytes=mine))
+    bucket_bytes = 2000 if int(os.environ["RANK"]) else 1500
+    mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(bucket_bytes=bucket_bytes))
 
 
 @pytest.mark.parametrize("after", ["another strategy", "a process group of the script's own"])
 def test_options_are_compared_where_a_process_group_exists_already(after: str) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
         mirrored.launch(disagree_on_buckets, (after,), devices=["cpu:0", "cpu:1"])
-    texts = [str(failure.exception) for failure in caught.value.failures]
-    assert len(texts) == 2
-    assert texts[0] == texts[1]
-    assert "different communication options" in texts[0]
-    assert "'bucket_bytes': 2000" in texts[0]
+    first, second = (str(failure.exception) for failure in caught.value.failures)
+    assert first == second
+    assert "different communication options" in first
+    assert "'bucket_bytes': 2000" in first
 
 
-def convert(when: str, options: dict[str, Any]) -> None:
+def convert(strategy: mirrored.Strategy, when: str) -> None:
     """The model is converted: inside a step on all towers, or between two steps on the last tower alone."""
-    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **options)
     model = strategy.mirror(nn.Linear(2, 2, dtype=torch.float64))
 
     def step(number: int) -> None:
@@ -251,9 +175,7 @@ def convert(when: str, options: dict[str, Any]) -> None:
         strategy.run(step, args=(number,))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"communication": mirrored.CommunicationOptions(implementation="gloo")}], ids=["auto", "gloo"]
-)
+@pytest.mark.parametrize("setting", ["shared memory", "gloo"])
 @pytest.mark.parametrize(
     ("when", "words"),
     [
@@ -261,9 +183,9 @@ def convert(when: str, options: dict[str, Any]) -> None:
         ("alone", r"tower 1 is .*at a run\(\) after the model was converted or moved \(parameter Linear.\w+, now"),
     ],
 )
-def test_models_that_are_converted_on_the_way(when: str, words: str, options: dict[str, Any]) -> None:
+def test_models_that_are_converted_on_the_way(when: str, words: str, setting: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=words):
-        mirrored.launch(convert, (when, options), towers=2, timeout=HANG)
+        towers(convert, when, settings={**SETTINGS[setting], "mirror_check_interval": None})
 
 
 def sparse_by_hand(strategy: mirrored.Strategy) -> None:
@@ -278,6 +200,5 @@ def sparse_by_hand(strategy: mirrored.Strategy) -> None:
 
 
 def test_sparse_gradients_that_no_module_announces() -> None:
-    for error in failures(sparse_by_hand):
-        with pytest.raises(mirrored.MirrorError, match=r"those of ParameterList.0 are averaged as dense.*nn.Embedding"):
-            raise error
+    words = r"those of ParameterList.0 are averaged as dense.*nn.Embedding"
+    all_raise(mirrored.MirrorError, words, sparse_by_hand)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import mirrored
-from tests.support.jobs import failures, towers
+from tests.support.jobs import all_raise, towers
 from tests.support.logs import Records
 
 
@@ -54,59 +54,13 @@ def test_values_that_differ(call: str, row: int) -> None:
 
 
 def loss_with_a_shape(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = nn.Linear(1, 1)
+    model = strategy.mirror(nn.Linear(1, 1))
     strategy.run(lambda: model(torch.ones(3, 1)).backward())
 
 
 @pytest.mark.row(34)
 def test_loss_is_no_scalar() -> None:
-    for error in failures(loss_with_a_shape):
-        with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar outputs"):
-            raise error
-
-
-def uneven_mean(strategy: mirrored.Strategy, exact: bool) -> float:
-    """d/dw of the mean of w·x over [-20, -4, -2, 0] cut 3 to 1: -6.5, but the mean of means is -4.33."""
-    with strategy.scope():
-        model = nn.Linear(1, 1, bias=False).double()
-    data = TensorDataset(torch.tensor([[-20.0], [-4.0], [-2.0]], dtype=torch.float64))
-    [(x,)] = list(strategy.distribute_dataset(data, 3))
-
-    def step(x: Tensor) -> None:
-        values = model(x)[:, 0]
-        loss = mirrored.compute_average_loss(values) if exact else values.mean()
-        loss.backward()
-
-    strategy.run(step, args=(x,))
-    return float(model.weight.grad)
-
-
-@pytest.mark.row(35)
-def test_uneven_shares() -> None:
-    # Shares are (-20, -4) and (-2): the true mean is -26/3, a mean of means -7.
-    assert towers(uneven_mean, True) == pytest.approx([-26 / 3] * 2, rel=1e-15)
-    assert towers(uneven_mean, False) == [-7.0, -7.0]
-
-
-def one_example_on_three_towers(strategy: mirrored.Strategy) -> tuple[float, float, list[int]]:
-    with strategy.scope():
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-    [(x,)] = list(strategy.distribute_dataset(TensorDataset(torch.tensor([[4.0]])), 8))
-
-    def step(x: Tensor) -> Tensor:
-        loss = mirrored.compute_average_loss(model(x)[:, 0])
-        loss.backward()
-        return loss.detach()
-
-    loss = strategy.reduce("sum", strategy.run(step, args=(x,)))
-    return float(loss), float(model.weight.grad), list(x.shape)
-
-
-@pytest.mark.row(36)
-def test_empty_share() -> None:
-    assert towers(one_example_on_three_towers, count=3) == [(4, 4, [1, 1]), (4, 4, [0, 1]), (4, 4, [0, 1])]
+    all_raise(RuntimeError, "grad can be implicitly created only for scalar outputs", loss_with_a_shape)
 
 
 def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[str]]:
@@ -166,10 +120,7 @@ def different_lengths(strategy: mirrored.Strategy, kind: str) -> list[list[int]]
 )
 @pytest.mark.row(38)
 def test_different_numbers_of_steps_are_refused(kind: str, error: type[Exception], words: str) -> None:
-    first, second = failures(different_lengths, kind)
-    assert str(first) == str(second)
-    with pytest.raises(error, match=words):
-        raise first
+    all_raise(error, words, different_lengths, kind, same=True)
 
 
 @pytest.mark.row(38)
@@ -179,6 +130,7 @@ def test_pipelines_of_different_lengths_are_agreed_on() -> None:
 
 def test_data_that_cannot_be_distributed() -> None:
     strategy = mirrored.OneDeviceStrategy()
+    twice = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0))
     for arguments, options, error, words in (
         ((range(3),), {}, ValueError, "global_batch_size is missing"),
         ((range(3), 0), {}, ValueError, "global_batch_size is 0, but must be a whole number from 1"),
@@ -186,12 +138,7 @@ def test_data_that_cannot_be_distributed() -> None:
         ((Stream(3), 2), {"shuffle": True}, ValueError, "an order of its own: shuffle inside it"),
         ((DataLoader(range(4), 2), 4), {}, ValueError, "batch_size, which is the global one, is 2"),
         ((DataLoader(range(4), 2),), {"shuffle": True}, ValueError, "belong to the DataLoader"),
-        (
-            (DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0)),),
-            {},
-            ValueError,
-            "has a DistributedSampler, so its data would be shared out twice",
-        ),
+        ((twice,), {}, ValueError, "has a DistributedSampler, so its data would be shared out twice"),
     ):
         with pytest.raises(error, match=words):
             strategy.distribute_dataset(*arguments, **options)

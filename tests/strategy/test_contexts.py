@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 import mirrored
-from tests.support.jobs import make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
@@ -186,25 +186,6 @@ def test_one_tower_runs_in_place() -> None:
     assert strategy.run(lambda *, x: x, kwargs={"x": 5}) == 5
 
 
-def seeded(strategy: mirrored.Strategy) -> list[float]:
-    """Equal while the model is made, different from the first run on."""
-    import random
-
-    import numpy as np
-
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-    return draw() + strategy.run(draw)
-
-
-def test_one_seed_seeds_everything() -> None:
-    first, second = towers(seeded)
-    assert first[:3] == second[:3]
-    assert all(a != b for a, b in zip(first[3:], second[3:], strict=True))
-    assert towers(seeded) == [first, second]
-
-
 class Stream(IterableDataset[Tensor]):
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -213,23 +194,18 @@ class Stream(IterableDataset[Tensor]):
         return iter(self.rows)
 
 
-def use_all(folder: pathlib.Path, settings: dict[str, Any], default: str) -> list[Any]:
+def use_all(strategy: mirrored.Strategy, folder: pathlib.Path, setting: str, default: str) -> list[Any]:
     """Values of what communicates or loads, where tensors are made on ``default`` if nobody says where."""
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise", mirror_check_interval=2, **settings)
-    r, plain = strategy.topology.index, "virtual_towers" not in settings
+    r, plain = strategy.topology.index, setting != "virtual towers"
     x, y = make_data(40, torch.float32)
     ones, rows, own = torch.ones(2), torch.full((r + 1, 100), float(r)), torch.tensor([1.0, r], requires_grad=True)
     words = torch.tensor([r, 2])
     with strategy.scope(sync_batch_norm=plain):
         model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        unused, table = nn.Linear(2, 2), nn.Embedding(4, 2, sparse="shard_optimizer" not in settings)
+        unused, table = nn.Linear(2, 2), nn.Embedding(4, 2, sparse=setting != "sharded")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    checkpoints = mirrored.CheckpointManager(
-        strategy,
-        folder,
-        {"model": model, "optimizer": optimizer, "rest": {"own": rows, "none": rows[:0]}},
-        every_steps=1,
-    )
+    kept = {"model": model, "optimizer": optimizer, "rest": {"own": rows, "none": rows[:0]}}
+    checkpoints = mirrored.CheckpointManager(strategy, folder, kept, every_steps=1)
     pipeline = DataLoader(TensorDataset(x, y), 7)
 
     def train(x: Tensor, y: Tensor) -> Tensor:
@@ -275,24 +251,18 @@ def use_all(folder: pathlib.Path, settings: dict[str, Any], default: str) -> lis
     return found
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"communication": mirrored.CommunicationOptions(implementation="gloo")},
-        {"shard_optimizer": True},
-        {"virtual_towers": 4},
-    ],
-    ids=["plain", "gloo", "sharded", "virtual"],
-)
-def test_another_default_device(settings: dict[str, Any], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("setting", [*SETTINGS, "virtual towers"])
+def test_another_default_device(setting: str, tmp_path: pathlib.Path) -> None:
     """As in the scope of a strategy on a GPU, where tensors are made there if nobody says where."""
+    checks = {"nonfinite_gradients": "raise", "mirror_check_interval": 2}
+    settings = {**SETTINGS.get(setting, {"virtual_towers": 4}), **checks}
     results = {
-        default: mirrored.launch(use_all, (tmp_path / default, settings, default), towers=2, timeout=HANG)
-        for default in ("cpu", "meta")
+        default: towers(use_all, tmp_path / default, setting, default, settings=settings) for default in ("cpu", "meta")
     }
-    for actual, expected in zip(results["meta"], results["cpu"], strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(results["meta"], results["cpu"], rtol=0, atol=0)
+
+
+THREADS = {"towers-heartbeat", "towers-step-deadline"}
 
 
 def make_strategies(how_many: int) -> list[tuple[int, int]]:
@@ -307,13 +277,7 @@ def make_strategies(how_many: int) -> list[tuple[int, int]]:
         gc.collect()
         if number in (3, how_many):
             # Threads look once a second whether they are still wanted.
-            wait_until(
-                lambda: (
-                    not any(
-                        thread.name in ("towers-heartbeat", "towers-step-deadline") for thread in threading.enumerate()
-                    )
-                )
-            )
+            wait_until(lambda: THREADS.isdisjoint(thread.name for thread in threading.enumerate()))
             found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     return found
 

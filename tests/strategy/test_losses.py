@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,27 +39,26 @@ def share_of(strategy: mirrored.Strategy, values: list[float], **options: object
 LOSSES = [2.5, 6.2, 5.0]
 
 
-def test_shares_add_up_to_the_global_mean() -> None:
-    for loss, gradient in [share_of(mirrored.OneDeviceStrategy(), LOSSES), *towers(share_of, LOSSES)]:
+@pytest.mark.row(35, 36)
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_shares_add_up_to_the_global_mean(count: int) -> None:
+    """Uneven ones, and empty ones, which are an exact zero."""
+    for loss, gradient in towers(share_of, LOSSES, count=count):
         assert loss == pytest.approx(13.7 / 3, rel=1e-15)
         assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
 
 
-def test_empty_shares_are_an_exact_zero() -> None:
-    for loss, gradient in towers(share_of, LOSSES, count=5):
-        assert loss == pytest.approx(13.7 / 3, rel=1e-15)
-        assert gradient == pytest.approx(13.7 / 3, rel=1e-15)
+def mean_of_a_share(strategy: mirrored.Strategy) -> float:
+    """The averaged gradient of a plain mean over shares of two examples and one."""
+    factor = strategy.mirror(torch.nn.Linear(1, 1, bias=False).double())
+    [(x,)] = list(strategy.distribute_dataset(TensorDataset(torch.tensor([-20.0, -4.0, -2.0]).double()[:, None]), 3))
+    strategy.run(lambda x: factor(x).mean().backward(), args=(x,))
+    return float(factor.weight.grad)
 
 
-def share_with_global_batch_size(strategy: mirrored.Strategy) -> float:
-    values = torch.tensor([1.0, 2, 3, 4, 5]) if strategy.num_replicas_in_sync == 1 else torch.tensor([[1.0, 2], [3, 9]])
-    own = values if strategy.num_replicas_in_sync == 1 else values[strategy.topology.index]
-    return float(strategy.reduce("sum", strategy.run(lambda: mirrored.compute_average_loss(own, global_batch_size=10))))
-
-
-def test_explicit_global_batch_size() -> None:
-    assert share_with_global_batch_size(mirrored.OneDeviceStrategy()) == 1.5
-    assert towers(share_with_global_batch_size) == [1.5, 1.5]
+@pytest.mark.row(35)
+def test_a_plain_mean_over_uneven_shares_is_a_mean_of_means() -> None:
+    assert towers(mean_of_a_share) == [-7.0, -7.0]  # the true mean is -26 / 3
 
 
 def other_denominators(strategy: mirrored.Strategy) -> list[float]:
@@ -153,49 +153,38 @@ def test_losses_are_added_in_place_and_do_not_overflow() -> None:
     assert towers(add_losses) == [[3.0, 6.0 - 1.0, 4.0, 2.0]] * 2
 
 
-def flattened_tokens(strategy: mirrored.Strategy) -> str:
-    """Sequences flattened to tokens: how many the other towers have is not known here."""
-    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(12.0).view(3, 4)), 3))
-    with pytest.raises(ValueError) as error:
-        strategy.run(lambda x: mirrored.compute_average_loss(x.flatten()), args=batch)
-    return str(error.value)
+Losses = Callable[[Tensor], Tensor]
+
+WRONG_NUMBERS: dict[str, tuple[Tensor, Losses]] = {
+    "sequences flattened to tokens": (torch.arange(12.0).view(3, 4), lambda x: x.flatten()),
+    "a number that no share has": (torch.arange(7.0), lambda x: torch.ones(5)),
+    "two crops of each example": (torch.arange(4.0), lambda x: torch.cat([x, x])),
+    "some of the examples": (torch.arange(4.0), lambda x: x[:1]),
+    "none of the examples": (torch.arange(4.0), lambda x: x[:0]),
+}
 
 
-def test_several_entries_per_example_are_refused_on_any_number_of_towers() -> None:
-    for text in [flattened_tokens(mirrored.OneDeviceStrategy()), *towers(flattened_tokens)]:
-        assert "one loss per example" in text
-
-
-def impossible_counts(strategy: mirrored.Strategy) -> str:
-    [batch] = list(strategy.distribute_dataset(TensorDataset(torch.arange(7.0)), 7))
-    with pytest.raises(ValueError) as error:
-        strategy.run(lambda x: mirrored.compute_average_loss(torch.ones(5)), args=batch)
-    return str(error.value)
-
-
-def test_a_number_of_entries_that_cannot_be_right_is_refused() -> None:
-    first, second = towers(impossible_counts)
-    assert first.startswith("the loss has 5 entries, but this tower's part of the distributed batch has 4 of 7")
-    assert "3 of 7" in second
-
-
-def other_entries_than_examples(strategy: mirrored.Strategy) -> list[str]:
-    """In a loop over a distributed batch of four: two crops of each example, of all towers or of some, and none."""
-    found = []
-    for (x,) in strategy.distribute_dataset(TensorDataset(torch.arange(4.0)), 4):
-        for losses in (torch.cat([x, x]), x[:1], x[:0]):
+def wrong_numbers(strategy: mirrored.Strategy) -> dict[str, list[str]]:
+    """What is said of losses that do not fit the distributed batch, which is given to ``run``, or is only at hand."""
+    texts: dict[str, list[str]] = {}
+    for name, (examples, losses) in WRONG_NUMBERS.items():
+        for (x,) in strategy.distribute_dataset(TensorDataset(examples), len(examples)):
             for args in ((), (x,)):
-                try:
-                    strategy.run(lambda *_, losses=losses: mirrored.compute_average_loss(losses), args=args)
-                except ValueError as error:
-                    found.append(str(error))
-    return found
+                with pytest.raises(ValueError) as error:
+                    strategy.run(lambda *_, x=x, of=losses: mirrored.compute_average_loss(of(x)), args=args)
+                texts.setdefault(name, []).append(str(error.value))
+    return texts
 
 
-def test_a_loss_that_does_not_fit_its_batch_is_refused_always() -> None:
-    for texts in [other_entries_than_examples(mirrored.OneDeviceStrategy()), *towers(other_entries_than_examples)]:
-        assert len(texts) == 6
-        assert all("Give one loss per example" in text for text in texts)
+def test_losses_that_do_not_fit_their_batch_are_refused_on_any_number_of_towers() -> None:
+    first, second = results = towers(wrong_numbers)
+    for texts in [wrong_numbers(mirrored.OneDeviceStrategy()), *results]:
+        for name in WRONG_NUMBERS:
+            assert len(texts[name]) == 2, name
+            assert all("Give one loss per example" in text for text in texts[name]), name
+    words = "the loss has 5 entries, but this tower's part of the distributed batch has"
+    assert first["a number that no share has"][1].startswith(f"{words} 4 of 7")
+    assert second["a number that no share has"][1].startswith(f"{words} 3 of 7")
 
 
 def sequences(strategy: mirrored.Strategy, how: str) -> tuple[float, list[Tensor]]:
@@ -234,24 +223,6 @@ def test_sequences_as_the_readme_has_them(how: str) -> None:
             assert found == pytest.approx(loss, rel=1e-12)
             for a, b in zip(own, gradients, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-def regularization(strategy: mirrored.Strategy) -> tuple[float, float]:
-    with strategy.scope():
-        model = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.constant_(model.weight, 3.0)
-
-    def step() -> Tensor:
-        loss = mirrored.scale_regularization_loss((model.weight**2).sum())
-        loss.backward()
-        return loss.detach()
-
-    return float(strategy.reduce("sum", strategy.run(step))), float(model.weight.grad)
-
-
-def test_regularization_adds_up_and_keeps_its_gradient() -> None:
-    assert regularization(mirrored.OneDeviceStrategy()) == (9, 6)
-    assert towers(regularization) == [(9, 6)] * 2
 
 
 def outside_run(strategy: mirrored.Strategy) -> list[str]:

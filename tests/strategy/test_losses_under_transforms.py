@@ -25,10 +25,8 @@ Parameters = dict[str, Tensor]
 
 def in_run(strategy: mirrored.Strategy, fn: Callable[[torch.nn.Module, Tensor, Tensor], Any]) -> Any:
     """What ``fn(model, x, y)`` returns in a run over a batch of 7 examples."""
-    with strategy.scope():
-        model = make_mlp()
-    data = strategy.distribute_dataset(TensorDataset(*make_data(EXAMPLES)), EXAMPLES)
-    [batch] = list(data)
+    model = strategy.mirror(make_mlp())
+    [batch] = list(strategy.distribute_dataset(TensorDataset(*make_data(EXAMPLES)), EXAMPLES))
     return strategy.run(lambda x, y: fn(model, x, y), args=batch)
 
 

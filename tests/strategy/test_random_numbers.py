@@ -61,10 +61,12 @@ def test_random_numbers_are_equal_outside_of_run_and_different_inside() -> None:
     assert all(outside == by_count[1][0][0] for found in by_count.values() for outside, _ in found)
     numbers = [number for _, inside in by_count[3] for step in inside for number in step]
     assert len(set(numbers)) == len(numbers), "some number came twice"
-    python = {count: [[step[0] for step in inside] for _, inside in found] for count, found in by_count.items()}
-    assert python[2] == python[3][:2], "a tower's own stream depends on the seed and its index only"
+    # torch draws as many numbers as a share has examples.
+    drawn = {count: [[step[:3] for step in inside] for _, inside in found] for count, found in by_count.items()}
+    assert drawn[2] == drawn[3][:2], "a tower's own stream depends on the seed and its index only"
     (first, _), (second, _) = without_seed = drawn_by(2, None)
     assert first == second
+    assert drawn_by(2, None)[0][0] != first, "without a seed each job draws others"
     numbers = [number for _, inside in without_seed for step in inside for number in step]
     assert len(set(numbers)) == len(numbers)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import failures, towers
+from tests.support.jobs import all_raise, towers
 from tests.support.meeting import say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, forever
 
@@ -158,42 +158,14 @@ def test_unusual_numbers() -> None:
         assert found == ([1 + 2j, 3 + 4j, 1 - 2j, 3 - 4j], [2, 6], [-2, -2], [1 + 2j], [1, 7])
 
 
-def gather_badly(strategy: mirrored.Strategy, kind: str) -> None:
+def call_badly(strategy: mirrored.Strategy, kind: str) -> None:
     r = strategy.topology.index
-    if kind == "rank":
-        strategy.gather(torch.zeros([2] * (r + 1)))
-    elif kind == "other size":
+    if kind == "gather of other sizes":
         strategy.gather(torch.zeros(2, r + 1))
-    elif kind == "axis on one tower":
+    elif kind == "gather along another axis":
         strategy.gather(torch.zeros(2, 2), axis=r * 5)
-    else:
+    elif kind == "gather of a scalar":
         strategy.gather(torch.tensor(1.0))
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("rank", r"shape \(2, 2\) on tower 1, but torch.float32 of shape \(2,\) on tower 0"),
-        ("other size", r"shape \(2, 2\) on tower 1"),
-        ("axis on one tower", "on tower 1: axis 5 is out of range"),
-        ("scalar", "a scalar cannot be gathered"),
-    ],
-)
-def test_gather_raises_the_same_error_on_both(kind: str, words: str) -> None:
-    first, second = failures(gather_badly, kind)
-    assert isinstance(first, ValueError)
-    assert type(first) is type(second)
-    assert str(first) == str(second)
-    with pytest.raises(ValueError, match=words):
-        raise first
-
-
-def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
-    r = strategy.topology.index
-    if kind == "shape":
-        strategy.reduce("sum", torch.zeros(r + 1))
-    elif kind == "dtype":
-        strategy.reduce("sum", torch.zeros(2, dtype=[torch.float32, torch.int32][r]))
     elif kind == "structure":
         strategy.reduce("sum", [1.0] * (r + 1))
     elif kind == "operation":
@@ -209,8 +181,9 @@ def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
-        ("shape", mirrored.DisagreementError, r"float32 of shape \(2,\) on tower 1, but .* \(1,\) on tower 0"),
-        ("dtype", mirrored.DisagreementError, "int32 .* on tower 1, but torch.float32"),
+        ("gather of other sizes", ValueError, r"shape \(2, 2\) on tower 1"),
+        ("gather along another axis", ValueError, "on tower 1: axis 5 is out of range"),
+        ("gather of a scalar", ValueError, "a scalar cannot be gathered"),
         ("structure", mirrored.DisagreementError, r"tower 1 reduce\('sum', axis=None\) of \[\*,\*\]"),
         ("operation", mirrored.DisagreementError, r"tower 1 reduce\('max'"),
         ("text", TypeError, "type str cannot be reduced"),
@@ -218,12 +191,9 @@ def reduce_badly(strategy: mirrored.Strategy, kind: str) -> None:
         ("different calls", mirrored.DisagreementError, r"tower 1 gather\(axis=0\)"),
     ],
 )
-def test_reduce_raises_the_same_error_on_both(kind: str, error: type[Exception], words: str) -> None:
-    first, second = failures(reduce_badly, kind)
-    assert str(first) == str(second)
-    assert type(first) is type(second)
-    with pytest.raises(error, match=words):
-        raise first
+def test_the_same_error_on_all_towers(kind: str, error: type[Exception], words: str) -> None:
+    """Other shapes and dtypes are in test_bad_training.py."""
+    all_raise(error, words, call_badly, kind, same=True)
 
 
 def test_unknown_operation() -> None:

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import assert_close, make_data, parameters_of, towers
-from tests.support.waiting import HANG
+from tests.support.jobs import SETTINGS, assert_close, make_data, parameters_of, towers
 from towers.collectives import values
 
 pytestmark = pytest.mark.slow
 
-CPUS = ["cpu:0", "cpu:1"]
-SETTINGS: dict[str, dict[str, Any]] = {
-    "shared memory": {},
+WAYS: dict[str, dict[str, Any]] = {
+    **SETTINGS,
     "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64)},
-    "sharded": {"shard_optimizer": True},
 }
 
 
@@ -84,14 +81,10 @@ def train(strategy: mirrored.Strategy, how: str) -> dict[str, Any]:
     return {"parameters": parameters_of(model), "found": found, "calls": calls}
 
 
-def train_with(setting: str, how: str) -> dict[str, Any]:
-    return train(mirrored.MirroredStrategy(seed=0, **SETTINGS[setting]), how)
-
-
 @pytest.mark.parametrize(
     ("setting", "how"),
     [
-        *((setting, "plain") for setting in SETTINGS),
+        *((setting, "plain") for setting in WAYS),
         *(("shared memory", how) for how in ("weights", "twice", "added", "empty at first")),
         ("sharded", "twice"),
         ("gloo", "empty at first"),
@@ -99,7 +92,7 @@ def train_with(setting: str, how: str) -> dict[str, Any]:
 )
 def test_an_empty_share_is_not_computed_and_contributes_nothing(setting: str, how: str) -> None:
     alone = train(mirrored.OneDeviceStrategy(), how)
-    results = mirrored.launch(train_with, (setting, how), devices=CPUS, timeout=HANG)
+    results = towers(train, how, settings=WAYS[setting])
     for result in results:
         assert_close(result["parameters"], alone["parameters"], 1e-12)
         assert_close(result["found"], alone["found"], 1e-12)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import failures, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import all_raise, make_data, make_mlp, parameters_of, towers
+from tests.support.steps import local_share
 from tests.support.waiting import HANG
 
 
 def _loss(model: nn.Module, strategy: mirrored.Strategy) -> Tensor:
     """Of this tower's own examples."""
-    x, y = make_data(8)
-    own = slice(4 * strategy.topology.index, 4 * strategy.topology.index + 4)
-    return nn.functional.cross_entropy(model(x[own]), y[own])
+    x, y = local_share(strategy, *make_data(8))
+    return nn.functional.cross_entropy(model(x), y)
 
 
 def _new(parameter: Tensor, gradient: Tensor) -> None:
@@ -111,30 +111,25 @@ def test_steps_on_averaged_gradients_are_left_alone() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def _by_hand(strategy: mirrored.Strategy, own_optimizer: bool) -> None:
+def _by_hand(strategy: mirrored.Strategy) -> None:
     """Updates that are no ``torch.optim``, by gradients of this tower's own."""
     model = strategy.mirror(make_mlp())
 
-    class Descent:
-        def step(self, gradients: tuple[Tensor, ...]) -> None:
-            with torch.no_grad():
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter -= 0.1 * gradient
-
     def step() -> None:
         gradients = torch.autograd.grad(_loss(model, strategy), list(model.parameters()))
-        Descent().step(gradients)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
 
     for _ in range(3):
         strategy.run(step)
 
 
 def test_updates_by_hand_are_found_when_towers_differ() -> None:
-    first, second = map(str, failures(_by_hand, True))
-    assert first == second
-    assert "parameter Sequential.0.weight is no longer the same on all towers" in first
-    assert "when run 2 began" in first
-    assert "gradients that no backward() has averaged" in first
+    words = "parameter Sequential.0.weight is no longer the same on all towers"
+    text, _ = all_raise(mirrored.MirrorError, words, _by_hand, same=True)
+    assert "when run 2 began" in text
+    assert "gradients that no backward() has averaged" in text
 
 
 def _replaced_later(strategy: mirrored.Strategy, equal: bool) -> None:
@@ -148,11 +143,10 @@ def _replaced_later(strategy: mirrored.Strategy, equal: bool) -> None:
 
 
 def test_a_layer_that_was_replaced_after_the_first_run_is_compared() -> None:
-    first, second = map(str, failures(_replaced_later, False))
-    assert first == second
-    assert first.startswith("parameter that is not mirrored Sequential.2.weight is no longer the same on all towers")
-    assert "Also different: 1 parameter that is not mirrored." in first
-    assert "strategy.mirror(module)" in first
+    words = "^parameter that is not mirrored Sequential.2.weight is no longer the same on all towers"
+    text, _ = all_raise(mirrored.MirrorError, words, _replaced_later, False, same=True)
+    assert "Also different: 1 parameter that is not mirrored." in text
+    assert "strategy.mirror(module)" in text
     towers(_replaced_later, True)
 
 
@@ -167,10 +161,9 @@ def _backward_before_run(strategy: mirrored.Strategy, mirror: bool) -> None:
 
 @pytest.mark.parametrize("mirror", [False, True])
 def test_a_backward_before_the_first_run_is_refused(mirror: bool) -> None:
-    for tower, error in enumerate(failures(_backward_before_run, mirror)):
-        assert isinstance(error, mirrored.MirrorError)
-        named = rf"on tower {tower} reached (Linear|Sequential[.]\d)[.](weight|bias), .* before the first strategy.run"
-        assert re.search(named, str(error))
+    words = r"reached (Linear|Sequential[.]\d)[.](weight|bias), .* before the first strategy.run"
+    for tower, text in enumerate(all_raise(mirrored.MirrorError, words, _backward_before_run, mirror)):
+        assert f"backward() on tower {tower} reached" in text
 
 
 def _keras(built: bool, inside: bool) -> list[float]:
@@ -183,11 +176,10 @@ def _keras(built: bool, inside: bool) -> list[float]:
         if built:
             model.build((None, 5))
         model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x, y = make_data(8, torch.float32)
-    own = slice(4 * strategy.topology.index, 4 * strategy.topology.index + 4)
+    x, y = local_share(strategy, *make_data(8, torch.float32))
 
     def fit() -> None:
-        model.fit(x[own], y[own], batch_size=4, verbose=0)
+        model.fit(x, y, batch_size=4, verbose=0)
 
     if inside:
         strategy.run(fit)

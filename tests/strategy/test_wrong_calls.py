@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mirrored
-from tests.support.jobs import failures, towers
+from tests.support.jobs import all_raise, towers
 
 
 def two_arguments(x: Any, y: Any = None) -> Any:
@@ -53,7 +53,7 @@ def without_a_tuple(strategy: mirrored.Strategy) -> None:
 
 
 def test_arguments_of_run_that_are_no_tuple_on_all_towers() -> None:
-    assert all(isinstance(error, TypeError) and RIGHT in str(error) for error in failures(without_a_tuple))
+    all_raise(TypeError, re.escape(RIGHT), without_a_tuple)
 
 
 def right(strategy: mirrored.Strategy) -> list[Any]:
