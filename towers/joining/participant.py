@@ -36,17 +36,14 @@ Compare = Callable[[int, Message, int, Message], str | None]
 _ABSENT = object()
 
 
-def versions() -> dict[str, str]:
+def versions() -> str:
     """What must be equal on all workers and towers."""
     try:
         version = importlib.metadata.version("mirrored")
     except importlib.metadata.PackageNotFoundError:
         version = "not installed"
-    return {
-        "mirrored": version,
-        "torch": torch.version.__version__,
-        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
-    }
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return f"mirrored {version}, torch {torch.version.__version__}, python {python}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +160,6 @@ class _Handshake:
     def __init__(self, process: Participant, store: SignedStore, compare: Compare) -> None:
         self._process, self._store, self._compare = process, store, compare
         self._messages: dict[int, Message] = {}  # that have been read, by the process's index
-        self._confirmed: set[int] = set()  # processes that have read the same messages
 
     def run(self, message: Message) -> list[Message]:
         """All messages in order, once all processes have them."""
@@ -181,7 +177,11 @@ class _Handshake:
             if not missing:
                 return self._in_order()
             if late:
-                described = ", ".join(f"{kind} {i} ({names[i]})" + self._rejected(i) for i in missing)
+                reasons = {i: self._store.rejected.get(self._key(i)) for i in missing}
+                described = ", ".join(
+                    f"{kind} {i} ({names[i]})" + (f", in whose place there is {reason}" if reason else "")
+                    for i, reason in reasons.items()
+                )
                 self._fail_together(
                     f"{len(missing)} of {len(names)} {kind}s did not come within {deadline.elapsed():.0f} s: "
                     f"{described}; the list of {kind}s was read from {self._process.origin}",
@@ -251,27 +251,18 @@ class _Handshake:
 
     def _without(self, others: Sequence[int], digest: str) -> list[int]:
         """Those of ``others`` that have not confirmed ``digest``."""
-        for other in others:
-            confirmation = self._store.read(self._key(f"confirmed{other}")) if other not in self._confirmed else None
-            if confirmation is not None and confirmation.get("digest") == digest:
-                self._confirmed.add(other)
-        return [other for other in others if other not in self._confirmed]
-
-    def _rejected(self, index: int) -> str:
-        """What an error message adds about a message that was rejected in the place of process ``index``."""
-        reason = self._store.rejected.get(self._key(index))
-        return f", in whose place there is {reason}" if reason else ""
+        confirmations = {other: self._store.read(self._key(f"confirmed{other}")) or {} for other in others}
+        return [other for other, confirmation in confirmations.items() if confirmation.get("digest") != digest]
 
     def _check(self, index: int, other: int) -> None:
         """See that two messages fit together, versions first, since they say what is in a message."""
         message, reference = self._messages[index], self._messages[other]
-        place, place_of_other = (f"{self._process.kind} {i}{_on_host(self._messages[i])}" for i in (index, other))
-        versions_here, versions_there = message.get("versions"), reference.get("versions")
-        if versions_here != versions_there:
-            self._fail_together(
-                f"different versions: {_list_versions(versions_here)} on {place}, {_list_versions(versions_there)} on "
-                f"{place_of_other}"
-            )
+        place, place_of_other = (
+            f"{self._process.kind} {i} (on {printable(self._messages[i].get('host'), 64)})" for i in (index, other)
+        )
+        one, two = (printable(each.get("versions"), 200) for each in (message, reference))
+        if one != two:
+            self._fail_together(f"different versions: {one} on {place}, {two} on {place_of_other}")
         for field, value in reference.items():
             if not isinstance(message.get(field, _ABSENT), (str if value is None else type(value), type(None))):
                 self._fail_together(
@@ -301,13 +292,3 @@ class _Handshake:
 
     def _key(self, what: int | str) -> str:
         return f"{self._process.kind}/{what}"
-
-
-def _on_host(message: Message) -> str:
-    return f" (on {printable(message.get('host'), 64)})"
-
-
-def _list_versions(versions: object) -> str:
-    if not isinstance(versions, dict):
-        return "unknown ones"
-    return ", ".join(f"{printable(name, 32)} {printable(number, 64)}" for name, number in versions.items())
