@@ -46,7 +46,7 @@ def test_killed_agents_leave_nothing_after_a_new_start(tmp_path: pathlib.Path) -
 
 def test_a_line_without_end_is_passed_on_in_pieces() -> None:
     pieces: list[str] = []
-    lines = console.PrefixedLines("[tower 1] ", pieces.append)
+    lines = console.prefixed_lines("[tower 1] ", pieces.append)
     for _ in range(200):
         lines("x" * 65536)
     assert max(map(len, pieces)) < 3 * 65536

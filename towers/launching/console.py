@@ -27,12 +27,21 @@ _PREFIX = "towers-job-"
 
 
 def standard(stream: str) -> Sink:
-    """A sink that writes to ``sys.stdout`` or ``sys.stderr`` as it is at that moment (notebooks replace it)."""
+    """A sink that writes to ``sys.stdout`` or ``sys.stderr`` as it is at that moment (notebooks replace it).
+
+    Where that fails (nobody reads our output any more) it writes no more.
+    """
+    failed = False
 
     def write(text: str) -> None:
+        nonlocal failed
         target: TextIO = getattr(sys, stream)
-        target.write(text)
-        target.flush()
+        try:
+            if not failed:
+                target.write(text)
+                target.flush()
+        except Exception:  # whatever a foreign stream raises
+            failed = True
 
     return write
 
@@ -57,43 +66,27 @@ def print_while_terminal_lasts(*args: Any, **kwargs: Any) -> None:
         leave_terminal()
 
 
-def _nowhere(text: str) -> None:
-    """A sink for what cannot be written."""
-
-
 _LONGEST = 65536  # characters of a line that is kept until its end comes
 
 
-class PrefixedLines:
-    """A sink that prints whole lines behind a prefix; very long ones in pieces.
+def prefixed_lines(prefix: str, sink: Sink) -> Sink:
+    """A sink that prints whole lines behind a prefix; very long ones in pieces. An empty text ends the last line.
 
     What was drawn over, and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``), is left out: N
     towers' bars on one terminal are unreadable, and the chief's own shows.
     """
+    unfinished = ""
 
-    def __init__(self, prefix: str, sink: Sink) -> None:
-        self._prefix = prefix
-        self._sink = sink
-        self._rest = ""
+    def write(text: str) -> None:
+        nonlocal unfinished
+        *lines, rest = (unfinished + text).split("\n")
+        unfinished = rest[max(0, rest.rfind("\r")) :]  # a bar grows for hours
+        if unfinished and (not text or len(unfinished) > _LONGEST):
+            lines, unfinished = [*lines, unfinished], ""
+        if shown := "".join(f"{prefix}{line}\n" for line in map(_undrawn, lines) if line is not None):
+            sink(shown)
 
-    def __call__(self, text: str) -> None:
-        *lines, rest = (self._rest + text).split("\n")
-        rest = rest[max(0, rest.rfind("\r")) :]  # a bar grows for hours
-        if len(rest) > _LONGEST:
-            lines, rest = [*lines, rest], ""
-        self._rest = rest
-        self._print(lines)
-
-    def finish(self) -> None:
-        """Print what came without a line end."""
-        if self._rest:
-            self._print([self._rest])
-            self._rest = ""
-
-    def _print(self, lines: list[str]) -> None:
-        shown = "".join(f"{self._prefix}{text}\n" for text in map(_undrawn, lines) if text is not None)
-        if shown:
-            self._sink(shown)
+    return write
 
 
 def _undrawn(line: str) -> str | None:
@@ -115,30 +108,20 @@ class _Pipe:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def drain(self) -> None:
-        """Pass on all that is in the pipe.
-
-        Where that fails (nobody reads our output any more, a full disk) it is no longer passed on there, but
-        still read: a full pipe would stop the tower.
-        """
+        """Pass on all that is in the pipe: a full one would stop the tower."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.reader, 65536):
                 try:
                     if self._copy:
                         self._copy.write(data)
-                except OSError:
+                except OSError:  # a full disk
                     self._copy = None
-                self._pass_on(self._sink, self._decode.decode(data))
-
-    def _pass_on(self, write: Callable[..., None], *text: str) -> None:
-        try:
-            write(*text)
-        except Exception:  # whatever a foreign stream raises
-            self._sink = _nowhere
+                if text := self._decode.decode(data):
+                    self._sink(text)
 
     def close(self) -> None:
         self.drain()
-        if isinstance(self._sink, PrefixedLines):
-            self._pass_on(self._sink.finish)
+        self._sink("")
         os.close(self.reader)
         os.close(self._writer)
         if self._copy:
@@ -177,8 +160,7 @@ class Relay:
 
     def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
         """A pipe whose lines go to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""
-        sink = PrefixedLines(f"[{name}] ", standard(stream))
-        return self.pipe(f"{stream} {name}", sink, copy)
+        return self.pipe(f"{stream} {name}", prefixed_lines(f"[{name}] ", standard(stream)), copy)
 
     def _run(self) -> None:
         while True:

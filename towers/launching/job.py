@@ -105,26 +105,19 @@ def _find_program(argv: Sequence[str]) -> tuple[str, int]:
     (a description of something else, -1). Follows the grammar of ``python --help``: ``-W`` and ``-X`` take an
     argument, ``-c`` and ``-m`` end the options, single letters may be joined.
     """
-    position = 1
-    while position < len(argv):
-        word = argv[position]
+    words = iter(enumerate(argv[1:], start=1))
+    for position, word in words:
         if word == "-":
             return "a program on standard input", -1
         if not word.startswith("-"):
             return "script", position
-        if word.startswith("--"):
-            position += 2 if word == "--check-hash-based-pycs" else 1
-            continue
-        for offset, letter in enumerate(word[1:], start=1):
-            if letter == "c":
-                return "-c", -1
-            if letter == "m":
-                return "module", position
-            if letter in "WX":
-                if offset == len(word) - 1:
-                    position += 1
-                break
-        position += 1
+        letter = "" if word.startswith("--") else next((each for each in word if each in "cmWX"), "")
+        if letter == "c":
+            return "-c", -1
+        if letter == "m":
+            return "module", position
+        if word == "--check-hash-based-pycs" or (letter and not word.partition(letter)[2]):
+            next(words, None)  # the option's argument
     return "no program", -1
 
 
