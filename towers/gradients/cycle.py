@@ -35,8 +35,7 @@ from towers.gradients.usage import Counts, Read, Summary
 from towers.health.status import AVERAGING, BACKWARD
 from towers.system.memory_layout import gradient_dtype
 from towers.system.profiling import range_
-from towers.system.torch_private import current_graph_task_id
-from towers.system.uncompiled import refuse_compiled_autograd
+from towers.system.torch_private import COMPILED_AUTOGRAD, compiled_autograd_runs, current_graph_task_id
 
 
 class State(enum.Enum):
@@ -202,7 +201,12 @@ class Cycle:
     def open(self) -> None:
         """A backward has its first gradient."""
         self._channel.check_whole()  # before anything is written where others may read it
-        refuse_compiled_autograd(self._channel.index)
+        if compiled_autograd_runs():  # it calls hooks, but not what is queued for the end of a backward
+            raise TowersError(
+                f"compiled autograd runs this backward() on tower {self._channel.index}, and does not say when it is "
+                f"done, so gradients cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) compiles "
+                "the model's backward without it"
+            )
         self.check_paired()
         self._channel.health.train()
         self._backward.begin()

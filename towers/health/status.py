@@ -294,13 +294,22 @@ class Health:
             return self.record.read()
         return Status(self.run, self.step, self._running, self.evaluates, self.phase)
 
-    def during(self, phase: str) -> _During:
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
         """``with health.during(phase):`` enters a phase, and leaves it when the block is done, not when it fails."""
-        return _During(self, phase)
+        before = self.phase
+        self.enter(phase)
+        yield
+        self.enter(before)
 
-    def at(self, call: str) -> _At:
-        """``with health.at("reduce('sum')"):`` names the collective that the block makes."""
-        return _At(self, call)
+    @contextlib.contextmanager
+    def at(self, call: str) -> Iterator[None]:
+        """``with health.at("reduce('sum')"):`` names the collective that the block makes, until that has succeeded."""
+        if self.record is not None:
+            self.record.call(call.encode())
+        yield
+        if self.record is not None:
+            self.record.call(b"")
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """While a checkpoint is being written, by whatever thread: a job that fails gives it some time to be done."""
@@ -315,36 +324,6 @@ class Health:
             if item is _END:
                 return
             yield item  # type: ignore[misc]
-
-
-class _During:
-    __slots__ = ("_before", "_health", "_phase")
-
-    def __init__(self, health: Health, phase: str) -> None:
-        self._health, self._phase = health, phase
-
-    def __enter__(self) -> None:
-        self._before = self._health.phase
-        self._health.enter(self._phase)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._health.enter(self._before)
-
-
-class _At:
-    __slots__ = ("_call", "_health")
-
-    def __init__(self, health: Health, call: str) -> None:
-        self._health, self._call = health, call
-
-    def __enter__(self) -> None:
-        if (record := self._health.record) is not None:
-            record.call(self._call.encode())
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and (record := self._health.record) is not None:
-            record.call(b"")
 
 
 @functools.lru_cache(64)

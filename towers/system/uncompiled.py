@@ -11,8 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 
-from towers.errors import TowersError
-from towers.system.torch_private import COMPILED_AUTOGRAD, COMPILER, compiled_autograd_runs, skip_in_compiler
+from towers.system.torch_private import COMPILER, skip_in_compiler
 
 
 class Untraced:
@@ -44,20 +43,3 @@ class Untraced:
                 yield from self._files(name, path)
             elif name not in self.traced:
                 yield f"{path}/" if module.ispkg else f"{path}.py"
-
-
-def refuse_compiled_autograd(tower: int) -> None:
-    """See that a backward, which has begun, will tell when it is done.
-
-    Args:
-        tower: this one, for messages.
-
-    Raises:
-        TowersError: compiled autograd runs it, which calls hooks, but not what is queued for the end.
-    """
-    if compiled_autograd_runs():
-        raise TowersError(
-            f"compiled autograd runs this backward() on tower {tower}, and does not say when it is done, so gradients "
-            f"cannot be averaged: leave {COMPILED_AUTOGRAD} off. torch.compile(model) compiles the model's backward "
-            "without it"
-        )
