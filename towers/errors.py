@@ -66,7 +66,7 @@ def collective_timeout(
         awaited: the name of what it waits for.
         status: what it does, as a :class:`towers.health.status.Status` says it.
         peers: what the others do, as part of a sentence.
-        stacks: of the others.
+        stacks: the others' stacks.
     """
     return CollectiveTimeoutError(
         f"tower {tower} waited {seconds:.0f} s for {awaited} in a collective{status and f' ({status})'}"

@@ -94,10 +94,10 @@ class Numbers(dict[str, int]):
                 f"{index} is {self[index]}, but {size} is {self[size]}: it goes from 0 to {self[size] - 1}"
             )
 
-    def check_at_most(self, part: str, size: str) -> None:
+    def check_at_most(self, number: str, limit: str) -> None:
         """See that there are not more of one than of the other."""
-        if self[part] > self[size]:
-            raise self.error(f"{part} is {self[part]}, but {size} is only {self[size]}")
+        if self[number] > self[limit]:
+            raise self.error(f"{number} is {self[number]}, but {limit} is only {self[limit]}")
 
     def error(self, text: str) -> ClusterError:
         """``text`` as an error that says where the variables come from."""

@@ -91,8 +91,8 @@ def _tasks_on_node(text: str, number: Numbers) -> int:
     if not text.strip():
         return -(-number["SLURM_STEP_NUM_TASKS"] // number["SLURM_STEP_NUM_NODES"])
     stated = f"SLURM_STEP_TASKS_PER_NODE={text[:60]!r} is"
-    for part in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
+    for group in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", group.strip())
         if match is None:
             raise number.error(f"{stated} no list of numbers of tasks, such as '2(x3),1'")
         before += int(match[2] or 1)

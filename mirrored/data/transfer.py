@@ -47,7 +47,7 @@ def _side_stream(device: torch.device) -> torch.Stream:
 
 def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
     """A packed sequence is moved whole: it keeps its batch sizes on the CPU."""
-    return trees.map_leaves(fn, batch, whole=PackedSequence)
+    return trees.map_leaves(fn, batch, leaf=PackedSequence)
 
 
 def _copy_ahead(leaf: Any, device: torch.device) -> Any:

@@ -38,8 +38,7 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: ``"cuda:0"``, ``"cpu:0"``, ``"/gpu:0"`` or a ``torch.device``.
-        virtual_towers: as of :class:`MirroredStrategy`.
-        seed: as of :class:`MirroredStrategy`.
+        virtual_towers, seed: see :class:`MirroredStrategy`.
     """
 
     def __init__(self, device: Device = "cpu:0", *, virtual_towers: int | None = None, seed: int | None = None) -> None:
@@ -141,11 +140,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     Args:
         cluster_resolver: for example ``TFConfigClusterResolver()``.
         devices: one per tower of this worker.
-        options: as of :class:`MirroredStrategy`.
+        options: see :class:`MirroredStrategy`.
 
     Raises:
         ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
-        ValueError, CannotStartError, StartupError, HandshakeError: as of :class:`MirroredStrategy`.
+        ValueError, CannotStartError, StartupError, HandshakeError: see :class:`MirroredStrategy`.
     """
 
     @instead_of(communication_options=_COMMUNICATION)
@@ -223,7 +222,7 @@ def _start_towers(
     """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 
     Args:
-        named: as of :func:`_join_towers`.
+        named: the devices of this worker's towers, if any were named.
 
     Returns:
         The device of the only tower, where there is but one; else it does not return.

@@ -25,7 +25,7 @@ class Beat:
     """What a heartbeat of a tower says.
 
     Attributes:
-        number: of the heartbeat.
+        number: which of the tower's heartbeats it is.
         status: run, step, phase and collective.
         begun: by name of the communicator, how many collectives the tower has begun.
         wait: what it waits in; None where it does not wait.

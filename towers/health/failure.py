@@ -8,9 +8,8 @@ user's own torchrun the report gives torchrun's summary its traceback.
 and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
 s after the report (and the traceback, where the tower prints that itself), or 2.5 s after it where only exit handlers
 and the interpreter's end are left, which takes a second of a core with torch. A checkpoint that a thread is writing has
-30 s: a flag in the tower's status record says so to its agent. Reports are written under another name and renamed, so
-that they are whole or absent. A tower that was told to end and has saved does not wait for such threads for longer,
-either: the others and the scheduler wait for its end.
+30 s: a flag in the tower's status record says so to its agent. A tower that was told to end and has saved does not wait
+for such threads for longer, either: the others and the scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has
@@ -73,7 +72,7 @@ def is_peer_lost(error: BaseException) -> bool:
         return True
     text = _text_of(error).lower()
     of_c10d = isinstance(error, DistError) or (type(error) is RuntimeError and "gloo/transport" in text)
-    return of_c10d and any(said in text for said in _PEER_LOST)
+    return of_c10d and any(phrase in text for phrase in _PEER_LOST)
 
 
 def signal_name(number: int) -> str:
@@ -132,7 +131,7 @@ class FailureReport:
             return None
 
     def write(self, path: str) -> bool:
-        """Write the report whole, in torchrun's form with a finer clock, or not at all; whether it was written."""
+        """Write the report atomically, in torchrun's form with a finer clock; whether it was written."""
         extra = {
             "py_callstack": self.trace,
             "timestamp": str(int(clock.wall_time())),
@@ -204,7 +203,7 @@ def _report(error: BaseException, path: str | None, trace: str = "") -> bool:
 def install_hooks() -> None:
     """From now on an uncaught exception leaves its report and ends this process, and so does the end of its agent.
 
-    Under our own agent the traceback is not printed as well (the agent prints it, whole and last), and only the
+    Under our own agent the traceback is not printed as well (the agent prints it in full, last), and only the
     machine's first tower tells of an interruption (Ctrl-C reaches all of them).
     """
     quiet = RUN_ID in os.environ and STARTED_BY in os.environ
@@ -214,11 +213,11 @@ def install_hooks() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed = issubclass(kind, Exception)
         others_tell = issubclass(kind, KeyboardInterrupt) and os.environ.get("LOCAL_RANK") != "0"
-        told = (failed and _report(error, path)) or others_tell
+        reported = (failed and _report(error, path)) or others_tell
         if failed:  # also where nobody takes what is printed
             end_in(SAVING_SECONDS)
         try:
-            if not (quiet and told):
+            if not (quiet and reported):
                 previous(kind, error, trace)
         finally:  # not before: to print may take longer than the time that is left from then on
             if failed:

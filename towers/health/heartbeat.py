@@ -96,7 +96,7 @@ class Heartbeat:
         self._store: SignedStore | None = None
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
-        self._blocked = 0  # how often towers have said that they keep waiting
+        self._blocked = 0  # how often towers have reported that they keep waiting
         self._beats: dict[int, Beat] = {}
         self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
         self._host = socket.gethostname()
@@ -290,9 +290,9 @@ def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, 
     """End this tower when a step of it takes too long; see [Note: the deadline of a step].
 
     Args:
-        health: of this tower; the watch ends with it.
-        record: its record.
-        tower: its index.
+        health: this tower's; the watch ends with it.
+        record: the tower's record.
+        tower: the tower's index.
         seconds: how long a step may take; infinite for no limit.
     """
     pause = min(INTERVAL, seconds / 10)

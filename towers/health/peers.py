@@ -60,7 +60,7 @@ class PeerStatus:
         seconds: for how long it has been doing that.
         silent: seconds since its last heartbeat; where that came through the store, as far as this tower has watched,
             for the clocks of hosts differ.
-        stack: of its main thread, if it has answered a query.
+        stack: its main thread's, if it has answered a query.
         silence_limit: after so many silent seconds it counts as gone.
     """
 

@@ -140,8 +140,8 @@ class BatchInHand(NamedTuple):
     """The global batch that a script is at, the same on all towers, each of which has its share of it.
 
     Attributes:
-        loop: counts the loops over distributed data, which all towers begin together.
-        epoch, step: of the data, from 0.
+        loop: which of the loops over distributed data, which all towers begin together.
+        epoch, step: which epoch of the data, and which batch of it, from 0.
     """
 
     loop: int
@@ -153,7 +153,7 @@ class BatchInHand(NamedTuple):
 
 
 def with_batch(call: str, batch: BatchInHand | None) -> str:
-    """What a call is said to be, and the batch that it belongs to."""
+    """A call's name in messages, with the batch that it belongs to."""
     return call if batch is None else f"{call} with {batch}"
 
 
@@ -186,7 +186,7 @@ class Health:
         exit_code: what this tower is about to end with, without having failed.
         waits: what this tower waits in; None where it does not wait.
         deadlock: why a wait will never end, once that is known.
-        followers: are told of each phase that the tower enters.
+        followers: called with each phase that the tower enters.
     """
 
     def __init__(self, record: StatusRecord | None = None) -> None:

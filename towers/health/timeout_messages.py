@@ -32,10 +32,10 @@ def in_other_calls(health: Health, *, stacks: bool = True) -> list[PeerStatus]:
     """
     if health.heartbeat is None:
         return []
-    mine = health.status
+    own = health.status
 
     def is_here(other: Status) -> bool:
-        return (other.run, other.phase, other.call) == (mine.run, mine.phase, mine.call)
+        return (other.run, other.phase, other.call) == (own.run, own.phase, own.call)
 
     peers = health.heartbeat.query(health.heartbeat.others(), stacks=stacks)
     return [peer for peer in peers if not peer.lives or peer.status is None or not is_here(peer.status)]

@@ -5,7 +5,7 @@ are built. Each process publishes a message in the store, waits for everybody's,
 something wrong publishes the result, which all the others read, so that all fail with one text within seconds.
 
 [Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
-by somebody else. So a process that has found all messages confirms it by a digest of all their nonces, in which that of
+by somebody else. So a process that has read all messages confirms it by a digest of all their nonces, in which that of
 its own new message is. The first process confirms last, when all others have: then every process knows that all are
 there.
 """

@@ -176,7 +176,7 @@ def serve_store(host: str, port: int, origin: str, token: str, others: Sequence[
         The store; this machine's own processes reach it at its ``host`` and ``port``.
 
     Raises:
-        PortInUseError, StartupError: as of :func:`listen`.
+        PortInUseError, StartupError: see :func:`listen`.
     """
     listener, host = listen(host, port, origin, others)
     port = listener.getsockname()[1]
@@ -190,7 +190,7 @@ def listen(host: str, port: int, origin: str, others: Sequence[str] = ()) -> tup
     """A socket that listens where other processes expect the chief, and the host at which this machine reaches it.
 
     Args:
-        others: as of :func:`serve_store`.
+        others: see :func:`serve_store`.
 
     Raises:
         PortInUseError: something listens there already.

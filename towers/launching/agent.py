@@ -8,7 +8,8 @@ standard output only into files, and meets workers with a time-out that names no
 - how towers end (:mod:`towers.launching.attempt`);
 - the chief's output plain, the other towers silent but for prefixed warnings and errors
   (:mod:`towers.launching.console`);
-- the first exception whole, last which tower failed where, and its exit code (:mod:`towers.launching.exit_report`);
+- the first exception with its traceback, last which tower failed where, and its exit code
+  (:mod:`towers.launching.exit_report`);
 - workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.rendezvous`).
 """
 
@@ -142,7 +143,7 @@ class TowerLogs(LogsSpecs):
         return self._root_log_dir or os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name every stream's destination, for the towers whose environments are given (by local index)."""
+        """Name every stream's destination, for the towers with these environments (by local index)."""
         folder = pathlib.Path(self._root_log_dir) if self._root_log_dir else None
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +165,7 @@ class Supervisor(LocalElasticAgent):
     """Runs one attempt's towers of one worker, by the methods that torch's documentation leaves to subclasses.
 
     Args:
-        spec, logs: as of torchrun's agent.
+        spec, logs: arguments of torchrun's agent.
     """
 
     def __init__(self, attempt: Attempt, spec: WorkerSpec, logs: LogsSpecs) -> None:

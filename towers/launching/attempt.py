@@ -62,7 +62,7 @@ class Attempt:
         number: counts the attempts at the job.
         token: the job's, with which workers sign.
         grace: seconds that the others get to end by themselves, once one has failed.
-        groups: whether every tower has a process group, which ends as a whole.
+        groups: whether every tower has a process group of its own, which signals can reach.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ _LONGEST = 65536  # characters of a line that is kept until its end comes
 
 
 def prefixed_lines(prefix: str, sink: Sink) -> Sink:
-    """A sink that prints whole lines behind a prefix; very long ones in pieces. An empty text ends the last line.
+    """A sink that prints complete lines behind a prefix; very long ones in pieces. An empty text ends the last line.
 
     What was drawn over, and the last state of a progress bar (``… [00:01<00:00, 5.2it/s]``), is left out: N
     towers' bars on one terminal are unreadable, and the chief's own shows.
@@ -138,8 +138,8 @@ class Relay:
     def __init__(self) -> None:
         _remove_leftovers()
         made = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
-        self._held = os.open(made, os.O_RDONLY)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._lock = os.open(made, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.directory = made.rename(made.with_name(made.name[1:]))  # from now on others would see that nobody holds it
         self._pipes: list[_Pipe] = []
         self._stop_reader, self._stop_writer = os.pipe()
@@ -178,17 +178,17 @@ class Relay:
         os.close(self._stop_reader)
         os.close(self._stop_writer)
         shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._held)
+        os.close(self._lock)
 
 
 def _remove_leftovers() -> None:
     """Remove the directories of relays that were killed: no process holds them."""
     for directory in pathlib.Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                if os.fstat(held).st_uid == os.getuid():
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(directory, ignore_errors=True)
             finally:
-                os.close(held)
+                os.close(descriptor)

@@ -31,7 +31,7 @@ class FailureBroadcast:
 
     Args:
         token: the job's.
-        attempt: the number of the attempt at it that the others are told of.
+        attempt: which attempt at the job it is; each has keys of its own.
 
     Attributes:
         received: the failure that was published first, once it has been received.

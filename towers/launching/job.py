@@ -62,8 +62,8 @@ class Job:
 
 
 def agent_command(job: Job, program: Sequence[str]) -> list[str]:
-    """The command line of an agent (:mod:`towers.launching.agent`) that runs ``program``, a whole command, in every
-    tower."""
+    """The command line of an agent (:mod:`towers.launching.agent`) that runs ``program``, a full command line, in
+    every tower."""
     return [sys.executable, str(pathlib.Path(__file__).resolve().parents[1]), job.to_json(), *program]
 
 

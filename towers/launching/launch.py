@@ -35,7 +35,7 @@ from towers.system.torch_private import COMPILER, is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
 
 DEFAULT_TIMEOUT = 3600.0
-"""Seconds after which :func:`launch` gives up when it was given no timeout."""
+"""Seconds after which :func:`launch` gives up without a timeout of the caller's."""
 
 _GRACE = 2.5  # seconds that the other towers get to say why they failed, once one has
 _DONE, _EXITED = 0.5, 30.0  # seconds until processes of towers that are done have ended; until an exit code is known
@@ -78,7 +78,7 @@ def launch(
         args, kwargs: its arguments; tensors travel by value, each tower gets its own.
         towers: how many; default: as many as ``devices``, else 2.
         devices: one device per tower; default: GPUs, or CPUs where there is none.
-        timeout: seconds for the whole call, default 3,600; ``float("inf")`` for no limit.
+        timeout: seconds for the call, default 3,600; ``float("inf")`` for no limit.
 
     Returns:
         ``fn``'s results, one per tower; they must pickle.
@@ -141,7 +141,7 @@ class _Towers(Attempt):
 
     Attributes:
         results: what ``fn`` has returned, by tower.
-        failures: of the other towers, in the order in which they have come.
+        failures: the other towers' failures, in the order in which they have come.
     """
 
     def __init__(self, directory: pathlib.Path) -> None:

@@ -46,7 +46,7 @@ def _environment(index: int, addresses: list[str]) -> dict[str, str]:
 
 
 def play(program: Sequence[str], workers: int) -> int:
-    """Run ``program``, a whole command, as that many workers to their end; returns the largest exit code."""
+    """Run ``program``, a full command line, as that many workers to their end; returns the largest exit code."""
     ports = reserve_ports(workers)  # as long as this function runs
     addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
     with console.Relay() as relay:

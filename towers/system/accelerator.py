@@ -30,8 +30,8 @@ def name(device: torch.device) -> str:
 def uuid(device: torch.device) -> str | None:
     """What tells it from all other devices; None where it does not say."""
     properties = getattr(module_of(device.type), "get_device_properties", None)
-    found = getattr(properties(device), "uuid", None) if properties is not None else None
-    return None if found is None else str(found)
+    number = getattr(properties(device), "uuid", None) if properties is not None else None
+    return None if number is None else str(number)
 
 
 def get_rng_state(device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ class GradientHook:
 
     Args:
         parameter: a leaf, trainable or not: it may be thawed at any time. It is not kept alive.
-        call: is given the parameter.
+        call: called with the parameter.
     """
 
     def __init__(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:

@@ -16,22 +16,22 @@ Device = str | torch.device
 def module_of(kind: str) -> ModuleType | None:
     """torch's module for a kind of device (such as ``torch.xpu``); None where torch knows no such kind."""
     try:
-        found: ModuleType = torch.get_device_module(kind)
+        module: ModuleType = torch.get_device_module(kind)
     except RuntimeError:
         return None
-    return found
+    return module
 
 
 def accelerator_kind() -> str:
     """The kind of accelerator that this process sees ("cuda", "xpu" …); "cpu" where it sees none."""
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and count_of(found.type) else "cpu"
+    device = torch.accelerator.current_accelerator()
+    return device.type if device is not None and count_of(device.type) else "cpu"
 
 
 def count_of(kind: str) -> int:
     """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
-    found = module_of(kind)
-    return int(found.device_count()) if found is not None else 0
+    module = module_of(kind)
+    return int(module.device_count()) if module is not None else 0
 
 
 def parse(device: Device) -> torch.device:

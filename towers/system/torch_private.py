@@ -125,11 +125,11 @@ def set_state_versions(state: Any, versions: dict[str, Any]) -> None:
 
 
 def inner_schedules(schedule: Any) -> list[Any]:
-    """The schedules that a ``SequentialLR`` or ``ChainedScheduler`` is made of; those of its state if that is given."""
-    found: list[Any] = (
+    """The schedules that a ``SequentialLR`` or ``ChainedScheduler`` is made of; those of its state if there is one."""
+    schedules: list[Any] = (
         schedule.get("_schedulers", []) if isinstance(schedule, dict) else getattr(schedule, "_schedulers", [])
     )
-    return found
+    return schedules
 
 
 def step_hooks(optimizer: Optimizer) -> tuple[Any, Any]:

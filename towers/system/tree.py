@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any, whole: type | tuple[()] = ()) -> Any:
+def map_leaves(fn: Callable[[Any], Any], tree: Any, leaf: type | tuple[()] = ()) -> Any:
     """The same structure with every leaf replaced by ``fn(leaf)``. None is a leaf.
 
     Mappings come back as the type they were where that takes a dict (else as dict), named tuples as
     themselves.
 
     Args:
-        whole: a type whose instances are leaves, too.
+        leaf: a type whose instances are leaves, too.
     """
-    if isinstance(tree, whole) or not isinstance(tree, (Mapping, list, tuple)):
+    if isinstance(tree, leaf) or not isinstance(tree, (Mapping, list, tuple)):
         return fn(tree)
-    return with_entries(tree, [map_leaves(fn, entry, whole) for entry in entries(tree)])
+    return with_entries(tree, [map_leaves(fn, entry, leaf) for entry in entries(tree)])
 
 
 def entries(tree: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
@@ -56,6 +56,6 @@ def structure(tree: Any) -> str:
     if isinstance(tree, Mapping):
         return "{" + ",".join(f"{key!r}:{structure(value)}" for key, value in tree.items()) + "}"
     if isinstance(tree, (list, tuple)):
-        opening, closing = ("[", "]") if isinstance(tree, list) else ("(", ")")
-        return opening + ",".join(structure(value) for value in tree) + closing
+        first, last = "[]" if isinstance(tree, list) else "()"
+        return first + ",".join(structure(value) for value in tree) + last
     return "*"
