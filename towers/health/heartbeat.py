@@ -73,7 +73,13 @@ def start(health: Health, tower: Participant, store: Store, step_seconds: float)
         step_seconds: how long a step may take; infinite for no limit.
     """
     assert health.record is not None
-    health.heartbeat = Heartbeat(health, health.record, tower, SignedStore(store, tower.token))
+    if store.has_extended_api():  # type: ignore[attr-defined]  # not a file, which would grow by every heartbeat
+        health.heartbeat = Heartbeat(health, health.record, tower, SignedStore(store, tower.token))
+    elif tower.index == 0:
+        log.warning(
+            "torch.distributed was initialised through a file, so towers send no heartbeats: timeout errors do not say "
+            "where other towers are, and models are not compared when the programs end"
+        )
     arguments = weakref.ref(health), health.record, tower.index, step_seconds
     threading.Thread(target=_watch_steps, args=arguments, name="towers-step-deadline", daemon=True).start()
 
