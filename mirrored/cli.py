@@ -193,21 +193,18 @@ def _devices(towers: int | None, requested: list[str] | None) -> list[str]:
     """
     from towers.system import devices
 
+    chosen = [str(device) for device in devices.for_worker(requested)]
+    if towers is None or towers == len(chosen):
+        return chosen
     if requested is not None:
-        chosen = devices.parse_all(requested)
-        devices.check_exist(chosen)
-        if towers is not None and towers != len(chosen):
-            raise ValueError(f"--towers is {towers}, but --devices names {len(chosen)}")
-        return [str(device) for device in chosen]
+        raise ValueError(f"--towers is {towers}, but --devices names {len(chosen)}")
+    if towers < 1:
+        raise ValueError(f"--towers is {towers}, but must be at least 1")
     kind = devices.accelerator_kind()
-    there = devices.count_of(kind) if kind != "cpu" else 1
-    count = towers if towers is not None else there
-    if count < 1:
-        raise ValueError(f"--towers is {count}, but must be at least 1")
-    if kind != "cpu" and count > there:
-        cpus = ",".join(f"cpu:{i}" for i in range(count))
+    if kind != "cpu" and towers > len(chosen):
+        cpus = ",".join(f"cpu:{i}" for i in range(towers))
         raise ValueError(
-            f"--towers is {count}, but this machine has {devices.seen(kind, there)}; for CPU towers say "
+            f"--towers is {towers}, but this machine has {devices.seen(kind, len(chosen))}; for CPU towers say "
             f"--devices {cpus}"
         )
-    return [f"{kind}:{i}" for i in range(count)]
+    return [f"{kind}:{i}" for i in range(towers)]

@@ -20,18 +20,18 @@ def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
     return None
 
 
-def resolve(environ: Mapping[str, str], given: ClusterResolver | None = None) -> ClusterResolver:
+def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> ClusterResolver:
     """The cluster of a several-worker strategy: TF_CONFIG, else torchrun's variables, else SLURM's, else one worker.
 
     After a cluster has become towers, both it and the towers' variables are there, and must agree.
 
     Args:
-        given: a resolver of the script's own, instead of TF_CONFIG.
+        own: the script's own resolver, instead of TF_CONFIG.
 
     Raises:
         ClusterError: either is wrong, or the two contradict each other; then the message names both.
     """
-    described = given
+    described = own
     if described is None and "TF_CONFIG" in environ:
         from mirrored.cluster import tf_config
 

@@ -61,7 +61,7 @@ class MirroredStrategy(Strategy):
         devices: one per tower of this machine; ``["cpu:0", "cpu:1"]`` are two CPU towers. Default: every
             visible GPU, else one CPU tower.
         communication: see :class:`CommunicationOptions`.
-        shard_optimizer: every tower updates its part of the parameters only, so that the optimizer's time and memory
+        shard_optimizer: every tower updates its shard of the parameters only, so that the optimizer's time and memory
             divide by the number of towers; the numbers stay the same. For optimizers that update each element for
             itself (SGD, Adam, AdamW, RMSprop, …); others are an error at their first step. ``state_dict()`` is the
             ordinary one.
@@ -155,11 +155,11 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         devices: Sequence[Device] | None = None,
         **options: Any,
     ) -> None:
-        self._given_resolver = cluster_resolver
+        self._own_resolver = cluster_resolver
         super().__init__(devices, **options)
 
     def _resolve(self) -> ClusterResolver:
-        return cluster.resolve(os.environ, self._given_resolver)
+        return cluster.resolve(os.environ, self._own_resolver)
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         seconds=options.startup_timeout_seconds,
     )
     message = {
-        **machine.identity(topology.address),
+        **machine.identity(*topology.address),
         "options": asdict(options),
         "device": str(device),
         "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,

@@ -157,7 +157,7 @@ class Heartbeat:
         return self._find_deadlock(store) if self._tower == 0 else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:
-        """The chief's part, see [Note: deadlocks]; whether some tower keeps waiting."""
+        """What the chief does, see [Note: deadlocks]; whether some tower keeps waiting."""
         before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
         if self._blocked == before:
             self._beats = {}

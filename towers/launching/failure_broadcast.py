@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FailureBroadcast:
-    """One worker's part of it, see [Note: failures of other workers]. With one worker there are no others.
+    """One worker's side of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
         token: the job's.

@@ -46,14 +46,10 @@ def network_identity() -> str:
     return "the machine's own"
 
 
-def identity(towards: tuple[str, int] | None) -> dict[str, str | None]:
-    """What other towers compare this machine by: ``machine``, ``network`` and its own ``address``.
-
-    Args:
-        towards: host and port to which that address leads; None where there are none.
-    """
-    address = address_towards(*towards) if towards is not None else None
-    return {"machine": host_identity(), "network": network_identity(), "address": address}
+def identity(host: str, port: int) -> dict[str, str | None]:
+    """What other towers compare this machine by: ``machine``, ``network`` and its own ``address`` on the way to
+    ``host``."""
+    return {"machine": host_identity(), "network": network_identity(), "address": address_towards(host, port)}
 
 
 def cores() -> int:
