@@ -81,12 +81,12 @@ class Numbers(dict[str, int]):
         return self.setdefault(name, default)
 
     def check_port(self, name: str) -> None:
-        """See that a port is one."""
+        """Check that a port is from 1 to 65535."""
         if not 1 <= self[name] <= 65535:
             raise self.error(f"{name} is {self[name]}; ports go from 1 to 65535")
 
     def check_index(self, index: str, size: str) -> None:
-        """See that an index lies below its size, which is neither 0 nor absurd."""
+        """Check that an index lies below its size, which is neither 0 nor absurd."""
         if not 1 <= self[size] <= _MOST:
             raise self.error(f"{size} is {self[size]}, but must be from 1 to {_MOST}")
         if self[index] >= self[size]:
@@ -95,7 +95,7 @@ class Numbers(dict[str, int]):
             )
 
     def check_at_most(self, number: str, limit: str) -> None:
-        """See that there are not more of one than of the other."""
+        """Check that ``number`` is not above ``limit``."""
         if self[number] > self[limit]:
             raise self.error(f"{number} is {self[number]}, but {limit} is only {self[limit]}")
 

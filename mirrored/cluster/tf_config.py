@@ -75,7 +75,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def present(environ: Mapping[str, str]) -> bool:
-    """Whether ``TF_CONFIG`` says anything; an empty one is said once in the log and taken as unset."""
+    """Whether ``TF_CONFIG`` is set; an empty one is logged once and taken as unset."""
     text = environ.get("TF_CONFIG")
     if text is not None and not text.strip():
         log.info("TF_CONFIG is set but empty: taken as unset")

@@ -129,7 +129,7 @@ def _why_staged(options: CommunicationOptions, device: torch.device) -> str:
 
 
 def refuse_unknown_peers() -> None:
-    """See that a process that no launcher started has not been given peers by hand.
+    """Check that the script has not formed a process group of several ranks without a launcher's variables.
 
     Raises:
         ValueError: torch.distributed has several ranks, but nothing says which towers are on which machine.
@@ -143,7 +143,7 @@ def refuse_unknown_peers() -> None:
 
 
 def _check_default_group(topology: Topology, device: torch.device, backend: str) -> None:
-    """See that the default group that exists already fits what the launcher says.
+    """Check that the default group that exists already fits what the launcher says.
 
     Raises:
         ValueError: it does not.

@@ -43,7 +43,7 @@ class Beat:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Beat:
-        """The heartbeat that :meth:`as_json` was asked of.
+        """The inverse of :meth:`as_json`.
 
         Raises:
             KeyError, TypeError: it is something else.

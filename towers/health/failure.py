@@ -256,7 +256,7 @@ _saves_lock = threading.Lock()
 
 @contextlib.contextmanager
 def saving(tell: Callable[[bool], None]) -> Iterator[None]:
-    """While a checkpoint is being written: a process that fails meanwhile takes :data:`SAVING_SECONDS` for it.
+    """Inside, a checkpoint is being written: a process that fails meanwhile takes :data:`SAVING_SECONDS` for it.
 
     Args:
         tell: tells others whether this process is writing any.
@@ -273,7 +273,7 @@ def saving(tell: Callable[[bool], None]) -> Iterator[None]:
 
 
 def end_in(seconds: float) -> None:
-    """See that this process ends with exit code 1 after so many seconds, whatever its threads and handlers do."""
+    """End this process with exit code 1 after so many seconds, whatever its threads and handlers do."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=_nowhere())
 
 
@@ -283,7 +283,7 @@ def _nowhere() -> TextIO:
 
 
 def end_soon() -> None:
-    """See that this process, which has failed, ends with exit code 1.
+    """End this process, which has failed, with exit code 1 within seconds.
 
     See [Note: a tower that has failed ends itself].
     """
@@ -308,7 +308,7 @@ def end_soon() -> None:
 
 
 def end_soon_preempted() -> None:
-    """See that this process, which has saved and is about to end by itself, ends with :data:`EXIT_PREEMPTED`.
+    """Let this process, which has saved and is about to end by itself, end with :data:`EXIT_PREEMPTED`.
 
     Its threads have 1.5 s from the end of the script, or from the end of a checkpoint that one of them is writing. Then
     its exit handlers have 5 s, those that send a tracker's last lines and those that wait for child processes.
@@ -328,7 +328,7 @@ def end_soon_preempted() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without taking the interpreter down."""
+    """End this process at once, without finalizing the interpreter."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
             stream.flush()

@@ -111,7 +111,7 @@ class Heartbeat:
         self._thread.start()
 
     def _stop(self) -> None:
-        """A thread inside the store would be in the way of an interpreter that is taken down."""
+        """End the thread: inside the store it would be in the way of the interpreter's finalization."""
         self._calls.put(None)
         self._thread.join(_LEAVING)
 
@@ -147,7 +147,7 @@ class Heartbeat:
         return Beat(self._number, status, health.begun(), health.waits)
 
     def _look_for_deadlock(self, store: SignedStore, health: Health) -> bool:
-        """Say so if this tower keeps waiting, and read whether that has an end; whether heartbeats are to be fast."""
+        """Report that this tower keeps waiting, if so, and read whether that is a deadlock; whether to beat fast."""
         waits, waited = health.waits, self._waited
         self._waited = waits
         if waits is not None and waits == waited:
@@ -331,7 +331,7 @@ def _end_late(health: Health, tower: int, seconds: float, *, waits: bool) -> Non
 
 
 def main_stack() -> str:
-    """What the main thread does, as a traceback would show it, innermost call last."""
+    """The main thread's stack, in the form of a traceback, innermost call last."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = traceback.format_stack(frame)
     left_out = ["  …\n"] if len(lines) > _FRAMES else []

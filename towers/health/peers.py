@@ -99,7 +99,7 @@ class Peers(Protocol):
         """What is known of other towers, and with ``stacks`` what they answer."""
 
     def leave(self, name: str, message: Message) -> list[Message] | None:
-        """Leave a last message under ``name``; all towers' messages, if this tower is the last one to leave its own."""
+        """Store a last message under ``name``; returns all towers' messages, if this tower's is the last one."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -210,7 +210,7 @@ class Health:
 
     @classmethod
     def of_this_tower(cls, phase: str) -> Health:
-        """With a new record, in the file that the process that started this tower reads, where there is one."""
+        """A new tower's, whose record is the file that the launcher reads, where there is one."""
         path = os.environ.get(STATUS_RECORD)
         record = StatusRecord()
         with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
@@ -220,7 +220,7 @@ class Health:
         return health
 
     def enter(self, phase: str) -> None:
-        """From now on the tower is in this phase ("writing the checkpoint"). Empty: in none that has a name."""
+        """The tower enters a phase ("writing the checkpoint"); an empty one is the script's own code."""
         self.phase = phase
         if self.record is not None:
             self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
@@ -258,28 +258,28 @@ class Health:
         self.enter("")
 
     def go_on_after(self, steps: int) -> None:
-        """So many training steps are done, as a checkpoint says."""
+        """Continue after so many training steps, the number of a checkpoint."""
         self.step = self._done = steps
         self.enter(self.phase)
 
     def count(self, steps: int) -> None:
-        """So many training steps are done, which the script counts itself from now on."""
+        """Take over the script's own count of training steps, from now on."""
         self.go_on_after(steps)
         self._counted_by_script = True
 
     def watch(self, communicator: Counted) -> None:
-        """While it lives, the other towers learn how many of its collectives this tower has begun."""
+        """Let the other towers know how many collectives of ``communicator`` this tower has begun, while it lives."""
         self._counted.add(communicator)
 
     def begun(self) -> dict[str, int]:
-        """By name of the communicator, how many collectives this tower has begun."""
+        """How many collectives this tower has begun, by name of the communicator."""
         try:
             return {communicator.name: communicator.count for communicator in self._counted}
         except RuntimeError:  # one was added meanwhile
             return {}
 
     def check_deadlock(self) -> None:
-        """See that a wait may still end.
+        """Check that a wait may still end.
 
         Raises:
             DeadlockError: it will not, for the others wait for this tower elsewhere.
@@ -312,7 +312,7 @@ class Health:
             self.record.call(b"")
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """While a checkpoint is being written, by whatever thread: a job that fails gives it some time to be done."""
+        """Inside, a checkpoint is being written, by whatever thread: a job that fails gives it time to be done."""
         return failure.saving(self.record.save if self.record is not None else lambda saving: None)
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:

@@ -255,7 +255,7 @@ class _Handshake:
         return [other for other, confirmation in confirmations.items() if confirmation.get("digest") != digest]
 
     def _check(self, index: int, other: int) -> None:
-        """See that two messages fit together, versions first, since they say what is in a message."""
+        """Check that two messages fit together, versions first, since they say what is in a message."""
         message, reference = self._messages[index], self._messages[other]
         place, place_of_other = (
             f"{self._process.kind} {i} (on {printable(self._messages[i].get('host'), 64)})" for i in (index, other)

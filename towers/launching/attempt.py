@@ -101,11 +101,11 @@ class Attempt:
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
 
     def living(self) -> list[int]:
-        """The towers whose processes there are."""
+        """The towers whose processes still run."""
         return [tower for tower in self.processes if self.exit_code_of(tower) is None]
 
     def note_endings(self) -> bool:
-        """Towers that have ended by now have ended by themselves; whether all have."""
+        """Keep the exit codes of towers that have ended by themselves by now; whether all have."""
         for tower in self.processes:
             if tower not in self.endings and (code := self.exit_code_of(tower)) is not None:
                 self.endings[tower] = code
@@ -113,7 +113,7 @@ class Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a tower has ended by itself, and neither well nor because it was told to."""
+        """Whether a tower has ended by itself with another code than 0 and :data:`EXIT_PREEMPTED`."""
         return not set(self.endings.values()) <= {0, EXIT_PREEMPTED}
 
     @property
@@ -123,7 +123,7 @@ class Attempt:
 
     @property
     def died_of(self) -> signal.Signals | None:
-        """The forwarded signal, where a tower has ended because of it: by it, or as a shell would say it."""
+        """The forwarded signal, if a tower has died of it, or has ended with a shell's exit code for that."""
         number = self.forwarded
         return number if number is not None and {-number, 128 + number} & set(self.endings.values()) else None
 
@@ -139,7 +139,7 @@ class Attempt:
                 (os.killpg if groups else os.kill)(self.processes[tower], number)
 
     def forward(self, numbers: Iterable[int]) -> Callable[[], None]:
-        """From now on the first of these signals goes to the towers that live; after it all are handled as before.
+        """Forward the first of these signals to the towers that live; after it all are handled as before.
 
         Returns:
             a function after which they are in any case.
@@ -178,7 +178,7 @@ class Attempt:
             self.send(number, groups=True)  # for what those that have ended had started
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
-        """End the towers that live, and of those that have failed what they have started.
+        """End the towers that live, and the processes that failed towers have started.
 
         Args:
             number: the signal that asks them to.
@@ -207,6 +207,6 @@ class Attempt:
 
 
 def unhandled(*numbers: int) -> list[int]:
-    """Those of these signals that this program neither handles nor ignores, in the thread that may handle them."""
+    """Those of these signals that have their default handler; none outside of the main thread."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     return [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]

@@ -47,7 +47,7 @@ def standard(stream: str) -> Sink:
 
 
 def leave_terminal() -> None:
-    """After the terminal is gone: send output to it nowhere, so that printing does not end this process."""
+    """Discard output to a terminal that is gone, so that printing does not end this process."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def leave_terminal() -> None:
 
 
 def print_while_terminal_lasts(*args: Any, **kwargs: Any) -> None:
-    """``print``, also in the moment between the end of the terminal and the SIGHUP that says so."""
+    """``print`` that survives the end of the terminal, before SIGHUP tells of it."""
     try:
         print(*args, **kwargs)
     except OSError as error:
@@ -90,7 +90,7 @@ def prefixed_lines(prefix: str, sink: Sink) -> Sink:
 
 
 def _undrawn(line: str) -> str | None:
-    """What a line says beside a progress bar; None where it is nothing but one."""
+    """A line without the progress bar in it; None where it is only a bar."""
     *drawn_over, last = line.split("\r")
     return None if drawn_over and (not last or last.rstrip().endswith("]")) else last
 

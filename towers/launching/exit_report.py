@@ -17,7 +17,7 @@ log = get_logger("towers")
 
 
 def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
-    """How the towers of this worker ended; where they ended well, the others' are waited for.
+    """How the job ended. Where the towers of this worker ended well, those of the others are waited for.
 
     Returns:
         The exit code, negative for the signal that ended the job, and the text that is printed last.
@@ -71,7 +71,7 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
 
 
 def _cause(job: Job, attempt: Attempt) -> str | None:
-    """Why the towers of this worker have failed, which only say that another tower is gone."""
+    """The job's first failure, where the towers of this worker only report that another tower is gone."""
     broadcast = attempt.broadcast
     if (sentence := _first_good_end(job, attempt)) is not None:
         return broadcast.publish_failure(sentence)
@@ -81,7 +81,7 @@ def _cause(job: Job, attempt: Attempt) -> str | None:
 
 
 def _first_good_end(job: Job, attempt: Attempt) -> str | None:
-    """Which tower was the first to end without failing, and what it did last; for those that went on."""
+    """A sentence on the first tower that ended without a failure, and what it did last; None where all failed."""
     for tower, code in attempt.endings.items():
         if code in (0, EXIT_PREEMPTED):
             status = attempt.status_of(tower)
@@ -94,7 +94,7 @@ def _first_good_end(job: Job, attempt: Attempt) -> str | None:
 
 
 def _name(job: Job, tower: int) -> str:
-    """The tower, and of several workers which one it is on."""
+    """The tower's name, with its worker if there are several."""
     host = f" on {socket.gethostname()} (worker {job.worker})" if job.workers > 1 else ""
     return f"tower {tower}{host}"
 

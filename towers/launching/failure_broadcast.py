@@ -66,7 +66,7 @@ class FailureBroadcast:
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
     def _ask(self, call: Callable[[SignedStore], T]) -> T | None:
-        """What the store answers; None where it does not in time, or is not there."""
+        """The store's answer; None where there is no store, or it does not answer in time."""
         store = self._store
         return None if store is None else in_time(_SECONDS, lambda: call(store))
 
@@ -104,7 +104,7 @@ class FailureBroadcast:
             self._ask(lambda store: self._await_count(store, _LEFT, 1))
 
     def wait_until_received(self) -> None:
-        """Where this worker serves the store: until all have received the failure, for a moment at most."""
+        """Where this worker serves the store, wait for a moment until all have received the failure."""
         if self.received is not None and self._worker == 0:
             self._ask(lambda store: self._await_count(store, _RECEIVED, 0))
 

@@ -322,7 +322,7 @@ def _be_tower(
 
 
 def _check_accelerators(names: str) -> None:
-    """See that this process, which was forked, can use GPUs, unless it is for CPUs only.
+    """Check that this process, which was forked, can use GPUs, unless it is for CPUs only.
 
     Raises:
         CannotStartError: it cannot.

@@ -104,7 +104,7 @@ def for_worker(requested: Iterable[Device] | None) -> list[torch.device]:
 
 
 def check_exist(devices: Sequence[torch.device]) -> None:
-    """See that this process sees every accelerator that is named.
+    """Check that this process sees every accelerator that is named.
 
     Raises:
         ValueError: names the missing ones and how many there are.

@@ -147,7 +147,7 @@ def interfaces() -> dict[str, str | None]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has ``address``; None when none is known to have it."""
+    """The name of the network interface with ``address``; None when none is known."""
     if ":" in address and sys.platform.startswith("linux"):
         return _interface_of_ipv6(address)
     return next((name for name, other in interfaces().items() if other == address), None)
@@ -178,7 +178,7 @@ def listen_on(interface: str | None = None) -> None:
 
 
 def interface_variables(interface: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that have to be set for that; those in ``environ`` are the user's, and stay."""
+    """The variables that let Gloo and NCCL listen there; those in ``environ`` are the user's, and stay."""
     wanted = {_GLOO: interface}
     if not _nccl_is_configured(environ):
         wanted[_NCCL] = f"={interface}"  # without the sign it would be the beginning of a name

@@ -75,7 +75,7 @@ def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) ->
 
 
 def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, which runs in a thread of its own.
+    """Run ``call`` in a thread of its own; returns or raises what it does.
 
     Raises:
         TimeoutError: it had not returned after ``seconds``; its thread is left to itself.
@@ -87,7 +87,7 @@ def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T | None:
-    """What ``call`` returns, if it does so in time; None where it does not, or raises an exception."""
+    """What ``call`` returns; None where it does not return in time, or raises an exception."""
     try:
         return run_with_timeout(seconds, call)
     except Exception:
@@ -95,7 +95,7 @@ def in_time(seconds: float, call: Callable[[], T]) -> T | None:
 
 
 def run_all_with_timeout(seconds: float, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """What each of ``calls``, all at once, returned or raised; a TimeoutError for those that have not returned."""
+    """Run all ``calls`` at once: what each returned or raised, or a TimeoutError where it has not returned."""
     results: dict[int, T | BaseException] = {}
 
     def run(number: int) -> None:
