@@ -72,9 +72,8 @@ def start(health: Health, tower: Participant, store: Store, step_seconds: float)
         store: where the towers met.
         step_seconds: how long a step may take; infinite for no limit.
     """
-    assert health.record is not None
     if store.has_extended_api():  # type: ignore[attr-defined]  # not a file, which would grow by every heartbeat
-        health.heartbeat = Heartbeat(health, health.record, tower, SignedStore(store, tower.token))
+        health.heartbeat = Heartbeat(health, tower, SignedStore(store, tower.token))
     elif tower.index == 0:
         log.warning(
             "torch.distributed was initialised through a file, so towers send no heartbeats: timeout errors do not say "
@@ -89,14 +88,13 @@ class Heartbeat:
 
     Args:
         health: this tower's; the heartbeat ends with it.
-        record: the tower's record.
         tower: this tower, as it met the others.
         store: where they met.
     """
 
-    def __init__(self, health: Health, record: StatusRecord, tower: Participant, store: SignedStore) -> None:
+    def __init__(self, health: Health, tower: Participant, store: SignedStore) -> None:
         self._health = weakref.ref(health)
-        self._record = record
+        self._record = health.record
         self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         self._store: SignedStore | None = None

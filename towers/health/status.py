@@ -6,7 +6,7 @@ towers, and by towers that wait for this one (:mod:`towers.health.heartbeat`).
 [Note: status records] A record is a small file in the private directory of the process that started the towers
 (``TOWERS_STATUS_RECORD``, which our launchers set), mapped into the tower: what the tower has written stays when it is
 killed, for half a microsecond a change. Other hosts, and towers under the user's own torchrun, learn it from heartbeats
-through the store. At one tower nothing is written. A tower that holds the interpreter's lock sends no heartbeat and
+through the store. At one tower the record is no file. A tower that holds the interpreter's lock sends no heartbeat and
 answers no query; after 30 seconds (10 where its process cannot be seen) it reads as stopped.
 """
 
@@ -181,7 +181,7 @@ class Health:
         loops: how many loops over distributed data have begun.
         batch: the newest batch of distributed data that the main thread has taken, until it asks for another one. None
             where there is none; what another thread takes ahead says nothing of where a script is.
-        record: where other processes read it; None where there are none, and nothing is written.
+        record: where it is written; in a file, other processes read it.
         heartbeat: the other towers, where there are any.
         exit_code: what this tower is about to end with, without having failed.
         waits: what this tower waits in; None where it does not wait.
@@ -196,7 +196,7 @@ class Health:
         self.phase = ""
         self.loops = 0
         self.batch: BatchInHand | None = None
-        self.record = record
+        self.record = record or StatusRecord()
         self.heartbeat: Peers | None = None
         self.exit_code = 0
         self.waits: Wait | None = None
@@ -212,7 +212,7 @@ class Health:
     def of_this_tower(cls, phase: str) -> Health:
         """A new tower's, whose record is the file that the launcher reads, where there is one."""
         path = os.environ.get(STATUS_RECORD)
-        record = StatusRecord()
+        record = None
         with contextlib.suppress(OSError):  # a directory that is gone must not keep a tower from working
             record = StatusRecord(path, create=path is not None)
         health = cls(record)
@@ -222,8 +222,7 @@ class Health:
     def enter(self, phase: str) -> None:
         """The tower enters a phase ("writing the checkpoint"); an empty one is the script's own code."""
         self.phase = phase
-        if self.record is not None:
-            self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
+        self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
         for follow in self.followers:
             follow(phase)
 
@@ -290,9 +289,7 @@ class Health:
     @property
     def status(self) -> Status:
         """What the tower does."""
-        if self.record is not None:
-            return self.record.read()
-        return Status(self.run, self.step, self._running, self.evaluates, self.phase)
+        return self.record.read()
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -305,15 +302,13 @@ class Health:
     @contextlib.contextmanager
     def at(self, call: str) -> Iterator[None]:
         """``with health.at("reduce('sum')"):`` names the collective that the block makes, until that has succeeded."""
-        if self.record is not None:
-            self.record.call(call.encode())
+        self.record.call(call.encode())
         yield
-        if self.record is not None:
-            self.record.call(b"")
+        self.record.call(b"")
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a checkpoint is being written, by whatever thread: a job that fails gives it time to be done."""
-        return failure.saving(self.record.save if self.record is not None else lambda saving: None)
+        return failure.saving(self.record.save)
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
         """``items``, as they are; while one is waited for the tower is in ``phase``."""
