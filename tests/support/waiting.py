@@ -19,6 +19,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = HANG) -> None:
 
 
 def forever() -> None:
-    """Return never: for what the end of its process has to end."""
+    """Return never: for what the end of its process has to end.
+
+    In short sleeps: a signal that comes while the process is continued may go to another thread, and wakes no sleeper.
+    """
     while True:
-        time.sleep(HANG)
+        time.sleep(0.1)
