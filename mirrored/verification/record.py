@@ -54,7 +54,7 @@ from mirrored.verification.trace import (
     has_values,
     sketch,
 )
-from mirrored.verification.watch import Recording, Watcher, in_a_graph, script_line
+from mirrored.verification.watch import Watcher, in_a_graph, script_line
 from towers.system import tree as trees
 from towers.system.devices import Device
 from towers.system.torch_private import pop_mode_temporarily
@@ -177,9 +177,8 @@ class TraceRecorder(StepLimit):
 
     def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
         super().__init__(limit, folder, further=not interventions.rates)
-        self._recording = Recording(self.trace, interventions)
-        self._modules = self._recording.modules
-        self.watching = self._watcher = Watcher(self._recording)
+        self.watching = self._watcher = Watcher(self.trace, interventions)
+        self._modules = self._watcher.modules
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
         self._evaluates = False  # the run under way has called a module outside of training
@@ -209,8 +208,8 @@ class TraceRecorder(StepLimit):
         strategy = replica.strategy
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            recording, trace = self._recording, self.trace
-            trace.towers, recording.tower = strategy.num_replicas_in_sync, strategy.topology.index
+            watcher, trace = self._watcher, self.trace
+            trace.towers, watcher.tower = strategy.num_replicas_in_sync, strategy.topology.index
             trace.virtual = strategy.virtual_towers is not None
             call = RunCall(len(trace.steps))
             shares = strategy.known_shares.at_hand(replica.arguments)
@@ -222,21 +221,21 @@ class TraceRecorder(StepLimit):
                     [t for t in tensors if (share := known.get(t)) is None or not share.stand_in]
                 )
             call.forms = [form_of(tensor) for tensor in tensors]
-            if recording.interventions.padding:
-                args, kwargs = pad((args, kwargs), len(trace.calls), recording.interventions.padding, call.shares)
+            if watcher.interventions.padding:
+                args, kwargs = pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
             if not trace.calls or trace.calls[-1].steps != call.steps:
                 call.parameters = {name: digest_of(p) for name, p in self._modules.parameters.items()}
             trace.calls.append(call)
             others = other_generators()
-            recording.call, recording.drawn = call, generator_state(recording.device)
+            watcher.call, watcher.drawn = call, generator_state(watcher.device)
             try:
                 return fn(*args, **kwargs)
             finally:
-                recording.call = None
+                watcher.call = None
                 self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
-                if generator_state(recording.device) != recording.drawn and not trace.virtual:
-                    call.draws.append(Draw("a function of torch that is not followed", None, recording.drawn))
+                if generator_state(watcher.device) != watcher.drawn and not trace.virtual:
+                    call.draws.append(Draw("a function of torch that is not followed", None, watcher.drawn))
                 for by, state in other_generators().items():
                     if others[by] != state:
                         call.draws.append(Draw(by, None, str(state)))
@@ -244,17 +243,17 @@ class TraceRecorder(StepLimit):
         return recorded
 
     def normalises(self, layer: str) -> bool:
-        if self._recording.interventions.global_statistics:
+        if self._watcher.interventions.global_statistics:
             return True
-        self._recording.batch_norms[layer] = None
+        self._watcher.batch_norms[layer] = None
         return False
 
     def drops(self, dropout: str, value: Any) -> bool:
         return self._watcher.leave_out(dropout, value)
 
     def drew(self, by: str) -> None:
-        if self._recording.call is not None:
-            self._recording.call.draws.append(Draw(by, script_line(), ""))
+        if self._watcher.call is not None:
+            self._watcher.call.draws.append(Draw(by, script_line(), ""))
 
     def returned(self, call: str, result: Any) -> None:
         if self.beyond:
@@ -291,10 +290,10 @@ class TraceRecorder(StepLimit):
         at_hand = replica.arguments if replica is not None else None
         stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)
         examples = example_digests([tensor]) if tensor is not None and not stands_in else []
-        recording = self._recording
-        self.trace.autocast |= torch.is_autocast_enabled(recording.device.type)
-        if recording.call is not None:
-            recording.call.seen_by_model += examples
+        watcher = self._watcher
+        self.trace.autocast |= torch.is_autocast_enabled(watcher.device.type)
+        if watcher.call is not None:
+            watcher.call.seen_by_model += examples
         if module.training and torch.is_grad_enabled():
             return
         steps = len(self.trace.steps)
@@ -303,7 +302,7 @@ class TraceRecorder(StepLimit):
             parameters = nn.Module.named_parameters(module)  # Keras' own makes them, where a layer is being built
             digests = {f"{name}.{path}": digest_of(p) for path, p in parameters if has_values(p)}
             self.trace.evaluated_models[steps, name] = digests
-        if recording.call is not None:
+        if watcher.call is not None:
             self._evaluates = True
         else:
             self.evaluated |= self.over()
@@ -317,14 +316,14 @@ class TraceRecorder(StepLimit):
     # -- optimizers --------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, compared: bool) -> None:
-        recording = self._recording
-        recording.stepping = True
-        losses, recording.losses = recording.losses, []
-        batch_norms, recording.batch_norms = list(recording.batch_norms), {}
+        watcher = self._watcher
+        watcher.stepping = True
+        losses, watcher.losses = watcher.losses, []
+        batch_norms, watcher.batch_norms = list(watcher.batch_norms), {}
         if not compared:
             return
         number = list(self._steps).index(optimizer)
-        at, rates = len(self.trace.steps), recording.interventions.rates
+        at, rates = len(self.trace.steps), watcher.interventions.rates
         for group, rate in zip(optimizer.param_groups, rates[at] if at < len(rates) else (), strict=False):
             group["lr"] = rate
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -352,7 +351,7 @@ class TraceRecorder(StepLimit):
         self.trace.steps.append(step)
 
     def after_step(self, optimizer: Optimizer, compared: bool) -> None:
-        self._recording.stepping = False
+        self._watcher.stepping = False
         if not compared:
             return
         step = self.trace.steps[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
 import weakref
@@ -151,36 +150,41 @@ class Modules:
                         yield ".".join(filter(None, (name, path, key))), buffer
 
 
-@dataclasses.dataclass
-class Recording:
-    """What is known of the script at a moment.
+class Watcher(TorchFunctionMode):
+    """While it is entered, records what the script does, and does what the run's interventions ask for.
 
-    Attributes:
+    So that one tower and several compute the same, it leaves dropout out and replaces other random numbers in ``run``;
+    see [Note: random numbers in a comparison] of the interventions.
+
+    Args:
         trace: what leaves the process at the end.
         interventions: what is changed in this run.
+
+    Attributes:
         modules: the script's modules.
         call: the call of ``strategy.run`` that is under way.
         tower: this tower's index.
         losses: the losses of the backwards since the last step.
         batch_norms: layers that took statistics of this tower alone since the last step.
         stepping: whether an optimizer's step is under way.
-        accumulated: whether the last backward was one of ``no_sync``, so that gradients are this tower's own.
         drawn: the state of torch's generators after the last draw in ``run`` that was noticed.
     """
 
-    trace: Trace
-    interventions: Interventions
-    modules: Modules = dataclasses.field(default_factory=Modules)
-    call: RunCall | None = None
-    tower: int = 0
-    losses: list[Loss] = dataclasses.field(default_factory=list)
-    batch_norms: dict[str, None] = dataclasses.field(default_factory=dict)
-    stepping: bool = False
-    accumulated: bool = False
-    drawn: str = ""
+    def __init__(self, trace: Trace, interventions: Interventions) -> None:
+        self.trace = trace
+        self.interventions = interventions
+        self.modules = Modules()
+        self.call: RunCall | None = None
+        self.tower = 0
+        self.losses: list[Loss] = []
+        self.batch_norms: dict[str, None] = {}
+        self.stepping = False
+        self.drawn = ""
+        self._accumulated = False  # the last backward was one of no_sync, so gradients are this tower's own
+        self._gather: LabelledGather | None = None  # of the global batch norm
 
     @property
-    def share(self) -> tuple[int, int]:
+    def _share(self) -> tuple[int, int]:
         """How many examples (this tower, all towers) have in the step under way; (0, 0) if unknown."""
         return self.call.shares[0] if self.call is not None and self.call.shares else (0, 0)
 
@@ -189,18 +193,6 @@ class Recording:
         """This tower's device."""
         frame = current_frame()
         return frame.strategy.device if frame is not None else torch.device("cpu")
-
-
-class Watcher(TorchFunctionMode):
-    """While it is entered, records what the script does, and does what the recording's interventions ask for.
-
-    So that one tower and several compute the same, it leaves dropout out and replaces other random numbers in ``run``;
-    see [Note: random numbers in a comparison] of the interventions.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._gather: LabelledGather | None = None  # of the global batch norm
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -217,44 +209,42 @@ class Watcher(TorchFunctionMode):
             return self._dropout(func, *args, **named)
         if func is F.scaled_dot_product_attention:
             return self._attention(**dict(zip(_ATTENTION, args, strict=False)), **named)
-        recording = self._recording
-        if name in DRAWING and recording.call is not None and not in_functorch_transform():
-            return self._random(recording.call, name, func, args, named)
-        if args and _writes(name, func) and not recording.stepping:
-            if (parameter := recording.modules.written(args[0])) is not None:
-                recording.trace.writes.append(self._event(parameter))
-            if recording.accumulated and name not in _ZEROING and recording.modules.hold_gradients(args[0]):
-                recording.trace.local_changes.append(self._event(name))
-                if recording.interventions.skip_local_changes:
+        if name in DRAWING and self.call is not None and not in_functorch_transform():
+            return self._random(self.call, name, func, args, named)
+        if args and _writes(name, func) and not self.stepping:
+            if (parameter := self.modules.written(args[0])) is not None:
+                self.trace.writes.append(self._event(parameter))
+            if self._accumulated and name not in _ZEROING and self.modules.hold_gradients(args[0]):
+                self.trace.local_changes.append(self._event(name))
+                if self.interventions.skip_local_changes:
                     return args[0]
         if func is Tensor.register_hook and args[0].is_leaf and args[0].requires_grad:
-            recording.trace.local_changes.append(self._event(name))
-            if recording.interventions.skip_local_changes:
+            self.trace.local_changes.append(self._event(name))
+            if self.interventions.skip_local_changes:
                 return func(args[0], lambda gradient: None)
         result = func(*args, **named)
-        local = len(recording.call.examples) if recording.call is not None else 0
+        local = len(self.call.examples) if self.call is not None else 0
         if local > 1 and isinstance(result, Tensor) and result.requires_grad and result.shape[-2:] == (local, local):
-            recording.trace.pairs.setdefault(script_line(), local)
+            self.trace.pairs.setdefault(script_line(), local)
         return result
 
     def _event(self, what: str) -> Event:
-        return Event(what, script_line(), len(self._recording.trace.steps))
+        return Event(what, script_line(), len(self.trace.steps))
 
     # Of the next three functions torch names all arguments behind the tensors, those that are left out, too.
 
     def _backward(self, loss: Tensor, gradient: Tensor | None, **options: Any) -> None:
-        recording = self._recording
-        if recording.call is not None:
-            recording.call.trained = True
+        if self.call is not None:
+            self.call.trained = True
         terms = terms_of(loss)
         whole, factors = self._factors(terms)
         if loss.numel() == 1:
             value = float(loss.detach().double().real)
             # A factor of 0 makes 0 of NaN, too, the mean over an empty share.
             multiplied = None if factors else value * whole if whole else 0.0
-            recording.losses.append(Loss(multiplied, terms, script_line(), recording.share))
+            self.losses.append(Loss(multiplied, terms, script_line(), self._share))
         scaled = scale_terms(loss, factors)
-        recording.accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
+        self._accumulated = False  # what averaging writes is no change of the script's (torch 2.9 shows it)
         try:
             with self:  # what backward computes again (checkpoints) is watched, too
                 torch.autograd.backward(loss if whole == 1.0 else loss * whole, gradient, **options)
@@ -262,35 +252,34 @@ class Watcher(TorchFunctionMode):
             for handle in scaled:
                 handle.remove()
         frame = current_frame()
-        recording.accumulated = frame is not None and frame.strategy.accumulates
+        self._accumulated = frame is not None and frame.strategy.accumulates
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
         """By what this run multiplies a loss as a whole, and some of several summands."""
-        recording, replica = self._recording, current_replica()
-        change = recording.interventions.loss
-        if replica is None or recording.call is None or change is LossFactor.NONE:
+        replica, change = current_replica(), self.interventions.loss
+        if replica is None or self.call is None or change is LossFactor.NONE:
             return 1.0, {}
         if change is LossFactor.DIVISOR:
             factors = divisor_factors(replica, [term.divisor for term in terms])
             return (factors[0], {}) if len(factors) == 1 else (1.0, factors)
-        factor, some = change.of(recording.trace.towers, *recording.share), recording.interventions.terms
+        factor, some = change.of(self.trace.towers, *self._share), self.interventions.terms
         return (1.0, dict.fromkeys(some, factor)) if some and factor != 1.0 else (factor, {})
 
     def _batch_norm(self, x: Tensor, mean: Any, variance: Any, training: bool, **others: Any) -> Tensor:
         replica = current_replica()
         if not training or replica is None or replica.num_replicas_in_sync == 1:
             return F.batch_norm(x, mean, variance, training=training, **others)
-        if self._recording.interventions.global_statistics:
+        if self.interventions.global_statistics:
             running = (mean, variance) if mean is not None and variance is not None else None
             if self._gather is None:
                 self._gather = LabelledGather(replica.strategy.communicator.channel())
             return batch_norm.normalise(self._gather, "a batch norm", x, running=running, **others)
-        layer = self._recording.modules.innermost()
-        self._recording.batch_norms[layer] = None
+        layer = self.modules.innermost()
+        self.batch_norms[layer] = None
         try:
             return F.batch_norm(x, mean, variance, training=training, **others)
         except ValueError:  # a share of one example has no variance
-            self._recording.trace.refused_by = layer
+            self.trace.refused_by = layer
             raise
 
     def _dropout(self, func: Any, value: Tensor, p: float, training: bool, inplace: bool) -> Any:
@@ -304,7 +293,7 @@ class Watcher(TorchFunctionMode):
 
     def before_module(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Leave out the dropout that a module's forward hands to torch inside other calls."""
-        if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or self._recording.trace.virtual:
+        if not isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) or self.trace.virtual:
             return
         if module.dropout and module.training and inputs and isinstance(inputs[0], Tensor):
             self.leave_out(type(module).__name__, inputs[0])
@@ -312,31 +301,28 @@ class Watcher(TorchFunctionMode):
 
     def leave_out(self, dropout: str, value: Tensor) -> bool:
         """Note that a dropout is left out; with virtual towers, whose draws are equal on any number, it is not."""
-        if self._recording.trace.virtual:
+        if self.trace.virtual:
             return False
-        self._recording.trace.dropouts += 1
-        if self._recording.call is not None and not in_functorch_transform():
+        self.trace.dropouts += 1
+        if self.call is not None and not in_functorch_transform():
             draw = Draw(dropout, script_line(), generator_state(value.device), tuple(value.shape), dropout=True)
-            self._recording.call.draws.append(draw)
+            self.call.draws.append(draw)
         return True
 
     def _random(
         self, call: RunCall, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        recording = self._recording
-        trace, shapes = recording.trace, recording.interventions.shapes
-        state = generator_state(recording.device)
+        trace, shapes = self.trace, self.interventions.shapes
+        state = generator_state(self.device)
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or not has_values(result):
             return result
         if kwargs.get("generator") is None and not trace.virtual:
-            if state == recording.drawn:  # otherwise something before it has drawn, too
-                recording.drawn = generator_state(recording.device)
+            if state == self.drawn:  # otherwise something before it has drawn, too
+                self.drawn = generator_state(self.device)
             key = len(trace.calls) - 1, len(call.draws)
             local = tuple(result.shape)
-            draw = GlobalDraw(
-                key, local if shapes is None else shapes.get(key), call.shares, recording.tower, trace.towers
-            )
+            draw = GlobalDraw(key, local if shapes is None else shapes.get(key), call.shares, self.tower, trace.towers)
             followed = draw_as_one_tower(name, result, args, kwargs, draw)
             call.draws.append(Draw(name, script_line(), state, local, followed=followed))
         return result
