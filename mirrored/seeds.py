@@ -59,10 +59,10 @@ def seed_on(device: torch.device, seed: int) -> None:
         accelerator.manual_seed(seed, device)
 
 
-def share(comm: Communicator) -> None:
+def follow_chief(comm: Communicator) -> None:
     """Give all towers the state of tower 0's generators, so that they draw alike; tower 0's goes on as it was."""
-    mine = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
-    chief = comm.all_gather_bytes(mine.encode())[0]
+    state = json.dumps(generators.state(comm.device), default=torch.Tensor.tolist) if comm.index == 0 else ""
+    chief = comm.all_gather_bytes(state.encode())[0]
     if comm.index > 0:
         generators.put(generators.read(json.loads(chief), comm.device), comm.device)
 
@@ -96,7 +96,7 @@ class TowerStreams:
         if seed is not None:
             seed_all(seed)
         elif comm.size > 1:
-            share(comm)
+            follow_chief(comm)
 
     @property
     def seed(self) -> int:
@@ -136,7 +136,7 @@ class TowerStreams:
             self._other, self._inside = current, inside
         return before
 
-    def part(self, key: object) -> None:
+    def restart(self, key: object) -> None:
         """Begin this tower's stream anew from seed, ``key`` and the tower's index; with virtual towers it goes on."""
         if not self._virtual:
             before = self.switch(False)

@@ -259,7 +259,7 @@ class CheckpointManager:
         self.steps = restored.step
         self._strategy.health.go_on_after(self.steps)
         if restored.towers != self._comm.size:
-            self._strategy.streams.part(f"resumed at step {restored.step}")
+            self._strategy.streams.restart(f"resumed at step {restored.step}")
         self._saved_step = restored.step if restored.name == name_of(restored.step) else None
         return restored
 

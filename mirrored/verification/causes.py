@@ -121,7 +121,7 @@ def drift(many: Sequence[Trace]) -> Explanation | None:
         before = [step.before for step in steps]
         after = [{name: sketch.digest for name, sketch in step.after.items()} for step in steps]
         for moment, digests in (("run", entering), ("step", before), ("end", after)):
-            names = [name for name in digests[0] if len({held.get(name) for held in digests}) > 1]
+            names = [name for name in digests[0] if len({digest.get(name) for digest in digests}) > 1]
             if not all(digests) or not names:
                 continue
             foreign = [name for name in names if any(name in step.foreign for step in steps)]
@@ -178,11 +178,13 @@ def _write_on_some_towers(many: Sequence[Trace], at: int, names: Sequence[str] |
 def evaluated_drift(many: Sequence[Trace]) -> Explanation | None:
     """The model that all towers evaluate is not the same on each; one that only some towers evaluate is theirs."""
     for steps in sorted({steps for steps, _ in many[0].evaluated_models}):
-        models = [{name: held for (at, name), held in trace.evaluated_models.items() if at == steps} for trace in many]
-        if any(held.keys() != models[0].keys() for held in models):
+        models = [
+            {name: digests for (at, name), digests in trace.evaluated_models.items() if at == steps} for trace in many
+        ]
+        if any(model.keys() != models[0].keys() for model in models):
             continue
         for name, digests in models[0].items():
-            differing = [path for path in digests if len({held[name].get(path) for held in models}) > 1]
+            differing = [path for path in digests if len({model[name].get(path) for model in models}) > 1]
             if differing:
                 return Explanation(
                     Cause.CHANGED_ON_ONE_TOWER,
@@ -247,20 +249,20 @@ def other_start(one: Trace, again: Trace) -> bool:
 def other_data(comparison: RunComparison) -> Explanation | None:
     """The towers' shares together are not one tower's batch."""
     towers = len(comparison.many)
-    for call, shares in comparison.calls():
+    for call, shares in comparison.training_calls():
         if not all(each.trained and each.examples_come_first for each in (call, *shares)):
             continue
-        batch, given = Counter(call.examples), [Counter(share.examples) for share in shares]
-        together, step = sum(given, Counter()), f"step {call.steps + 1}"
-        if comparable(batch, together) and together != batch and any(held != batch for held in given):
+        batch, received = Counter(call.examples), [Counter(share.examples) for share in shares]
+        together, step = sum(received, Counter()), f"step {call.steps + 1}"
+        if comparable(batch, together) and together != batch and any(share != batch for share in received):
             return _other_batch(comparison, step, batch, together)
-        whole = Counter(call.seen_by_model)
+        alone = Counter(call.seen_by_model)
         seen = sum((Counter(share.seen_by_model) for share in shares), Counter())
-        if batch not in given and seen != whole and not seen - whole:
+        if batch not in received and seen != alone and not seen - alone:
             return Explanation(
                 Cause.SHARDED_TWICE,
-                f"at {step} the model sees {seen.total()} examples on {towers} towers, but {whole.total()} on one: the "
-                "batch given to run is this tower's share already, and the function that run calls cuts it again",
+                f"at {step} the model sees {seen.total()} examples on {towers} towers, but {alone.total()} on one: "
+                "the batch given to run is this tower's share already, and the function that run calls cuts it again",
                 "use the whole batch that run was given",
                 "the examples given to run are the same; those given to the model are a part of them",
             )
@@ -294,8 +296,8 @@ def _other_batch(comparison: RunComparison, step: str, batch: Counter[str], toge
 
 def data_compared(comparison: RunComparison, at: int) -> bool:
     """Whether the examples given to ``run`` for step ``at`` could be compared."""
-    for call, shares in comparison.calls():
-        if call.trained and call.steps == at:
+    for call, shares in comparison.training_calls():
+        if call.steps == at:
             calls = (call, *shares)
             known = all(each.examples and each.examples_come_first for each in calls)
             return known and comparable(*(each.examples for each in calls))

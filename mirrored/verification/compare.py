@@ -119,10 +119,11 @@ class RunComparison:
         if self.first is None and len(made) > 1:
             self.first = RunDifference(min(made), "steps", "", math.inf)
 
-    def calls(self) -> Iterator[tuple[RunCall, list[RunCall]]]:
-        """The calls of ``run`` side by side: (on one tower, on each of N)."""
+    def training_calls(self) -> Iterator[tuple[RunCall, list[RunCall]]]:
+        """The calls of ``run`` that called backward, side by side: (on one tower, on each of N)."""
         for call, *shares in zip(self.one.calls, *(trace.calls for trace in self.many), strict=False):
-            yield call, shares
+            if call.trained:
+                yield call, shares
 
     @property
     def cut_short(self) -> bool:
@@ -133,20 +134,21 @@ class RunComparison:
         raised = self.one.raised
         if raised is None or not all(trace.cut for trace in (self.one, *self.many)):
             return False
-        if any(trace.raised is None or len(trace.steps) != len(self.one.steps) for trace in self.many):
+        errors = [trace.raised for trace in self.many if trace.raised is not None]
+        if len(errors) < len(self.many) or any(len(trace.steps) != len(self.one.steps) for trace in self.many):
             return False
-        causes = [trace.raised for trace in self.many if trace.raised is not None and not trace.raised.consequence]
-        return bool(causes) and all((error.kind, error.line) == (raised.kind, raised.line) for error in causes)
+        places = {(error.kind, error.line) for error in errors if not error.consequence}
+        return places == {(raised.kind, raised.line)}
 
     def _compare(self, at: int, one: Step, many: Sequence[Step]) -> ComparedStep:
-        losses = total_loss([one.losses]), total_loss([step.losses for step in many])
+        alone, together = total_loss([one.losses]), total_loss([step.losses for step in many])
         if self.one.virtual:  # each tower has the backwards of other virtual towers
-            losses = None, None
+            alone = together = None
         loss = 0.0
-        if losses[0] is not None and losses[1] is not None:
+        if alone is not None and together is not None:
             # A loss that passes through zero is not more exact there.
-            sizes = [abs(total) for total in losses if total is not None and not math.isnan(total)]
-            loss = relative(losses[0], losses[1], max([*sizes, self._largest_loss]))
+            sizes = [abs(total) for total in (alone, together) if not math.isnan(total)]
+            loss = relative(alone, together, max([*sizes, self._largest_loss]))
         self._note_noise(one, many[0])
         gradients = self._largest(one.gradients, many[0].gradients)
         stepped = bool(one.after and many[0].after)
@@ -165,7 +167,7 @@ class RunComparison:
         beyond = next((kind for kind, amount in amounts.items() if amount > self._limit(kind, at)), None)
         difference = RunDifference(at, beyond, differences[beyond][1], amounts[beyond]) if beyond is not None else None
         rounding = difference is None and max(amounts.values()) > self.tolerance
-        return ComparedStep(at, one.optimizer, losses, gradients, parameters, difference, amounts, rounding)
+        return ComparedStep(at, one.optimizer, (alone, together), gradients, parameters, difference, amounts, rounding)
 
     def _buffers(self, one: Step, many: Step) -> list[tuple[float, str]]:
         """How much each buffer differs that both runs have; each by itself, since they have no common size.

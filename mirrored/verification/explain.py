@@ -21,19 +21,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from mirrored.verification import causes
+from mirrored.verification import causes, proven_causes
 from mirrored.verification.compare import RunComparison, RunDifference, compare, differing_result
 from mirrored.verification.interventions import Interventions, LossFactor
-from mirrored.verification.proven_causes import (
-    batch_terms,
-    first_loss,
-    lines_with_towers,
-    padded_lengths,
-    proven_causes,
-    reported_value,
-    shares_of_backward,
-    uneven_divisors,
-)
 from mirrored.verification.report import Cause, Explanation, at_line
 from mirrored.verification.trace import Trace
 
@@ -57,23 +47,18 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
         rerun: runs the script again.
     """
     one, many = strict.one, strict.many
-    failed = causes.failure(strict)
-    if failed is not None:
+    if (failed := causes.failure(strict)) is not None:
         towers = 1 if one.raised is not None else len(many)
         unexplained = failed.cause in (Cause.FAILS_EVERYWHERE, Cause.FAILS_ON_ONE, Cause.FAILS_ON_TOWERS)
         if unexplained and rerun(towers, Interventions(recorded=False)) is not None:
             failed = causes.failure_when_watched(failed, towers)
         return strict, [failed]
-    nothing = causes.nothing_to_compare(strict)
-    if nothing is not None:
+    if (nothing := causes.nothing_to_compare(strict)) is not None:
         return strict, [nothing]
-    shared_stream = causes.shared_stream(many)
-    explanations = [shared_stream] if shared_stream is not None else []
-    drifting = causes.drift(many)
-    if drifting is not None:
+    explanations = _known(causes.shared_stream(many))
+    if (drifting := causes.drift(many)) is not None:
         return strict, [*explanations, drifting]
-    other_data = causes.other_data(strict)
-    if other_data is not None:
+    if (other_data := causes.other_data(strict)) is not None:
         return strict, [*explanations, _not_reproducible(one, rerun) or other_data]
     loose = dataclasses.replace(strict, exact=False)
     comparison = _beside_rounding(loose, rerun, _NONE)
@@ -85,21 +70,24 @@ def explain(strict: RunComparison, rerun: Rerun) -> tuple[RunComparison, list[Ex
     comparison, proven, tried = _intervene(comparison, rerun)
     explanations += proven
     buffers = any(explanation.cause is Cause.BUFFER for explanation in explanations)
-    if comparison.first is not None or buffers:
-        unsteady = _not_reproducible(one, rerun)
-        if unsteady is not None:
-            return shown, [unsteady] if buffers else [*explanations, unsteady]
+    if (comparison.first is not None or buffers) and (unsteady := _not_reproducible(one, rerun)) is not None:
+        return shown, [unsteady] if buffers else [*explanations, unsteady]
     if comparison.first is not None:  # where buffers differ it may well be their effect
         return shown, explanations if buffers else [*explanations, _unexplained(comparison, explanations, tried)]
-    evaluated = causes.evaluated_drift(many) or _reported(comparison, explanations, rerun)
-    explanations += [evaluated] if evaluated is not None else []
-    if not explanations and not comparison.rows:
-        explanations.append(causes.nothing_compared(one))
-    elif not explanations and strict.exact and strict.first is not None:
-        explanations.append(_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}"))
-    elif not explanations and strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
-        explanations.append(_rounding("what reduce and gather return"))
-    return shown, explanations
+    explanations += _known(causes.evaluated_drift(many) or _reported(comparison, explanations, rerun))
+    if explanations:
+        return shown, explanations
+    if not comparison.rows:
+        return shown, [causes.nothing_compared(one)]
+    if strict.exact and strict.first is not None:
+        return shown, [_rounding(f"the {strict.first.kind} of step {strict.first.step + 1}")]
+    if strict.exact and differing_result(strict, _alone(rerun, _NONE)) is not None:
+        return shown, [_rounding("what reduce and gather return")]
+    return shown, []
+
+
+def _known(explanation: Explanation | None) -> list[Explanation]:
+    return [] if explanation is None else [explanation]
 
 
 def _alone(rerun: Rerun, interventions: Interventions) -> Trace | None:
@@ -128,7 +116,7 @@ def _reported(comparison: RunComparison, proven: Sequence[Explanation], rerun: R
     if pair is None:
         return None
     what = f"what {pair[1].call}{at_line(pair[1].line)} returns after step {pair[1].steps} differs"
-    return _random(comparison, what, pair[1].steps) or reported_value(comparison, pair, proven)
+    return _random(comparison, what, pair[1].steps) or proven_causes.reported_value(comparison, pair, proven)
 
 
 def _not_reproducible(one: Trace, rerun: Rerun, tolerance: float | None = None) -> Explanation | None:
@@ -170,8 +158,7 @@ def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
     while (difference := comparison.first) is not None and len(proven) < _MOST_MISTAKES:
         tried = []
         if difference.kind == "buffer":
-            explanation = causes.other_buffers(comparison, difference.step)
-            proven += [explanation] if explanation is not None else []
+            proven += _known(causes.other_buffers(comparison, difference.step))
             without = comparison.without.union(comparison.buffers_beyond(difference.step))
             comparison = dataclasses.replace(comparison, without=without)
             continue
@@ -183,7 +170,7 @@ def _intervene(comparison: RunComparison, rerun: Rerun) -> tuple[RunComparison, 
             perturbed = comparison.perturbed if one is comparison.one else None
             after = dataclasses.replace(comparison, one=one, many=many, perturbed=perturbed)
             if after.first is None or after.first.place > difference.place:
-                proven += proven_causes(comparison, difference, present, more, after)
+                proven += proven_causes.proven(comparison, difference, present, more, after)
                 comparison, present = _beside_rounding(after, rerun, more), more
                 break
             tried.append(more)
@@ -205,7 +192,7 @@ def _candidates(
     if many[0].steps[at].batch_norms and not present.global_statistics:
         bases.append(dataclasses.replace(present, global_statistics=True))
         yield bases[-1]
-    if not present.padding and padded_lengths(comparison, at):
+    if not present.padding and proven_causes.padded_lengths(comparison, at):
         forms = {(i, j): form for i, call in enumerate(one.calls) for j, form in enumerate(call.forms)}
         padded = [dataclasses.replace(base, padding=forms) for base in bases]
         bases += padded
@@ -214,10 +201,11 @@ def _candidates(
         yield dataclasses.replace(present, skip_local_changes=True)
     if present.loss is not LossFactor.NONE:
         return
-    uneven = len({local for local, _ in shares_of_backward(many, at)}) > 1
-    applies = {LossFactor.NONE: False, LossFactor.TOWERS: True, LossFactor.DIVISOR: bool(uneven_divisors(many, at))}
-    factors = [factor for factor in LossFactor if applies.get(factor, uneven)]
-    choices = batch_terms(first_loss(one, at), first_loss(many[0], at))
+    uneven = len({local for local, _ in proven_causes.shares_of_backward(many, at)}) > 1
+    applies = dict.fromkeys(LossFactor, uneven) | {LossFactor.NONE: False, LossFactor.TOWERS: True}
+    applies[LossFactor.DIVISOR] = bool(proven_causes.uneven_divisors(many, at))
+    factors = [factor for factor in LossFactor if applies[factor]]
+    choices = proven_causes.batch_terms(proven_causes.first_loss(one, at), proven_causes.first_loss(many[0], at))
     for base, terms, factor in itertools.product(bases, choices, factors):
         yield dataclasses.replace(base, loss=factor, terms=terms)
 
@@ -232,7 +220,8 @@ def _unexplained(
         return Explanation(
             Cause.STEPS,
             f"the script makes {len(one.steps)} steps on one tower, {len(many[0].steps)} on {len(many)}",
-            f"let the number of steps and of epochs not depend on the number of towers{lines_with_towers(one)}",
+            "let the number of steps and of epochs not depend on the number of towers"
+            f"{proven_causes.lines_with_towers(one)}",
         )
     where = f" of {difference.where}" if difference.where else ""
     also = " also" if proven else ""
@@ -242,7 +231,7 @@ def _unexplained(
         return random
     if (pairs := causes.pairs_of_examples(one, many[0], what)) is not None:
         return pairs
-    loss = first_loss(many[0], at)
+    loss = proven_causes.first_loss(many[0], at)
     made = f" The loss{at_line(loss.line)} is {loss.terms[0]}." if loss is not None and loss.terms else ""
     return Explanation(
         Cause.UNKNOWN,
@@ -270,13 +259,13 @@ def _random(comparison: RunComparison, what: str, at: int) -> Explanation | None
 def _ruled_out(comparison: RunComparison, at: int, tried: Sequence[Interventions]) -> list[str]:
     """What was looked at and is not the cause."""
     one, many = comparison.one.steps[at], comparison.many[0].steps[at]
-    factors = dict.fromkeys(each.loss for each in tried if each.loss is not LossFactor.NONE)
+    factors = dict.fromkeys(each.loss.value for each in tried if each.loss is not LossFactor.NONE)
     statistics = any(each.global_statistics for each in tried)
     checks = {
         "the examples are the same": causes.data_compared(comparison, at),
         "the towers' parameters are equal to each other": True,
         "the learning rates are equal": one.rates == many.rates,
-        **{f"multiplying each tower's loss by {factor.value} does not help": True for factor in factors},
+        **{f"multiplying each tower's loss by {factor} does not help": True for factor in factors},
         "padding the shares as the batch is does not help": any(each.padding for each in tried),
         "leaving out what changes gradients before they are averaged does not help": any(
             each.skip_local_changes for each in tried

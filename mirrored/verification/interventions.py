@@ -133,7 +133,7 @@ def pad(arguments: Any, call: int, forms: Mapping[tuple[int, int], Form], shares
 
     Args:
         call: number of the call of ``run``.
-        forms: as :attr:`Interventions.padding`.
+        forms: the same as :attr:`Interventions.padding`.
         shares: how many examples (this tower, all towers) have in each batch at hand.
     """
     numbers = iter(range(sum(1 for _ in tensors_of(arguments))))
@@ -149,7 +149,7 @@ def padded_dims(shape: Sequence[int], form: Form, shares: Sequence[tuple[int, in
     """The dimensions, other than that of the examples, in which a share is shorter than one tower's batch."""
     if len(shape) != len(form.shape):
         return []
-    shorter = [d for d, (local, whole) in enumerate(zip(shape, form.shape, strict=True)) if local < whole]
+    shorter = [d for d, (local, full) in enumerate(zip(shape, form.shape, strict=True)) if local < full]
     examples = next((d for d in shorter if (shape[d], form.shape[d]) in shares), None)
     if examples is None:
         return []
@@ -249,18 +249,18 @@ def _part_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | None
     """The part of one tower's numbers that a tensor of this shape takes; None where that cannot be told."""
     if draw.shape is None or len(draw.shape) != len(shape):
         return None
-    differing = [d for d, (whole, local) in enumerate(zip(draw.shape, shape, strict=True)) if whole != local]
+    differing = [d for d, (full, local) in enumerate(zip(draw.shape, shape, strict=True)) if full != local]
     part = [slice(None)] * len(shape)
     if not differing:
         return tuple(part)
     if len(differing) > 1:
         return None
     [d] = differing
-    whole = draw.shape[d]
+    full = draw.shape[d]
     for local, total in draw.shares:
         start, end = bounds(total, draw.towers, draw.tower)
-        if total and end - start == local and whole % total == 0 and shape[d] * total == whole * local:
-            times = whole // total  # numbers for each example, one example after the other
+        if total and end - start == local and full % total == 0 and shape[d] * total == full * local:
+            times = full // total  # numbers for each example, one example after the other
             part[d] = slice(start * times, end * times)
             return tuple(part)
     return None
@@ -284,7 +284,7 @@ def draw_as_one_tower(
     if part is None or draw.shape is None:
         return False
     totals = {total for _, total in draw.shares}
-    certain = all(whole == local or whole in totals for whole, local in zip(draw.shape, result.shape, strict=True))
+    certain = all(full == local or full in totals for full, local in zip(draw.shape, result.shape, strict=True))
     generator = torch.Generator(result.device).manual_seed(seeds.mix("verify", *draw.key))
     wide = torch.empty(draw.shape, dtype=result.dtype, device=result.device)
     if name in ("rand", "rand_like", "bernoulli"):

@@ -23,7 +23,7 @@ _LOSS_CAUSES = (
 )
 
 
-def proven_causes(
+def proven(
     comparison: RunComparison,
     difference: RunDifference,
     before: Interventions,
@@ -80,8 +80,8 @@ def _and(numbers: Sequence[float]) -> str:
 
 def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] | None:
     """To what length one tower pads a batch of step ``at``, and each of N its share; None where all are the same."""
-    for call, calls in comparison.calls():
-        if call.steps != at or not call.trained:
+    for call, calls in comparison.training_calls():
+        if call.steps != at:
             continue
         for form, *forms in zip(call.forms, *(share.forms for share in calls), strict=False):
             pairs = zip(calls, forms, strict=True)
@@ -292,17 +292,19 @@ def reported_value(
 def _evaluation(comparison: RunComparison, differs: str) -> Explanation | None:
     """The evaluation takes other examples than on one tower."""
     for steps, examples in sorted(comparison.one.evaluated.items()):
-        whole = Counter(examples)
-        parts = [Counter(trace.evaluated.get(steps, [])) for trace in comparison.many]
-        union = sum(parts, Counter())
-        if union == whole or all(part == whole for part in parts) or not comparable(union, whole):
+        alone = Counter(examples)
+        shares = [Counter(trace.evaluated.get(steps, [])) for trace in comparison.many]
+        together = sum(shares, Counter())
+        if together == alone or all(share == alone for share in shares) or not comparable(together, alone):
             continue
-        more, fewer = union - whole, whole - union
+        more, fewer = together - alone, alone - together
         towers = plural(len(comparison.many), "tower")
-        what = f"the evaluation after step {steps} takes {union.total()} examples on {towers}, {whole.total()} on one"
+        what = (
+            f"the evaluation after step {steps} takes {together.total()} examples on {towers}, {alone.total()} on one"
+        )
         shown = f"a comparison of the examples that the model was given, bit by bit; {differs}"
         if more and not fewer:
-            kind = "taken twice" if not set(more) - set(whole) else "which one tower does not have (padding)"
+            kind = "taken twice" if not set(more) - set(alone) else "which one tower does not have (padding)"
             return Explanation(
                 Cause.EVALUATION_PADDING,
                 f"{what}: {more.total()} too many, {kind}",

@@ -222,8 +222,8 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         dropouts=any(trace.dropouts for trace in (one, *many)),
         followed=any(draw.followed for trace in many for call in trace.calls for draw in call.draws),
         whole_batches=any(
-            call.trained and call.examples and all(share.examples == call.examples for share in shares)
-            for call, shares in comparison.calls()
+            call.examples and all(share.examples == call.examples for share in shares)
+            for call, shares in comparison.training_calls()
         ),
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),

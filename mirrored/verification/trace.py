@@ -290,7 +290,7 @@ class Result:
     """What ``strategy.reduce`` or ``strategy.gather`` returned.
 
     Attributes:
-        call: as a message calls it: "strategy.reduce('sum')".
+        call: its name in messages: "strategy.reduce('sum')".
         line: the script's line.
         steps: optimizer steps done before.
         values: the first ones of each tensor.

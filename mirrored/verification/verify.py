@@ -119,13 +119,13 @@ def verify(
     except errors.TowerFailedError as error:
         nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)
         return make_report(name, nothing, [_ended(count, error)])
-    comparison, found = compare(one, many, tolerance, exact), list[Explanation]()
+    comparison, explanations = compare(one, many, tolerance, exact), list[Explanation]()
     if not job.kept:
-        comparison, found = explain(comparison, rerun)
+        comparison, explanations = explain(comparison, rerun)
     if job.kept:  # now, or by a further run
         failed = causes.failure(comparison)
-        found = [kept_files.not_comparable(job.kept), *([failed] if failed is not None else [])]
-    return make_report(name, comparison, found)
+        explanations = [kept_files.not_comparable(job.kept), *([failed] if failed is not None else [])]
+    return make_report(name, comparison, explanations)
 
 
 def _module_file(name: str) -> str:

@@ -39,7 +39,7 @@ class StepBuffers:
     Attributes:
         count: how many tensors :meth:`take` gives.
         layout: a digest of what buffers there are.
-        names: of all buffers.
+        names: the buffers' names.
         written: how many of this tower's virtual towers have changed a large floating-point buffer in this step.
         differing: names of integer buffers of which this tower's virtual towers made different things, on a CPU in this
             step, on a GPU in an earlier one.
@@ -127,19 +127,19 @@ class StepBuffers:
             if buffer.was_written:
                 value = buffer.now.clone()
                 if name in self._firsts:
-                    self._compare(name, self._firsts[name], value)
+                    self._note_difference(name, self._firsts[name], value)
                 else:
                     self._firsts[name] = value
         return taken
 
-    def travelling(
-        self, sums: Sequence[Tensor | None], kept: set[str], written: set[str], counted: Sequence[str]
+    def packed(
+        self, sums: Sequence[Tensor | None], common: set[str], written: set[str], counted: Sequence[str]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors that towers exchange: floating-point sums, and integers for :meth:`agreed`.
+        """The tensors that all towers gather: floating-point sums, and integers for :meth:`agreed`.
 
         Args:
-            sums: of what :meth:`take` gave, None for zeros.
-            kept: the names of buffers that all towers have.
+            sums: the sums of what :meth:`take` gave; None for zeros.
+            common: the names of buffers that all towers have.
             written, counted: those of large and integer ones that any tower has changed.
         """
         like = [t for pack in self._small for t in (pack.before, pack.before)]
@@ -147,7 +147,7 @@ class StepBuffers:
         full = [torch.zeros_like(a) if b is None else b for a, b in zip(like, sums, strict=True)]
         floats = []
         for number, pack in enumerate(self._small):
-            chosen = _mask(pack.buffers, kept)
+            chosen = _mask(pack.buffers, common)
             floats += [full[2 * number][chosen], full[2 * number + 1][chosen]]
         large = zip(self._large, full[2 * len(self._small) :], strict=True)
         floats += [total for buffer, total in large if buffer.name in written]
@@ -159,8 +159,8 @@ class StepBuffers:
         """The integers that towers have changed, by name.
 
         Args:
-            counted: as of :meth:`travelling`.
-            rows: by tower, the integers that travelled.
+            counted: as in :meth:`packed`.
+            rows: by tower, its integers.
             changed: by tower, names of those that it has changed.
 
         Raises:
@@ -174,30 +174,30 @@ class StepBuffers:
         for row, names in zip(rows, changed, strict=True):
             for name, value in zip(counted, row, strict=True):
                 if name in names:
-                    self._compare(name, agreed.setdefault(name, value), value)
+                    self._note_difference(name, agreed.setdefault(name, value), value)
         for name in self.differing:
             self.refuse(name)
         return agreed
 
-    def settle(
+    def finish(
         self,
         floats: Sequence[Tensor],
         integers: Mapping[str, Tensor],
-        kept: set[str],
+        common: set[str],
         written: Mapping[str, int],
         leaves: int,
     ) -> None:
         """Give the buffers the values after the step.
 
         Args:
-            floats, kept: as of :meth:`travelling`, the floats added up over all towers.
+            floats, common: as in :meth:`packed`, the floats added up over all towers.
             integers: what :meth:`agreed` returned.
             written: how many virtual towers have changed a large buffer.
             leaves: how many virtual towers had examples.
         """
         remaining = iter(floats)
         for pack in self._small:
-            chosen = _mask(pack.buffers, kept)
+            chosen = _mask(pack.buffers, common)
             after = pack.before.clone()
             total, changes = next(remaining), next(remaining)
             after[chosen] = torch.where(changes == 0, pack.before[chosen], total / leaves)
@@ -211,7 +211,7 @@ class StepBuffers:
         for name, value in integers.items():
             self._integers[name].set(value)
 
-    def _compare(self, name: str, first: Tensor, other: Tensor) -> None:
+    def _note_difference(self, name: str, first: Tensor, other: Tensor) -> None:
         """Note whether an integer buffer is the same twice; on a GPU in a later step, so that nobody waits for it."""
         if _can_be_read(first):
             if not torch.equal(first, other):
@@ -242,9 +242,9 @@ def registered(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor for module in modules for tensor in own_buffers(module).values() if tensor is not None]
 
 
-def _mask(buffers: Sequence[Buffer], kept: set[str]) -> Any:
+def _mask(buffers: Sequence[Buffer], common: set[str]) -> Any:
     """The elements, in the buffers' values one after the other, that belong to buffers that all towers have."""
-    if all(buffer.name in kept for buffer in buffers):
+    if all(buffer.name in common for buffer in buffers):
         return slice(None)
-    flags = [torch.full((real(b.tensor).numel(),), b.name in kept, device=b.tensor.device) for b in buffers]
+    flags = [torch.full((real(b.tensor).numel(),), b.name in common, device=b.tensor.device) for b in buffers]
     return torch.cat(flags)

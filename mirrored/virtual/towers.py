@@ -66,9 +66,9 @@ class _Report:
     Attributes:
         leaves: how many of its virtual towers had examples.
         traced: whether a loss required a gradient.
-        dtype: of the losses.
-        layout, written, counted, differing: as of :class:`StepBuffers`.
-        names: of its buffers; asked for only where layouts differ: one tower may keep a model that others dropped.
+        dtype: the losses' dtype.
+        layout, written, counted, differing: as in :class:`StepBuffers`.
+        names: its buffers' names; asked for only where layouts differ: one tower may keep a model that others dropped.
     """
 
     leaves: int
@@ -147,22 +147,22 @@ class VirtualTowers:
         parameters = [p for reference in self._parameters if (p := reference()) is not None]
         buffers = self._step_buffers()
         buffers.begin()
-        kept = [parameter.grad for parameter in parameters]
+        previous = [parameter.grad for parameter in parameters]
         self.step += 1
         unhooked = self._averager.hooks_disabled() if self._averager is not None else contextlib.nullcontext()
         try:
             with unhooked, seeds.undisturbed(self._comm.device):
                 sums, report = self._compute(loss_fn, batch, sample_weight, local, total, seed, parameters, buffers)
             _give(parameters, sums[: len(parameters)])
-            reports = self._tell(report, buffers)
+            reports = self._gather_reports(report, buffers)
             if self._averager is not None:
                 self._averager.reduce_now(TreeSum)  # see [Note: gradients are added when all parts are computed]
             mean = self._combine(buffers, sums[len(parameters) :], reports)
         except BaseException:
-            _give(parameters, kept)
+            _give(parameters, previous)
             buffers.restore()
             raise
-        _add(parameters, kept)
+        _add(parameters, previous)
         return mean
 
     def _compute(
@@ -229,9 +229,9 @@ class VirtualTowers:
     def _total_weight(self, weight: Tensor, local: int) -> Tensor:
         """The sum of a weight of each example (or of its tokens) over all towers, in float64; 1 where it is 0."""
         sums = [weight[start:end].double().sum() for start, end in self._cut.parts_of(local)]
-        everybodys = self._comm.all_gather(torch.stack(sums)).flatten()
+        gathered = self._comm.all_gather(torch.stack(sums)).flatten()
         total = torch.empty_like(sums[0])
-        add_by_tree(total, list(everybodys.unbind()))
+        add_by_tree(total, list(gathered.unbind()))
         return torch.where(total == 0, torch.ones_like(total), total)
 
     def _step_buffers(self) -> StepBuffers:
@@ -240,21 +240,21 @@ class VirtualTowers:
             self._buffers = StepBuffers(modules)
         return self._buffers
 
-    def _tell(self, mine: _Report, buffers: StepBuffers) -> list[_Report]:
+    def _gather_reports(self, own: _Report, buffers: StepBuffers) -> list[_Report]:
         """The reports of all towers.
 
         Raises:
             MirrorError, RuntimeError: on all towers alike.
         """
-        reports = [mine]
+        reports = [own]
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
             call = with_batch(call, self._comm.health.batch)
-            announcements = announce(self._comm, call, dataclasses.asdict(mine))
+            announcements = announce(self._comm, call, dataclasses.asdict(own))
             reports = [_Report(**announcement.details) for announcement in announcements]
         if len({report.layout for report in reports}) > 1:
-            everybodys = self._comm.all_gather_bytes(json.dumps(buffers.names).encode())
-            for report, names in zip(reports, everybodys, strict=True):
+            gathered = self._comm.all_gather_bytes(json.dumps(buffers.names).encode())
+            for report, names in zip(reports, gathered, strict=True):
                 report.names = json.loads(names)
         for name in itertools.chain.from_iterable(report.differing for report in reports):
             buffers.refuse(name)
@@ -269,14 +269,14 @@ class VirtualTowers:
         Args:
             sums: over this tower's virtual towers: of the losses (float64), then of what ``take`` gave.
         """
-        kept = set.intersection(*(set(report.names or buffers.names) for report in reports))
+        common = set.intersection(*(set(report.names or buffers.names) for report in reports))
         written: Counter[str] = Counter()
         for report in reports:
-            written.update({name: count for name, count in report.written.items() if name in kept})
-        counted = sorted({name for report in reports for name in report.counted if name in kept})
+            written.update({name: count for name, count in report.written.items() if name in common})
+        counted = sorted({name for report in reports for name in report.counted if name in common})
         loss = sums[0] if sums[0] is not None else torch.zeros((), dtype=torch.float64, device=self._comm.device)
-        floats, integers = buffers.travelling(sums[1:], kept, set(written), counted)
-        rows = self._everybodys([loss, *floats, *integers])
+        floats, integers = buffers.packed(sums[1:], common, set(written), counted)
+        rows = self._gather([loss, *floats, *integers])
         for column in zip(*(row[: 1 + len(floats)] for row in rows), strict=True):
             add_by_tree(column[0], column)
         mean, *floats = rows[0][: 1 + len(floats)]
@@ -285,11 +285,11 @@ class VirtualTowers:
             packed = [row[1 + len(floats) :] for row in rows]
             agreed = buffers.agreed(counted, packed, [report.counted for report in reports])
             leaves = sum(report.leaves for report in reports)
-            buffers.settle(floats, agreed, kept, written, leaves)
+            buffers.finish(floats, agreed, common, written, leaves)
         dtype = reports[active[0] if active else 0].dtype
         return mean.to(getattr(torch, dtype.removeprefix("torch.")))
 
-    def _everybodys(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    def _gather(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Every tower's tensors, of which all have the same kinds, by one collective on this tower's device."""
         if self._comm.size == 1:
             return [list(tensors)]
@@ -333,9 +333,9 @@ def _give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
 
 
 @torch.no_grad()
-def _add(parameters: Sequence[Tensor], kept: Sequence[Tensor | None]) -> None:
+def _add(parameters: Sequence[Tensor], previous: Sequence[Tensor | None]) -> None:
     """Add new gradients to those that were there before, as backward does."""
-    for parameter, before in zip(parameters, kept, strict=True):
+    for parameter, before in zip(parameters, previous, strict=True):
         if before is not None:
             if parameter.grad is None:
                 parameter.grad = before

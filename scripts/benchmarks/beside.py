@@ -13,7 +13,7 @@ class Program:
     """Steps in another program.
 
     Args:
-        path: of the program.
+        path: the program's path.
         arguments: for it.
         environment: set there in addition.
     """
