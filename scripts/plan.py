@@ -10,25 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from planning import (
-    ALGORITHMS,
-    DEVICE_MTBF,
-    HARDWARE,
-    HEARTBEAT_REQUESTS,
-    MESSAGE,
-    MODELS,
-    READING,
-    REQUEST,
-    Cluster,
-    Model,
-    announcement,
-    announcement_by_hosts,
-    handshake_seconds,
-    leaders,
-    save_interval,
-    step,
-    useful,
-)
+import planning
+from planning import ALGORITHMS, REQUEST, Cluster, Model
 
 SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 TIMES = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -36,11 +19,11 @@ TIMES = {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 def quantity(text: str) -> float:
     """Bytes of "200MB", seconds of "10s" or "2min"."""
-    found = re.fullmatch(r"([0-9.]+)(\S+)", text)
+    match = re.fullmatch(r"([0-9.]+)(\S+)", text)
     units = SIZES | TIMES
-    if found is None or found[2] not in units:
+    if match is None or match[2] not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number with one of the units {', '.join(units)}")
-    return float(found[1]) * units[found[2]]
+    return float(match[1]) * units[match[2]]
 
 
 def shown(value: float) -> str:
@@ -73,7 +56,7 @@ def print_all_reduces(model: Model, clusters: Sequence[Cluster]) -> None:
     print("\nAll-reduce of all gradients, bucket by bucket, ms (hidden or not):")
     rows = []
     for cluster in clusters:
-        functions = [*ALGORITHMS.values(), leaders]
+        functions = [*ALGORITHMS.values(), planning.leaders]
         times = [sum(function(cluster, nbytes) for _, nbytes in model.buckets()) for function in functions]
         inside = (cluster.devices - 1) / cluster.devices / cluster.inside.bandwidth
         across = (cluster.hosts - 1) / cluster.hosts / cluster.network(1).bandwidth
@@ -87,7 +70,7 @@ def print_steps(models: Sequence[Model], clusters: Sequence[Cluster]) -> None:
     print("\nA step, ms:")
     rows = []
     for model, cluster in zip(models, clusters, strict=True):
-        steps = {name: step(model, cluster, name) for name in (*ALGORITHMS, "sharded")}
+        steps = {name: planning.step(model, cluster, name) for name in (*ALGORITHMS, "sharded")}
         name = min(ALGORITHMS, key=lambda name: steps[name].total)
         best, ring_step = steps[name], steps["ring"]
         row = [str(cluster.hosts), str(cluster.size), name if cluster.size > 1 else "–"]
@@ -101,22 +84,23 @@ def print_steps(models: Sequence[Model], clusters: Sequence[Cluster]) -> None:
 def print_limits(models: Sequence[Model], clusters: Sequence[Cluster], save: float, restart: float) -> None:
     """What else grows: the batch, the memory, failures, start-up and announcements."""
     one = models[0]
-    whole = 2 * one.gradients + one.state
-    print(f"\nWhat else grows (state: {in_unit(whole, SIZES)} a device, without activations):")
+    state = 2 * one.gradients + one.state
+    print(f"\nWhat else grows (state: {in_unit(state, SIZES)} a device, without activations):")
     rows = []
     for model, cluster in zip(models, clusters, strict=True):
-        mtbf = DEVICE_MTBF / cluster.size
+        mtbf = planning.DEVICE_MTBF / cluster.size
         row = [str(cluster.size), f"{model.batch * cluster.size:,.0f}"]
         row += [in_unit(2 * one.gradients + one.state / cluster.size, SIZES), in_unit(mtbf, TIMES)]
-        row += [in_unit(save_interval(save, mtbf), TIMES), f"{useful(save, mtbf, restart):.3f}"]
-        row += [in_unit(handshake_seconds(cluster.size), TIMES), in_unit(MESSAGE * cluster.size**2, SIZES)]
-        row.append(f"{HEARTBEAT_REQUESTS * cluster.size * REQUEST:.1%}")
-        announced = (announcement(cluster), announcement_by_hosts(cluster)) if cluster.size > 1 else ()
-        row += [in_unit(seconds, TIMES) for seconds in announced] or ["–", "–"]
-        rows.append([*row, in_unit(READING * cluster.size, TIMES)])
+        row += [in_unit(planning.save_interval(save, mtbf), TIMES), f"{planning.useful(save, mtbf, restart):.3f}"]
+        row.append(in_unit(planning.handshake_seconds(cluster.size), TIMES))
+        row.append(in_unit(planning.MESSAGE * cluster.size**2, SIZES))
+        row.append(f"{planning.HEARTBEAT_REQUESTS * cluster.size * REQUEST:.1%}")
+        for announced in (planning.announcement, planning.announcement_by_hosts):
+            row.append(in_unit(announced(cluster), TIMES) if cluster.size > 1 else "–")
+        rows.append([*row, in_unit(planning.READING * cluster.size, TIMES)])
     head = f"devices  batch, {one.unit}  state, sharded  failure every  save every  useful  messages at the store"
     print_table(f"{head}  of bytes  heartbeats  announcement  by hosts  reading it", rows)
-    if whole > clusters[0].memory:
+    if state > clusters[0].memory:
         print(f"The whole state does not fit into the {in_unit(clusters[0].memory, SIZES)} of one device.")
 
 
@@ -125,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="scripts/plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hardware", choices=HARDWARE, default="nvlink-400g")
-    parser.add_argument("--model", choices=MODELS, default="resnet50")
+    parser.add_argument("--hardware", choices=planning.HARDWARE, default="nvlink-400g")
+    parser.add_argument("--model", choices=planning.MODELS, default="resnet50")
     parser.add_argument("--hosts", default="1,8,128,2048", help="comma-separated; one row for each")
     parser.add_argument("--bucket", type=quantity, help="such as 200MB")
     parser.add_argument("--global-batch", type=float, help="fixed, shared by all devices; default: each keeps its own")
@@ -134,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save", type=quantity, default="60s", help="seconds in which a checkpoint stops training")
     parser.add_argument("--restart", type=quantity, default="10min", help="from a failure to the next step")
     options = parser.parse_args(arguments)
-    hardware, model = HARDWARE[options.hardware], MODELS[options.model]
+    hardware, model = planning.HARDWARE[options.hardware], planning.MODELS[options.model]
     changes = {name: value for name in ("bucket", "noise") if (value := getattr(options, name)) is not None}
     model = replace(model, **changes)
     clusters = [replace(hardware, hosts=int(hosts)) for hosts in options.hosts.split(",")]

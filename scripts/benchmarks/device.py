@@ -13,7 +13,6 @@ from typing import Any
 
 import command
 import models
-import ratios
 import steps
 import torch
 from plain import Forward, Step
@@ -96,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
             except mirrored.TowerFailedError as error:  # the others are still worth knowing
                 cells.append(str(error).strip().splitlines()[-1])
                 continue
-            found = ratios.compare(times["ours"], times["bare"])
+            found = steps.ratio_of(times["ours"], times["bare"])
             cells.append(f"{found.value:.3f} ({statistics.median(times['ours']) * 1e3:.2f} ms)")
         counts = mirrored.launch(_synchronisations, (case,), devices=[options.device])[0]
         print(f"| {case} | " + " | ".join(cells) + f" | {counts['ours'] - counts['bare']} |", flush=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratios import Ratio
+from steps import Ratio
 
 
 @dataclass(frozen=True)

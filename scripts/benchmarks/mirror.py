@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import command
 import models
 import plain
-import ratios
 import steps
 import torch
 from steps import Times
@@ -49,7 +48,7 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
 
 
 def _ratio(times: Times, name: str) -> str:
-    found = ratios.compare(times[name], times["never"])
+    found = steps.ratio_of(times[name], times["never"])
     return f"{found.value:>15.3f}{found.low:>8.3f}{found.high:>8.3f}"
 
 

@@ -17,7 +17,6 @@ import command
 import models
 import steps
 import torch
-from ratios import Ratio, compare
 
 import mirrored
 from towers.system import machine
@@ -43,7 +42,7 @@ def _share(case: str, towers: int, weak: bool) -> int | None:
     return models.CASES[case] // towers if models.CASES[case] % towers == 0 else None
 
 
-def _cells(found: Ratio | None) -> str:
+def _cells(found: steps.Ratio | None) -> str:
     if found is None:
         return f"{'–':>9}{'':>15}"
     return f"{found.value:>9.3f}{f'{found.low:.3f}–{found.high:.3f}':>15}"
@@ -78,7 +77,9 @@ def main(arguments: Sequence[str]) -> None:
                 seconds = statistics.median(times["ours"])
                 rate = share * towers / seconds
                 base = base or rate / min(towers, cores)
-                found = {name: compare(times["ours"], times[base]) for base, name in BASES.items() if base in times}
+                found = {
+                    name: steps.ratio_of(times["ours"], times[base]) for base, name in BASES.items() if base in times
+                }
                 cells = "".join(_cells(found.get(name)) for name in BASES.values())
                 print(
                     f"{f'{case}: {kind}':<18}{towers:>7}{share * towers:>7}{seconds * 1e3:>9.2f}{rate:>9.0f}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import models
 import plain
-import ratios
 import torch
 import torch.distributed as dist
 from beside import Program
@@ -153,15 +153,31 @@ def _together() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles over the turns."""
+
+    value: float
+    low: float
+    high: float
+
+
+def ratio_of(ones: Sequence[float], others: Sequence[float]) -> Ratio:
+    """The ratio of two variants that took turns: each turn compares neighbours in time."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return Ratio(statistics.median(ratios), low, high)
+
+
 def print_head(about: str) -> None:
     """The lines above those of :func:`print_row`."""
     print(f"torch {torch.version.__version__}; {about}")
     print(f"{'':<44}{'ms':>9}{'other':>9}{'ratio':>9}{'25 %':>9}{'75 %':>8}")
 
 
-def print_row(label: str, ours: list[float], other: list[float]) -> ratios.Ratio:
+def print_row(label: str, ours: list[float], other: list[float]) -> Ratio:
     """Print medians in milliseconds, and the median and the quartiles of the ratios turn by turn."""
     medians = "".join(f"{statistics.median(seconds) * 1e3:>9.2f}" for seconds in (ours, other))
-    found = ratios.compare(ours, other)
-    print(f"{label:<44}{medians}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}", flush=True)
-    return found
+    ratio = ratio_of(ours, other)
+    print(f"{label:<44}{medians}{ratio.value:>9.3f}{ratio.low:>9.3f}{ratio.high:>8.3f}", flush=True)
+    return ratio
