@@ -64,6 +64,6 @@ def interceptor() -> Interceptor:
 
 
 def intercept(by: Interceptor) -> None:
-    """From now on, ``by`` is the interceptor of this process."""
+    """Make ``by`` the interceptor of this process."""
     global _interceptor
     _interceptor = by

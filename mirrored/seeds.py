@@ -50,9 +50,9 @@ def seed_cpu(seed: int) -> None:
 
 
 def seed_on(device: torch.device, seed: int) -> None:
-    """As :func:`seed_cpu`, and the generator of ``device``.
+    """Seed the generator of ``device``, too, beside those that :func:`seed_cpu` seeds.
 
-    Unlike ``torch.manual_seed``, which notes a stack trace for each kind of device that has not been used yet (0.6 ms).
+    ``torch.manual_seed`` would note a stack trace for each kind of device that has not been used yet (0.6 ms).
     """
     seed_cpu(seed)
     if device.type != "cpu":
@@ -193,10 +193,10 @@ _UNCHANGED = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device = _CPU) -> Iterator[None]:
-    """Inside, generators may be seeded and used; afterwards they go on as if nothing had happened.
+    """A context in which generators may be seeded and used; afterwards they go on as if nothing had happened.
 
     Args:
-        device: this one's generator, too, beside those of the CPU.
+        device: its generator goes on like those of the CPU.
     """
     before = generators.take(device)
     try:

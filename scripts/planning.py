@@ -194,7 +194,7 @@ class Model:
         return self.backward
 
     def buckets(self) -> list[tuple[float, float]]:
-        """Of each bucket: the seconds after the start of backward at which it is full, and its bytes."""
+        """The seconds after the start of backward at which each bucket is full, and its bytes."""
         sizes: list[float] = []
         while (left := self.gradients - sum(sizes)) > 0:
             sizes.append(min(left, self.bucket) if sizes else min(left, self.bucket, FIRST_BUCKET))

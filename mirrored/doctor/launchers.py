@@ -190,7 +190,7 @@ _VARIABLES = {
     "GLIBC_TUNABLES": (_NOTE, "keeps CPU towers from keeping freed memory: steps are slower", ("",)),
     "TOWERS_DEVICES": (_WARNING, "is meant for towers alone: strategies take their devices from it", ("",)),
 }
-"""By name: how much a variable matters, its effect, and the values, in upper case, that have none."""
+"""How much a variable matters, its effect, and the values, in upper case, that have none; by name."""
 
 
 def check_variables(environ: Mapping[str, str]) -> Iterator[Finding]:

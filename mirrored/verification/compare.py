@@ -1,4 +1,4 @@
-"""Where a run on N towers differs from one on one tower: step by step, and in what ``reduce`` and ``gather`` return.
+"""Compares a run on N towers with one on one tower: step by step, and what ``reduce`` and ``gather`` return.
 
 [Note: gradients of rounding alone] An optimizer that divides by the gradient's size (Adam) makes whole steps of
 gradients that are rounding errors alone, such as those of a bias before a batch norm or of an attention's bias for its

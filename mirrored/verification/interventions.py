@@ -36,7 +36,7 @@ from towers.system import tree as trees
 
 
 class LossFactor(enum.Enum):
-    """By what a tower multiplies its losses, in the order of trials; the value is how the report calls it."""
+    """The factor by which a tower multiplies its losses, in the order of trials; the value is its name in reports."""
 
     NONE = "one"
     SHARE = "towers · its examples / all examples"
@@ -83,7 +83,7 @@ class Interventions:
 
 
 def divisor_factors(replica: ReplicaContext, divisors: Sequence[float]) -> dict[int, float]:
-    """For each summand of a loss the factor by which the mean of the towers' means is the mean over all values.
+    """The factor for each summand of a loss that makes the mean of the towers' means the mean over all values.
 
     All towers call it.
 

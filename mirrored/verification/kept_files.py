@@ -21,7 +21,7 @@ _OF_OTHERS = ("/proc/", "/sys/", "/dev/", os.path.expanduser("~/."))  # the last
 
 
 def watch(notes: str, first: float, begun: float) -> None:
-    """From now on, note the files that this process reads, and its forked children, and that an earlier run has left.
+    """Note the files of earlier runs that this process and its forked children read from now on.
 
     Args:
         notes: the file to append their paths to, one a line.

@@ -79,7 +79,7 @@ def _and(numbers: Sequence[float]) -> str:
 
 
 def padded_lengths(comparison: RunComparison, at: int) -> tuple[int, list[int]] | None:
-    """To what length one tower pads a batch of step ``at``, and each of N its share; None where all are the same."""
+    """The length to which one tower pads a batch of step ``at``, and each of N its share; None where all are equal."""
     for call, calls in comparison.training_calls():
         if call.steps != at:
             continue
@@ -212,7 +212,7 @@ def _divides_by_towers(alone: Term, term: Term, towers: int) -> bool:
 
 
 def lines_with_towers(trace: Trace) -> str:
-    """Where the script asks for the number of towers."""
+    """The lines of the script that ask for the number of towers, in words."""
     lines = trace.counts_towers
     if not lines:
         return ""

@@ -118,7 +118,7 @@ class Modules:
         return [self._names[id(p)] for p in parameters]
 
     def note_addresses(self) -> None:
-        """From now on, :meth:`written` knows the parameters by their memory."""
+        """Note where the parameters lie, so that :meth:`written` knows them by their memory."""
         self._addresses = {memory_of(p): name for name, p in self.parameters.items()}
 
     def written(self, tensor: Any) -> str | None:
@@ -255,7 +255,7 @@ class Watcher(TorchFunctionMode):
         self._accumulated = frame is not None and frame.strategy.accumulates
 
     def _factors(self, terms: Sequence[Term]) -> tuple[float, dict[int, float]]:
-        """By what this run multiplies a loss as a whole, and some of several summands."""
+        """The factors by which this run multiplies a whole loss, and some of several summands."""
         replica, change = current_replica(), self.interventions.loss
         if replica is None or self.call is None or change is LossFactor.NONE:
             return 1.0, {}

@@ -147,7 +147,7 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """As real numbers of 32 bits or more."""
+    """The same values as real numbers of 32 bits or more."""
     numbers = real(tensor)
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 

@@ -1,4 +1,4 @@
-"""Where the time goes that a step of ours takes longer than one without communication.
+"""The parts of the time that a step of ours takes longer than one without communication.
 
 CPU towers; for each part the mean over the steps and towers, in milliseconds:
 

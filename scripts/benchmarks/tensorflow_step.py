@@ -13,7 +13,7 @@ from typing import Any
 from beside import Program, serve
 
 WIDTHS = (784, 2048, 2048, 2048, 10)
-"""Of the MLP, the one model that is there for both."""
+"""Widths of the MLP, the one model that is there for both."""
 
 
 def installed() -> bool:
