@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mirrored.verification.compare import RunComparison, RunDifference, relative
-from mirrored.verification.interventions import Interventions, LossFactor, padded_dims
+from mirrored.verification.interventions import Interventions, LossFactor
+from mirrored.verification.padding import padded_dims
 from mirrored.verification.report import BATCH_NORM_FIX, Cause, Explanation, at_line, first_names, plural
 from mirrored.verification.trace import Loss, Result, Term, Trace, comparable
 

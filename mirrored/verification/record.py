@@ -33,15 +33,8 @@ from mirrored.context import ReplicaContext, current_replica, strategy_with_towe
 from mirrored.data.dataset import MapDataset
 from mirrored.interceptor import Interceptor
 from mirrored.shares import Batch
-from mirrored.verification.interventions import (
-    Interventions,
-    RoundingPerturbation,
-    form_of,
-    generator_state,
-    other_generators,
-    pad,
-    tensors_of,
-)
+from mirrored.verification import draws, padding
+from mirrored.verification.interventions import Interventions, RoundingPerturbation
 from mirrored.verification.trace import (
     Draw,
     Result,
@@ -214,29 +207,29 @@ class TraceRecorder(StepLimit):
             call = RunCall(len(trace.steps))
             shares = strategy.known_shares.at_hand(replica.arguments)
             call.shares = [(share.local, share.total) for share in shares]
-            tensors = list(tensors_of((args, kwargs)))
+            tensors = list(padding.tensors_of((args, kwargs)))
             if not shares or not all(share.stand_in for share in shares):
                 known = strategy.known_shares
                 call.examples = example_digests(
                     [t for t in tensors if (share := known.get(t)) is None or not share.stand_in]
                 )
-            call.forms = [form_of(tensor) for tensor in tensors]
+            call.forms = [padding.form_of(tensor) for tensor in tensors]
             if watcher.interventions.padding:
-                args, kwargs = pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
+                args, kwargs = padding.pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
             if not trace.calls or trace.calls[-1].steps != call.steps:
                 call.parameters = {name: digest_of(p) for name, p in self._modules.parameters.items()}
             trace.calls.append(call)
-            others = other_generators()
-            watcher.call, watcher.drawn = call, generator_state(watcher.device)
+            others = draws.other_generators()
+            watcher.call, watcher.drawn = call, draws.generator_state(watcher.device)
             try:
                 return fn(*args, **kwargs)
             finally:
                 watcher.call = None
                 self.evaluated |= self._evaluates and not call.trained and self.over()
                 self._evaluates = False
-                if generator_state(watcher.device) != watcher.drawn and not trace.virtual:
+                if draws.generator_state(watcher.device) != watcher.drawn and not trace.virtual:
                     call.draws.append(Draw("a function of torch that is not followed", None, watcher.drawn))
-                for by, state in other_generators().items():
+                for by, state in draws.other_generators().items():
                     if others[by] != state:
                         call.draws.append(Draw(by, None, str(state)))
 
@@ -285,7 +278,7 @@ class TraceRecorder(StepLimit):
         if len(self._modules.calls) > 1:
             return
         name = self._modules.root_name(module)
-        tensor = next(tensors_of(inputs), None)
+        tensor = next(padding.tensors_of(inputs), None)
         strategy, replica = strategy_with_towers(), current_replica()
         at_hand = replica.arguments if replica is not None else None
         stands_in = strategy is not None and strategy.known_shares.holds_stand_in(at_hand)

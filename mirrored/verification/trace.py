@@ -10,12 +10,12 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from mirrored.verification.padding import Form
 from towers.collectives.communicator import as_bytes
 from towers.system.torch_private import is_functorch_tensor
 
@@ -127,25 +127,6 @@ def comparable(*batches: Iterable[str]) -> bool:
     They have not where each tower pads its share to its own longest example.
     """
     return len({example.split(":")[0] for batch in batches for example in batch}) <= 1
-
-
-class Padding(NamedTuple):
-    """How a dimension is padded, if it is: before its entries or behind them, and with which number."""
-
-    before: bool
-    number: float
-
-
-class Form(NamedTuple):
-    """What a tensor of a batch looks like.
-
-    Attributes:
-        shape: its shape.
-        paddings: how each dimension with at least two entries is padded.
-    """
-
-    shape: tuple[int, ...]
-    paddings: tuple[Padding | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)

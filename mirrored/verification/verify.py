@@ -19,10 +19,10 @@ import torch
 
 from mirrored import seeds
 from mirrored.interceptor import intercept
-from mirrored.verification import causes, kept_files
+from mirrored.verification import causes, draws, kept_files
 from mirrored.verification.compare import compare
 from mirrored.verification.explain import explain
-from mirrored.verification.interventions import Interventions, shapes_of
+from mirrored.verification.interventions import Interventions
 from mirrored.verification.record import StepLimit, StopRecording, TraceRecorder
 from mirrored.verification.report import Cause, Explanation, VerificationReport, make_report, plural
 from mirrored.verification.trace import Raised, Trace
@@ -114,7 +114,7 @@ def verify(
     count, shapes = 1, None
     try:
         [one] = job.run(1)
-        count, shapes = towers, shapes_of(one)
+        count, shapes = towers, draws.shapes_of(one)
         many = job.run(towers, Interventions(shapes=shapes))
     except errors.TowerFailedError as error:
         nothing = compare(Trace(), [Trace()] * towers, tolerance, exact)

@@ -15,17 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from mirrored.context import current_frame, current_replica
 from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
-from mirrored.verification.interventions import (
-    DRAWING,
-    GlobalDraw,
-    Interventions,
-    LossFactor,
-    divisor_factors,
-    draw_as_one_tower,
-    generator_state,
-    tensors_of,
-)
+from mirrored.verification import draws
+from mirrored.verification.interventions import Interventions, LossFactor, divisor_factors
 from mirrored.verification.loss_graph import scale_terms, terms_of
+from mirrored.verification.padding import tensors_of
 from mirrored.verification.trace import Draw, Event, Loss, RunCall, Term, Trace, has_values, memory_of
 from towers import batch_norm
 from towers.collectives.labelled import LabelledGather
@@ -154,7 +147,7 @@ class Watcher(TorchFunctionMode):
     """While it is entered, records what the script does, and does what the run's interventions ask for.
 
     So that one tower and several compute the same, it leaves dropout out and replaces other random numbers in ``run``;
-    see [Note: random numbers in a comparison] of the interventions.
+    see [Note: random numbers in a comparison] of the draws.
 
     Args:
         trace: what leaves the process at the end.
@@ -209,7 +202,7 @@ class Watcher(TorchFunctionMode):
             return self._dropout(func, *args, **named)
         if func is F.scaled_dot_product_attention:
             return self._attention(**dict(zip(_ATTENTION, args, strict=False)), **named)
-        if name in DRAWING and self.call is not None and not in_functorch_transform():
+        if name in draws.DRAWING and self.call is not None and not in_functorch_transform():
             return self._random(self.call, name, func, args, named)
         if args and _writes(name, func) and not self.stepping:
             if (parameter := self.modules.written(args[0])) is not None:
@@ -305,7 +298,7 @@ class Watcher(TorchFunctionMode):
             return False
         self.trace.dropouts += 1
         if self.call is not None and not in_functorch_transform():
-            draw = Draw(dropout, script_line(), generator_state(value.device), tuple(value.shape), dropout=True)
+            draw = Draw(dropout, script_line(), draws.generator_state(value.device), tuple(value.shape), dropout=True)
             self.call.draws.append(draw)
         return True
 
@@ -313,17 +306,19 @@ class Watcher(TorchFunctionMode):
         self, call: RunCall, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         trace, shapes = self.trace, self.interventions.shapes
-        state = generator_state(self.device)
+        state = draws.generator_state(self.device)
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or not has_values(result):
             return result
         if kwargs.get("generator") is None and not trace.virtual:
             if state == self.drawn:  # otherwise something before it has drawn, too
-                self.drawn = generator_state(self.device)
+                self.drawn = draws.generator_state(self.device)
             key = len(trace.calls) - 1, len(call.draws)
             local = tuple(result.shape)
-            draw = GlobalDraw(key, local if shapes is None else shapes.get(key), call.shares, self.tower, trace.towers)
-            followed = draw_as_one_tower(name, result, args, kwargs, draw)
+            draw = draws.GlobalDraw(
+                key, local if shapes is None else shapes.get(key), call.shares, self.tower, trace.towers
+            )
+            followed = draws.draw_as_one_tower(name, result, args, kwargs, draw)
             call.draws.append(Draw(name, script_line(), state, local, followed=followed))
         return result
 

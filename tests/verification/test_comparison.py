@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mirrored.verification import Cause, Explanation, VerificationReport
 from mirrored.verification.compare import RunComparison, compare, differing_result
+from mirrored.verification.draws import GlobalDraw, draw_as_one_tower, other_generators
 from mirrored.verification.explain import explain
-from mirrored.verification.interventions import GlobalDraw, draw_as_one_tower, form_of, other_generators, pad
 from mirrored.verification.loss_graph import scale_terms, terms_of
+from mirrored.verification.padding import form_of, pad
 from mirrored.verification.proven_causes import told_apart
 from mirrored.verification.report import make_report
 from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
