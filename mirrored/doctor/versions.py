@@ -43,7 +43,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def compare(name: str, version: str, ranges: str, fix: str) -> Finding:
     """Whether ``version`` lies within ``ranges``, such as ``">=2.9,<2.14"``."""
-    for bound in filter(None, (part.strip() for part in ranges.split(","))):
+    for bound in filter(None, map(str.strip, ranges.split(","))):
         match = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
         if match is None:
             return warning(name, f"{version}; the bound {bound!r} cannot be read here", "see pyproject.toml")
@@ -56,7 +56,7 @@ def compare(name: str, version: str, ranges: str, fix: str) -> Finding:
 def _numbers(version: str) -> tuple[int, ...]:
     """``"2.13.0a0+cu126"`` as (2, 13): zeros at the end do not count."""
     match = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
+    numbers = [int(number) for number in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

@@ -2,10 +2,10 @@
 
 [Note: random numbers in a comparison] Dropout draws other masks on N towers than on one, as it should, so it is left
 out; the place where it would have drawn is recorded, to find towers that share a stream. Other random numbers in
-``run`` (the noise of a GAN or an autoencoder) are replaced by this tower's part of the numbers that one tower draws for
-the global batch. The run on N towers is told the shapes of those: a tensor of the same shape takes all numbers, one
-that is smaller in a single dimension, as the share is smaller than the batch, takes its part of that dimension. A
-script whose generators move in any other way cannot be compared.
+``run`` (the noise of a GAN or an autoencoder) are replaced by a slice of the numbers that one tower draws for the
+global batch. The run on N towers knows the shapes of those: a tensor of the same shape takes all numbers, one that is
+smaller in a single dimension, as the share is smaller than the batch, takes its slice of that dimension. A script whose
+generators move in any other way cannot be compared.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shapes_of(one: Trace) -> dict[tuple[int, int], tuple[int, ...]]:
 
 
 class GlobalDraw(NamedTuple):
-    """Random numbers of the global batch, and the tower that is to get its part of them.
+    """Random numbers of the global batch, and the tower that is to get a slice of them.
 
     Attributes:
         key: tells this draw from others; equal on all towers and in both runs.
@@ -69,7 +69,7 @@ class GlobalDraw(NamedTuple):
 
 
 def _slices_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | None:
-    """The part of one tower's numbers that a tensor of this shape takes; None where that cannot be told."""
+    """The slice of one tower's numbers that a tensor of this shape takes; None where that is not known."""
     if draw.shape is None or len(draw.shape) != len(shape):
         return None
     differing = [d for d, (full, local) in enumerate(zip(draw.shape, shape, strict=True)) if full != local]
@@ -93,7 +93,7 @@ def _slices_of(shape: Sequence[int], draw: GlobalDraw) -> tuple[slice, ...] | No
 def draw_as_one_tower(
     name: str, result: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], draw: GlobalDraw
 ) -> bool:
-    """Overwrite what a function has drawn by this tower's part of what one tower draws for the whole batch.
+    """Overwrite what a function has drawn by this tower's slice of what one tower draws for the whole batch.
 
     Args:
         name, args, kwargs: the call; its name is in ``DRAWING``.

@@ -250,7 +250,7 @@ def _rate(comparison: RunComparison, at: int, outcome: str) -> Explanation:
 # -- what reduce and gather return -----------------------------------------------------------------------
 
 
-def told_apart(one: float, many: float) -> tuple[str, str]:
+def distinguishable(one: float, many: float) -> tuple[str, str]:
     """Two numbers in as few digits as show that they differ."""
     for digits in range(6, 18):
         texts = f"{one:.{digits}g}", f"{many:.{digits}g}"
@@ -266,7 +266,7 @@ def reported_value(
     alone, together = pair
     towers = len(comparison.many)
     a, b = max(zip(alone.values, together.values, strict=False), key=lambda ab: relative(*ab), default=(0.0, 0.0))
-    one, many = told_apart(a, b)
+    one, many = distinguishable(a, b)
     if alone.count != together.count:
         one, many = str(alone.count), f"{together.count} values"
     call = f"{together.call}{at_line(together.line)} after step {together.steps}"

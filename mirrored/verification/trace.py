@@ -176,7 +176,7 @@ class Draw:
         state: digest of the generator's state before.
         shape: the shape of what was drawn.
         dropout: whether it was a dropout, which is left out.
-        followed: whether this tower's part of the global batch's numbers replaced them.
+        followed: whether this tower's slice of the global batch's numbers replaced them.
     """
 
     by: str
@@ -246,7 +246,7 @@ class Step:
         rates: learning rate of each parameter group.
         schedules: how many steps each living scheduler has made, by its class name and number.
         foreign: parameters with gradients that no scope mirrored.
-        unsynced: parameters whose gradients hold parts that were never averaged.
+        unsynced: parameters whose gradients have summands that were never averaged.
         batch_norms: layers that took statistics of this tower alone since the last step.
         buffers: sketches, after the step, of the buffers in the modules' ``state_dict``, without statistics that each
             tower takes for itself.

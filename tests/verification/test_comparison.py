@@ -18,7 +18,7 @@ from mirrored.verification.draws import GlobalDraw, draw_as_one_tower, other_gen
 from mirrored.verification.explain import explain
 from mirrored.verification.loss_graph import scale_terms, terms_of
 from mirrored.verification.padding import form_of, pad
-from mirrored.verification.proven_causes import told_apart
+from mirrored.verification.proven_causes import distinguishable
 from mirrored.verification.report import make_report
 from mirrored.verification.trace import Raised, Result, Step, Trace, example_digests, sketch
 from mirrored.verification.verify import ScriptJob
@@ -91,8 +91,8 @@ def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) ->
     )
     found = differing_result(compare(one, [many, many]))
     assert (found is None) == same
-    assert told_apart(4.08498000, 4.08498020) == ("4.08498", "4.0849802")
-    assert told_apart(1.0, 2.0) == ("1", "2")
+    assert distinguishable(4.08498000, 4.08498020) == ("4.08498", "4.0849802")
+    assert distinguishable(1.0, 2.0) == ("1", "2")
 
 
 @pytest.mark.parametrize(
