@@ -16,6 +16,7 @@ from beside import Program
 from plain import Forward, MakeOptimizer, Step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import mirrored
 
@@ -52,6 +53,12 @@ class Work:
         """A model without mirrored."""
         return models.make(self.case).to(self.strategy.device)
 
+    def scoped(self, strategy: mirrored.Strategy) -> tuple[nn.Module, Optimizer]:
+        """A model of a strategy, and its optimizer."""
+        with strategy.scope():
+            model = models.make(self.case)
+            return model, self.make_optimizer(model.parameters())
+
     def ours(
         self,
         strategy: mirrored.Strategy | None = None,
@@ -64,9 +71,7 @@ class Work:
             forward_of: how a model is called.
         """
         strategy = strategy or self.strategy
-        with strategy.scope():
-            model = models.make(self.case)
-            optimizer = self.make_optimizer(model.parameters())
+        model, optimizer = self.scoped(strategy)
         forward, batch = forward_of(model), self.batch
 
         def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -21,9 +21,7 @@ MICRO_BATCHES = 4
 
 
 def _virtual(work: Work, strategy: mirrored.Strategy) -> Step:
-    with strategy.scope():
-        model = models.make(work.case)
-        optimizer = work.make_optimizer(model.parameters())
+    model, optimizer = work.scoped(strategy)
 
     def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -36,9 +34,7 @@ def _virtual(work: Work, strategy: mirrored.Strategy) -> Step:
 
 def _accumulating(work: Work) -> Step:
     strategy = work.strategy
-    with strategy.scope():
-        model = models.make(work.case)
-        optimizer = work.make_optimizer(model.parameters())
+    model, optimizer = work.scoped(strategy)
 
     def backward(x: torch.Tensor, y: torch.Tensor) -> None:
         losses = models.per_example_loss(model(x), y)
