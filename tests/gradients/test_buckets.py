@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import mirrored
 from tests.support.branches import keep_models_on_one_tower, use_one_branch_each
 from tests.support.jobs import towers
-from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
@@ -21,13 +20,9 @@ from towers.gradients.usage import Counts
 from towers.mirroring.mirror import Named
 
 
-def over_gloo(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return mirrored.launch(_over_gloo, (fn, args), towers=2, timeout=HANG)
-
-
-def _over_gloo(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    options = mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64, wire_dtype=args[0])
-    return fn(mirrored.MirroredStrategy(communication=options), *args[1:])
+def over_gloo(fn: Callable[..., Any], *args: Any, wire_dtype: str = "same") -> list[Any]:
+    options = mirrored.CommunicationOptions(implementation="gloo", bucket_bytes=64, wire_dtype=wire_dtype)
+    return towers(fn, *args, settings={"communication": options})
 
 
 def exchange_in_mid_backward(strategy: mirrored.Strategy) -> list[float]:
@@ -83,7 +78,7 @@ def use_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[str]], 
 
 
 def test_buckets_take_tower_0s_order_after_the_first_backward() -> None:
-    (layouts, *_), (others, *_) = results = over_gloo(use_in_another_order, "same")
+    (layouts, *_), (others, *_) = results = over_gloo(use_in_another_order)
     assert layouts == others
     assert layouts[0] == layouts[1] == layouts[2]
     assert layouts[0][0] == "out"
@@ -110,14 +105,14 @@ def use_all_in_another_order(strategy: mirrored.Strategy) -> tuple[list[list[int
 
 
 def test_buckets_are_laid_out_anew_before_the_flags_of_a_backward_are_read() -> None:
-    for slots, gradients in over_gloo(with_flags_through_hosts, "same", use_all_in_another_order):
+    for slots, gradients in over_gloo(with_flags_through_hosts, use_all_in_another_order):
         assert slots == [[1, 2], [1, 2]]
         assert gradients == pytest.approx([3, 3, 3])
 
 
 @pytest.mark.parametrize("fn", [use_one_branch_each, keep_models_on_one_tower, use_in_another_order])
 def test_flags_through_the_hosts_give_the_same(fn: Callable[[mirrored.Strategy], Any]) -> None:
-    assert over_gloo(with_flags_through_hosts, "same", fn) == over_gloo(fn, "same")
+    assert over_gloo(with_flags_through_hosts, fn) == over_gloo(fn)
 
 
 def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
@@ -130,11 +125,11 @@ def gradient_on_the_wire(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
 def test_bfloat16_on_the_wire() -> None:
     factors = [torch.randn(2, 1000, generator=torch.Generator().manual_seed(i)).double() for i in range(2)]
     narrow, wide = (factors[0] + factors[1]) / 2
-    for single, double in over_gloo(gradient_on_the_wire, "bfloat16"):
+    for single, double in over_gloo(gradient_on_the_wire, wire_dtype="bfloat16"):
         assert torch.equal(single, single.bfloat16().float())
         assert torch.allclose(single.double(), narrow, rtol=0, atol=2**-7 * float(narrow.abs().max()))
         assert torch.allclose(double, wide, rtol=1e-14)
-    for single, _ in over_gloo(gradient_on_the_wire, "same"):
+    for single, _ in over_gloo(gradient_on_the_wire):
         assert torch.allclose(single.double(), narrow, rtol=1e-6, atol=1e-7)
 
 

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, parameters_of, seeded, towers
 from tests.support.steps import gradients_of, local_share
 
 
 def _multiply(p: Tensor) -> None:
-    assert p.grad is not None
     p.grad.mul_(3)
 
 
 def _multiply_data(p: Tensor) -> None:
-    assert p.grad is not None
     p.grad.data.mul_(3)
 
 
 def _replace(p: Tensor) -> None:
-    assert p.grad is not None
     p.grad = p.grad * 3
 
 
@@ -34,9 +31,7 @@ HOOKS: dict[str, Callable[[Tensor], None]] = {"mul_": _multiply, "data.mul_": _m
 
 def _wide() -> nn.Sequential:
     """A model with a parameter that is large enough to be brought into its bucket at once."""
-    with torch.random.fork_rng(), torch.device("cpu"):
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 4096), nn.Tanh(), nn.Linear(4096, 3)).to(torch.float64)
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 4096), nn.Tanh(), nn.Linear(4096, 3)).double())
 
 
 def _gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -76,8 +71,6 @@ def _one_changes_another(strategy: mirrored.Strategy, replace: bool) -> None:
 
     def meddle(_: Tensor) -> None:
         last = model[2].weight
-        assert isinstance(last, Tensor)
-        assert last.grad is not None
         if replace:
             last.grad = last.grad * 3
         else:

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import make_mlp
+from tests.support.jobs import make_mlp, text_of, towers
 from tests.support.logs import Records
-from tests.support.waiting import HANG
 from towers.mirroring.extremes import extremes
 
 NAN, INF = float("nan"), float("inf")
 
 
-def on_towers(fn: Any, *args: Any, count: int = 2) -> list[Any]:
-    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=HANG)
+RAISE = {"nonfinite_gradients": "raise"}
 
 
 def test_extremes() -> None:
@@ -43,9 +41,8 @@ def test_extremes() -> None:
 # -- a GradScaler ----------------------------------------------------------------------------------------
 
 
-def scale_gradients(sharded: bool) -> tuple[list[float], list[list[float]], list[Any]]:
+def scale_gradients(strategy: mirrored.Strategy) -> tuple[list[float], list[list[float]], list[Any]]:
     """Steps with a GradScaler, of which the third has a NaN and the fifth an infinity, each on one tower."""
-    strategy = mirrored.MirroredStrategy(seed=0, shard_optimizer=sharded, mirror_check_interval=1)
     model = strategy.mirror(make_mlp(torch.float32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -73,7 +70,7 @@ def scale_gradients(sharded: bool) -> tuple[list[float], list[list[float]], list
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.row(39)
 def test_a_scaler_skips_on_all_towers_alike(sharded: bool) -> None:
-    first, second = on_towers(scale_gradients, sharded)
+    first, second = towers(scale_gradients, settings={"shard_optimizer": sharded, "mirror_check_interval": 1})
     assert first == second
     scales, weights, parameters = first
     assert scales == [1024, 2048, 1024, 1024, 512, 512, 1024]
@@ -113,9 +110,8 @@ Factors = list[dict[str, float]]
 """Of one backward, for each tower."""
 
 
-def texts_of(backwards: list[Factors], options: dict[str, Any], sparse: bool = True) -> list[str]:
+def texts_of(strategy: mirrored.Strategy, backwards: list[Factors], sparse: bool = True) -> list[str]:
     """What is raised in these backwards, each of which comes after one that is right; the last must be right, too."""
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise", **options)
     with strategy.scope():
         model = Odd()
         if not sparse:
@@ -140,9 +136,8 @@ def texts_of(backwards: list[Factors], options: dict[str, Any], sparse: bool = T
 
     step_well()
     for per_tower in backwards:
-        with pytest.raises(mirrored.NonFiniteGradientError) as error:
-            strategy.run(step, args=(per_tower[strategy.topology.index],))
-        texts.append(str(error.value))
+        own = per_tower[strategy.topology.index]
+        texts.append(text_of(mirrored.NonFiniteGradientError, strategy.run, step, args=(own,)))
         step_well()
     strategy.check_mirrored()
     return texts
@@ -158,7 +153,7 @@ def test_parameter_kind_and_tower_are_named() -> None:
         "Odd.phase (inf on tower 1)": [{}, {"phase": INF}],
         "Odd.large (nan on towers 0 and 1)": [{"large": NAN}, {"large": NAN}],
     }
-    first, second = on_towers(texts_of, list(cases.values()), {})
+    first, second = towers(texts_of, list(cases.values()), settings=RAISE)
     assert first == second
     assert len(first) == len(cases)
     for number, (text, words) in enumerate(zip(first, cases, strict=True), start=1):
@@ -168,31 +163,27 @@ def test_parameter_kind_and_tower_are_named() -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
 def test_three_parameters_by_name_and_how_many_more(implementation: str, sharded: bool) -> None:
-    options = {
-        "communication": mirrored.CommunicationOptions(implementation=implementation),
-        "shard_optimizer": sharded,
-    }
+    communication = mirrored.CommunicationOptions(implementation=implementation)
+    settings = {**RAISE, "communication": communication, "shard_optimizer": sharded}
     everything = dict.fromkeys(("large", "small", "phase", "rows"), NAN)
-    results = on_towers(texts_of, [[{}, {}, everything], [{}, everything, {}]], options, False, count=3)
+    results = towers(texts_of, [[{}, {}, everything], [{}, everything, {}]], False, count=3, settings=settings)
     assert results[0] == results[1] == results[2]
     for text, tower in zip(results[0], (2, 1), strict=True):
         assert text.count(f"(nan on tower {tower})") == 3
         assert f"(nan on tower {tower}) and 1 more. Look" in text
 
 
-def train_with_a_frozen_nan() -> list[float]:
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
+def train_with_a_frozen_nan(strategy: mirrored.Strategy) -> list[float]:
     model = strategy.mirror(Odd())
     strategy.run(lambda: model({"frozen": NAN, "small": 2.0}).backward())
     return model.small.grad.tolist()
 
 
 def test_finite_gradients_of_a_loss_that_is_nan_say_nothing() -> None:
-    assert on_towers(train_with_a_frozen_nan) == [[2.0] * 3] * 2
+    assert towers(train_with_a_frozen_nan, settings=RAISE) == [[2.0] * 3] * 2
 
 
-def accumulate(freeze: bool) -> tuple[str | None, list[float]]:
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
+def accumulate(strategy: mirrored.Strategy, freeze: bool) -> tuple[str | None, list[float]]:
     model = strategy.mirror(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)))
     nn.init.ones_(model[0].weight)
     x = torch.ones(1, 2)
@@ -215,16 +206,14 @@ def accumulate(freeze: bool) -> tuple[str | None, list[float]]:
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["", "and then frozen"])
 def test_gradients_accumulated_under_no_sync(freeze: bool) -> None:
-    first, second = on_towers(accumulate, freeze)
+    first, second = towers(accumulate, freeze, settings=RAISE)
     assert first == second
     text, gradient = first
-    assert text is not None
     assert "backward() number 1: Sequential.1.weight (nan on tower 0)." in text
     assert gradient == [2.0, 2.0]
 
 
-def thrown_away() -> list[float]:
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients="raise")
+def thrown_away(strategy: mirrored.Strategy) -> list[float]:
     model = strategy.mirror(nn.Linear(2, 1, bias=False))
 
     def step() -> None:
@@ -238,13 +227,12 @@ def thrown_away() -> list[float]:
 
 
 def test_what_was_thrown_away_is_no_error() -> None:
-    assert on_towers(thrown_away) == [[1.0, 1.0]] * 2
+    assert towers(thrown_away, settings=RAISE) == [[1.0, 1.0]] * 2
 
 
-def warn(runs: int, action: str) -> list[str]:
+def warn(strategy: mirrored.Strategy, runs: int) -> list[str]:
     records = Records()
     logging.getLogger("towers").addHandler(records)
-    strategy = mirrored.MirroredStrategy(seed=0, nonfinite_gradients=action)
     model = strategy.mirror(nn.Linear(2, 1))
     own = 1.0 if strategy.is_chief and strategy.num_replicas_in_sync > 1 else INF
 
@@ -259,7 +247,7 @@ def warn(runs: int, action: str) -> list[str]:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_warnings_get_rarer(count: int) -> None:
-    results = on_towers(warn, 25, "warn", count=count)
+    results = towers(warn, 25, count=count, settings={"nonfinite_gradients": "warn"})
     assert results == results[:1] * count
     once, again = results[0]
     assert "backward() number 1:" in once
@@ -269,14 +257,14 @@ def test_warnings_get_rarer(count: int) -> None:
 
 
 def test_by_default_nothing_is_looked_at() -> None:
-    assert on_towers(warn, 2, "ignore") == [[], []]
+    assert towers(warn, 2, settings={"nonfinite_gradients": "ignore"}) == [[], []]
 
 
 # -- one tower -------------------------------------------------------------------------------------------
 
 
 def test_one_tower() -> None:
-    [[text]] = on_towers(texts_of, [[{"large": NAN, "rows": INF}]], {}, count=1)
+    [[text]] = towers(texts_of, [[{"large": NAN, "rows": INF}]], count=1, settings=RAISE)
     assert "backward() number 2: Odd.large (nan on tower 0), Odd.rows.weight (inf on tower 0). Look" in text
 
 
@@ -301,13 +289,6 @@ def test_one_tower_goes_on_after_a_backward_that_failed() -> None:
     strategy.run(lambda: model[0](x).sum().backward())
     with pytest.raises(mirrored.NonFiniteGradientError, match=r"1\.weight \(nan on tower 0\)"):
         strategy.run(lambda: model(x).sum().backward())
-
-
-def test_one_tower_without_the_option_has_no_hooks() -> None:
-    strategy = mirrored.MirroredStrategy(["cpu:0"])
-    model = strategy.mirror(nn.Linear(1, 1))
-    strategy.run(lambda: model(torch.ones(1, 1)).sum().backward())
-    assert not model.weight._post_accumulate_grad_hooks
 
 
 def test_actions_that_there_are() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
-from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, parameters_of, seeded, towers
 from tests.support.steps import local_share
 
 RUNS = 20
@@ -138,39 +138,28 @@ def test_one_backward_more_of_one_of_three_towers_is_an_error_on_all() -> None:
     assert "backward() 1 of step 4 on towers 0 and 1" in text
 
 
-class _Layers(nn.Module):
-    """Checkpointed layers, of which some are left out at random (LayerDrop)."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(layers))
-
-    def forward(self, x: Tensor, kept: list[int], reentrant: bool) -> Tensor:
-        for index in kept:
-            x = checkpoint(self.layers[index], torch.tanh(x), use_reentrant=reentrant)
-        return x
-
-
 KEPT = [[0, 1, 2, 3], [0, 2], [1], [0, 1, 3], [3, 2], [0, 1, 2, 3]]
 
 
 def _layer_drop(strategy: mirrored.Strategy, reentrant: bool) -> list[Tensor]:
-    with strategy.scope():
-        torch.manual_seed(0)
-        model = _Layers(4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    """Checkpointed layers, of which some are left out at random (LayerDrop)."""
+    layers = seeded(lambda: nn.ModuleList(nn.Linear(5, 5, dtype=torch.float64) for _ in range(4)))
+    optimizer = torch.optim.SGD(strategy.mirror(layers).parameters(), lr=0.1)
     x, _ = make_data(12)
     own = local_share(strategy, x)[0].clone().requires_grad_()
 
     def step(kept: list[int]) -> None:
         optimizer.zero_grad()
-        mirrored.compute_average_loss(model(own, kept, reentrant).square().sum(1), global_batch_size=12).backward()
+        x = own
+        for index in kept:
+            x = checkpoint(layers[index], torch.tanh(x), use_reentrant=reentrant)
+        mirrored.compute_average_loss(x.square().sum(1), global_batch_size=12).backward()
         optimizer.step()
 
     for run in range(len(KEPT)):
         # Each tower leaves out other layers, and another number of them.
         strategy.run(step, args=(KEPT[(run + strategy.topology.index) % len(KEPT)],))
-    return parameters_of(model)
+    return parameters_of(layers)
 
 
 @pytest.mark.parametrize("setting", ["shared memory", "gloo"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.features import FEATURES, mlp, train, train_gan
-from tests.support.jobs import make_data
-from tests.support.sharded import (
-    assert_same_bits,
-    assert_same_state,
-    both,
-    equal_unsharded,
-    parameters,
-    strategy_of,
-    tensors,
-)
+from tests.support.features import FEATURES, mlp, train_gan, with_feature
+from tests.support.jobs import make_data, parameters_of
+from tests.support.sharded import assert_same_bits, assert_same_state, both, equal_unsharded, tensors
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -72,8 +63,7 @@ class Awkward(nn.Module):
         return self.out(x) + self.tied(x) + (self.sometimes(x) if other else 0)
 
 
-def train_awkward(name: str, shard: bool, implementation: str) -> tuple[list[Tensor], dict[str, Any]]:
-    strategy = strategy_of(shard, implementation)
+def train_awkward(strategy: mirrored.Strategy, name: str) -> tuple[list[Tensor], dict[str, Any]]:
     index = strategy.topology.index
     with strategy.scope():
         model = Awkward()
@@ -103,7 +93,7 @@ def train_awkward(name: str, shard: bool, implementation: str) -> tuple[list[Ten
 
 @pytest.fixture(scope="module")
 def optimizers() -> tuple[list[Any], list[Any]]:
-    return both(train_awkward, list(OPTIMIZERS), "auto")
+    return both(train_awkward, list(OPTIMIZERS))
 
 
 def assert_same_training(name: str, trained: tuple[list[Any], list[Any]]) -> None:
@@ -119,20 +109,11 @@ def test_the_bits_of_the_unsharded_step(name: str, optimizers: tuple[list[Any], 
 
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
 def test_the_bits_of_the_unsharded_step_on_three_towers(implementation: str) -> None:
-    assert_same_training("AdamW", both(train_awkward, ["AdamW"], implementation, count=3))
-
-
-def on_two_hosts(name: str, shard: bool) -> tuple[list[Tensor], dict[str, Any]]:
-    os.environ["NCCL_HOSTID"] = "aab"[int(os.environ["RANK"])]
-    return train_awkward(name, shard, "auto")
+    assert_same_training("AdamW", both(train_awkward, ["AdamW"], implementation=implementation, count=3))
 
 
 def test_the_bits_of_the_unsharded_step_on_two_hosts() -> None:
-    assert_same_training("AdamW", both(on_two_hosts, ["AdamW"], count=3))
-
-
-def with_feature(name: str, shard: bool) -> dict[str, list[Tensor]]:
-    return train(strategy_of(shard), **FEATURES[name])
+    assert_same_training("AdamW", both(train_awkward, ["AdamW"], count=3, hosts="aab"))
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +127,8 @@ def test_plain_pytorch_has_the_same_bits(name: str, features: tuple[list[Any], l
         assert_same_bits(ours[name], expected[name])
 
 
-def changes(what: str, shard: bool) -> list[Tensor]:
+def changes(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     """Changes to model and optimizer between steps."""
-    strategy = strategy_of(shard)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
         other = nn.Linear(5, 3)
@@ -188,7 +168,7 @@ def changes(what: str, shard: bool) -> list[Tensor]:
                 optimizer.load_state_dict(optimizer.state_dict())
         strategy.run(step, batch)
     assert model[0].weight.dtype == (torch.float64 if what == "another dtype" else torch.float32)
-    return [*parameters(model), *parameters(other), *tensors(optimizer), *tensors(rest)]
+    return [*parameters_of(model), *parameters_of(other), *tensors(optimizer), *tensors(rest)]
 
 
 CHANGES = ("thawed", "another group", "another model", "another dtype", "state again")
@@ -205,18 +185,13 @@ def test_changes_between_steps(what: str, changed: tuple[list[Any], list[Any]]) 
         assert_same_bits(ours[what], expected[what])
 
 
-def gan(shard: bool) -> list[Tensor]:
-    return train_gan(strategy_of(shard))
-
-
 def test_two_models_with_two_optimizers() -> None:
-    equal_unsharded(gan)
+    equal_unsharded(train_gan)
 
 
 def test_one_tower_has_nothing_to_share_out() -> None:
     strategy = mirrored.MirroredStrategy(["cpu:0"], shard_optimizer=True)
-    with strategy.scope():
-        model = mlp()
+    model = strategy.mirror(mlp())
     optimizer = torch.optim.LBFGS(model.parameters())
     strategy.run(lambda: optimizer.step(lambda: model(torch.ones(2, 5)).sum()))
     assert type(optimizer.state) is not dict

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.features import mlp
+from tests.support.jobs import parameters_of
 from tests.support.meeting import meet
-from tests.support.sharded import equal_unsharded, launch, parameters, strategy_of
+from tests.support.sharded import equal_unsharded, launch, small_training
 from towers.collectives.shared_memory import regions
 
 
-def mirror_copies(shard: bool) -> list[Tensor]:
+def mirror_copies(strategy: mirrored.Strategy) -> list[Tensor]:
     """A script that mirrors a fresh copy of a model in every step (learning to learn), with few places for regions."""
     regions.KEYS = 40
-    strategy = strategy_of(shard)
     base = mlp()
     for number in range(20):
         model = copy.deepcopy(base)
@@ -34,7 +34,7 @@ def mirror_copies(shard: bool) -> list[Tensor]:
 
         strategy.run(step, (x,))
         base = model
-    return parameters(base)
+    return parameters_of(base)
 
 
 def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,7 @@ def test_copies_of_a_model_take_the_places_of_those_before(capfd: pytest.Capture
     assert "cannot be allocated" not in capfd.readouterr().err
 
 
-def ask_on_the_chief_after_three_models() -> int:
-    strategy = strategy_of(True)
+def ask_on_the_chief_after_three_models(strategy: mirrored.Strategy) -> int:
     for _ in range(3):
         model = mlp()
         strategy.mirror(model)
@@ -61,8 +60,8 @@ def test_the_chief_alone_can_ask_where_other_regions_have_lain() -> None:
     assert launch(ask_on_the_chief_after_three_models) == [1, 0]
 
 
-def come_for_nothing_that_has_a_name() -> str:
-    barrier = strategy_of(True).engine.averager._channel.regions.barrier
+def come_for_nothing_that_has_a_name(strategy: mirrored.Strategy) -> str:
+    barrier = strategy.engine.averager._channel.regions.barrier
     barrier.wait_tagged("tries")
     try:
         if os.environ["RANK"] == "0":
@@ -82,19 +81,12 @@ def test_a_tower_that_comes_for_something_without_a_name_finds_out() -> None:
     assert "tower 0 broke off a collective" in second
 
 
-def read_on_the_chief_only() -> None:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step() -> None:
-        model(torch.ones(2, 5)).sum().backward()
+def read_on_the_chief_only(strategy: mirrored.Strategy) -> None:
+    def read(model: nn.Module) -> None:
         if strategy.is_chief:
             float(model[0].weight.grad.norm())
-        optimizer.step()
 
-    strategy.run(step)
+    strategy.run(small_training(strategy, torch.optim.Adam, between=read)[2])
 
 
 def test_a_gradient_that_one_tower_alone_reads_is_an_error_on_all() -> None:
@@ -116,17 +108,8 @@ class Deadly(torch.optim.SGD):
         super().step()
 
 
-def die_in_the_step() -> None:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = mlp()
-    optimizer = Deadly(model.parameters(), 0.1)
-
-    def step() -> None:
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-
-    strategy.run(step)
+def die_in_the_step(strategy: mirrored.Strategy) -> None:
+    strategy.run(small_training(strategy, lambda parameters: Deadly(parameters, 0.1))[2])
 
 
 def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
@@ -138,11 +121,9 @@ def test_a_tower_that_dies_in_its_part_of_the_step_is_named() -> None:
             assert "tower 1 (process" in failure.traceback
 
 
-def come_one_meeting_late() -> None:
+def come_one_meeting_late(strategy: mirrored.Strategy) -> None:
     """On the chief alone a gradient goes by, so that the others' next meeting is its second."""
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = mlp()
+    model = strategy.mirror(mlp())
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(number: int) -> None:
@@ -162,9 +143,8 @@ def test_towers_that_meet_one_meeting_apart_find_out() -> None:
     assert isinstance(caught.value.__cause__, mirrored.DisagreementError)
 
 
-def train_beside_a_sparse_table(shard: bool) -> list[Tensor]:
+def train_beside_a_sparse_table(strategy: mirrored.Strategy) -> list[Tensor]:
     """The table's gradients are clipped with the others and not stepped: no sharded optimizer takes them."""
-    strategy = strategy_of(shard)
     with strategy.scope():
         table, model = nn.Embedding(6, 5, sparse=True), mlp()
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
@@ -181,7 +161,7 @@ def train_beside_a_sparse_table(shard: bool) -> list[Tensor]:
 
     for number in range(4):
         strategy.run(step, (number,))
-    return [*seen, *parameters(model)]
+    return [*seen, *parameters_of(model)]
 
 
 def test_dense_gradients_are_gathered_when_used_beside_sparse_ones() -> None:

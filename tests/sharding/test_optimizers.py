@@ -18,19 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import mirrored
 from tests.support.features import mlp
-from tests.support.jobs import assert_close, make_data
-from tests.support.sharded import assert_same_state, launch, names_equal_unsharded, parameters, strategy_of, tensors
+from tests.support.jobs import assert_close, make_data, parameters_of, text_of
+from tests.support.sharded import assert_same_state, equal_unsharded, launch, small_training, tensors
 from tests.support.waiting import wait_until
+from towers.sharding.inner import ShardedState
 from towers.sharding.optimizer import OptimizerSharder
 
 pytestmark = pytest.mark.slow
 
 
-def edit_groups(what: str, shard: bool) -> list[Tensor]:
+def edit_groups(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     """Parameters that leave their group, come back, or change places: their state stays theirs."""
-    strategy = strategy_of(shard)
-    with strategy.scope():
-        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    model = strategy.mirror(nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
 
     def step() -> None:
@@ -47,11 +46,11 @@ def edit_groups(what: str, shard: bool) -> list[Tensor]:
         group["params"] = kept
         strategy.run(step)
     # torch's own state_dict() fails while there is state of parameters that have left.
-    return [*parameters(model), *(tensors(optimizer) if what != "left" else ())]
+    return [*parameters_of(model), *(tensors(optimizer) if what != "left" else ())]
 
 
 def test_groups_that_a_script_edits() -> None:
-    names_equal_unsharded(edit_groups, ("reordered", "left", "left and back"))
+    equal_unsharded(edit_groups, ("reordered", "left", "left and back"))
 
 
 class Scaled(torch.optim.SGD):
@@ -67,10 +66,8 @@ class Scaled(torch.optim.SGD):
                 p.sub_(p.grad * scale)
 
 
-def step_with_an_argument() -> tuple[float, int, int]:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = nn.ParameterList([torch.zeros(3)])
+def step_with_an_argument(strategy: mirrored.Strategy) -> tuple[float, int, int]:
+    model = strategy.mirror(nn.ParameterList([torch.zeros(3)]))
     optimizer = Scaled(model.parameters(), 0.1)
 
     def step() -> None:
@@ -97,8 +94,9 @@ class Normalized(torch.optim.SGD):
     """Not element-wise, whatever it derives from."""
 
 
-def refused(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: Tensor) -> str:
-    strategy = strategy_of(True)
+def refused(
+    strategy: mirrored.Strategy, make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: Tensor
+) -> str:
     strategy.mirror(model)
     optimizer = make(model.parameters())
 
@@ -106,9 +104,7 @@ def refused(make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, x: T
         model(x).sum().backward()
         optimizer.step(*([lambda: 1.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
 
-    with pytest.raises(mirrored.MirrorError) as caught:
-        strategy.run(step)
-    return str(caught.value)
+    return text_of(mirrored.MirrorError, strategy.run, step)
 
 
 REFUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -121,16 +117,16 @@ if hasattr(torch.optim, "Muon"):
     REFUSED["cannot shard Muon.step()"] = torch.optim.Muon
 
 
-def refuse_all() -> tuple[dict[str, str], str]:
-    texts = {words: refused(make, nn.Linear(4, 4, bias=False), torch.ones(2, 4)) for words, make in REFUSED.items()}
-    return texts, refused(torch.optim.SGD, nn.Embedding(4, 4, sparse=True), torch.tensor([1]))
+def refuse(strategy: mirrored.Strategy, words: str) -> str:
+    if words == "sparse":
+        return refused(strategy, torch.optim.SGD, nn.Embedding(4, 4, sparse=True), torch.tensor([1]))
+    return refused(strategy, REFUSED[words], nn.Linear(4, 4, bias=False), torch.ones(2, 4))
 
 
 def test_what_cannot_be_shared_out_is_refused_by_name() -> None:
-    for texts, of_sparse in launch(refuse_all):
+    for texts in launch(refuse, names=[*REFUSED, "sparse"]):
         assert all(words in text for words, text in texts.items())
-        assert "Embedding.weight" in of_sparse
-        assert "sparse" in of_sparse
+        assert "Embedding.weight" in texts["sparse"]
 
 
 class Lion(torch.optim.Optimizer):
@@ -155,10 +151,9 @@ class Lion(torch.optim.Optimizer):
 
 
 def train_in_two_halves(
-    shard: bool, given: dict[str, Any] | None, lion: bool, chief_alone: bool
+    strategy: mirrored.Strategy, given: dict[str, Any] | None, lion: bool, chief_alone: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
     """Three steps of six, from the start or from ``given``; state dicts of model and optimizer, elements of state."""
-    strategy = strategy_of(shard)
     with strategy.scope():
         model = mlp()
         optimizer = Lion(model.parameters(), 0.01) if lion else torch.optim.AdamW(model.parameters(), 0.02)
@@ -184,44 +179,41 @@ def train_in_two_halves(
         return {}, {}, []
     if chief_alone:
         wait_until(lambda: not any(os.path.exists(f"/proc/{other}") for other in processes[1:]))
-    inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if shard else optimizer
+    sharded = isinstance(optimizer.state, ShardedState)
+    inner = strategy.engine.attached(OptimizerSharder)._known[optimizer].inner if sharded else optimizer
     held = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in inner.state.values()]
     return model.state_dict(), optimizer.state_dict(), held
 
 
 @pytest.mark.parametrize("lion", [False, True], ids=["AdamW", "own optimizer"])
 def test_state_moves_between_sharded_unsharded_and_another_number_of_towers(lion: bool) -> None:
-    unsharded = launch(train_in_two_halves, False, None, lion, False)[0]
-    sharded = launch(train_in_two_halves, True, None, lion, True)[0]
+    unsharded = launch(train_in_two_halves, None, lion, sharded=False)[0]
+    sharded = launch(train_in_two_halves, None, lion, True)[0]
     assert_same_state(sharded[1], unsharded[1])
     given = {"model": sharded[0], "optimizer": sharded[1]}
-    expected = launch(train_in_two_halves, False, given, lion, False)[0]
-    for shard, count in ((True, 2), (True, 1), (False, 1)):
-        model, state, _ = launch(train_in_two_halves, shard and count > 1, given, lion, False, count=count)[0]
+    expected = launch(train_in_two_halves, given, lion, sharded=False)[0]
+    for count in (2, 1):
+        model, state, _ = launch(train_in_two_halves, given, lion, sharded=count > 1, count=count)[0]
         if count == 2:
             assert_same_state(state, expected[1])
         assert_close(list(model.values()), list(expected[0].values()), 0 if count == 2 else 1e-5)
 
 
 def test_a_tower_holds_its_part_of_the_state() -> None:
-    *_, all_of_it = launch(train_in_two_halves, False, None, False, False, count=1)[0]
-    parts = [sum(held) for *_, held in launch(train_in_two_halves, True, None, False, False)]
+    *_, all_of_it = launch(train_in_two_halves, None, False, sharded=False, count=1)[0]
+    parts = [sum(held) for *_, held in launch(train_in_two_halves, None, False)]
     scalars = 4 * 2  # each tower counts the steps of its shards
     assert abs(sum(parts) - sum(all_of_it)) <= scalars
     assert max(parts) <= sum(all_of_it) / 2 + 2 * 64 + scalars
 
 
-def own_hooks() -> None:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+def own_hooks(strategy: mirrored.Strategy) -> None:
+    model, optimizer, step = small_training(strategy, lambda parameters: torch.optim.SGD(parameters, 1.0))
     said: list[str] = []
-    norms: list[float] = []
 
     def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         said.append("before")
-        norms.append(float(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)))
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e-3)
 
     def after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
@@ -230,18 +222,12 @@ def own_hooks() -> None:
     everywhere = register_optimizer_step_post_hook(after)
     optimizer.register_step_post_hook(after)
 
-    def step() -> None:
-        start = [p.detach().clone() for p in model.parameters()]
-        optimizer.zero_grad()
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-        moved = torch.stack([(a - b).norm() for a, b in zip(start, model.parameters(), strict=True)]).norm()
-        if norms:
-            assert abs(float(moved) - 1e-3) < 1e-5, "the hook's clipping must count"
-
     strategy.run(step)
     optimizer.register_step_pre_hook(before)
+    start = parameters_of(model)
     strategy.run(step)
+    moved = torch.stack([(a - b).norm() for a, b in zip(start, parameters_of(model), strict=True)]).norm()
+    assert abs(float(moved) - 1e-3) < 1e-5, "the hook's clipping must count"
     everywhere.remove()
     assert said == ["after", "after", "before", "after", "after"]
 
@@ -250,31 +236,19 @@ def test_hooks_of_the_optimizer_see_its_parameters_and_come_first() -> None:
     launch(own_hooks)
 
 
-def ask_for_the_state() -> list[str]:
-    strategy = strategy_of(True)
-    with strategy.scope():
-        model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def step() -> None:
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-
+def ask_for_the_state(strategy: mirrored.Strategy) -> list[str]:
+    model, optimizer, step = small_training(strategy, torch.optim.Adam)
     strategy.run(step)
-    texts = []
     weight = model[0].weight
-    for ask in (
+    asks = (
         lambda: optimizer.state[weight],
         lambda: optimizer.state.get(weight),
         lambda: weight in optimizer.state,
         lambda: optimizer.state.clear(),
         lambda: optimizer.state.values(),
         lambda: copy.deepcopy(optimizer),
-    ):
-        with pytest.raises(mirrored.MirrorError) as caught:
-            ask()
-        texts.append(str(caught.value))
-    return texts
+    )
+    return [text_of(mirrored.MirrorError, ask) for ask in asks]
 
 
 def test_the_state_itself_is_refused_with_a_way_out() -> None:

@@ -14,23 +14,15 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.support.features import mlp
-from tests.support.jobs import make_data
-from tests.support.sharded import (
-    assert_same_bits,
-    both,
-    equal_unsharded,
-    names_equal_unsharded,
-    parameters,
-    strategy_of,
-)
+from tests.support.jobs import make_data, parameters_of
+from tests.support.sharded import assert_same_bits, both, equal_unsharded, small_training
 from towers.sharding.inner import ShardedState
+from towers.sharding.optimizer import OptimizerSharder
 
 
-def user_code(what: str, shard: bool) -> list[Tensor]:
+def user_code(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     """What scripts do to gradients and parameters between backward and the next step."""
-    strategy = strategy_of(shard)
-    with strategy.scope():
-        model = mlp()
+    model = strategy.mirror(mlp())
     optimizer = torch.optim.AdamW(model.parameters(), 0.02)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     x, y = make_data(24, torch.float32)
@@ -59,17 +51,12 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
                 optimizer.step(broken)
             assert optimizer.step(closure) == 1.0
             return
-        if what == "GradScaler":
+        if what in ("GradScaler", "GradScaler without unscale_"):
             optimizer.zero_grad()
             scaler.scale(loss_of(x, y)).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-            return
-        if what == "GradScaler without unscale_":
-            optimizer.zero_grad()
-            scaler.scale(loss_of(x, y)).backward()
+            if what == "GradScaler":
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             return
@@ -137,36 +124,17 @@ def user_code(what: str, shard: bool) -> list[Tensor]:
 
     for batch in strategy.distribute_dataset(TensorDataset(x, y), 8):
         strategy.run(step, batch)
-    assert isinstance(optimizer.state, ShardedState) is shard
-    return [*(p.detach().clone() for p in model.parameters()), *seen]
+    assert isinstance(optimizer.state, ShardedState) is (strategy.engine.attached(OptimizerSharder) is not None)
+    return [*parameters_of(model), *seen]
 
 
 USER_CODE = (
-    "log",
-    "clip_grad_value_",
-    "in place",
-    "grad.data",
-    "replaced",
-    "one read",
-    "numpy",
-    "several losses",
-    "two backwards",
-    "accumulation",
-    "after the step",
-    "clamped",
-    "scaled",
-    "other memory",
-    "loaded",
-    "loaded by assignment",
-    "moved by share_memory",
-    "other dtype",
-    "backward of a gradient",
-    "closure",
-    "GradScaler",
-    "GradScaler without unscale_",
-    "no zero_grad",
-    "zero_grad to zeros",
+    *("log", "clip_grad_value_", "in place", "grad.data", "replaced", "one read", "numpy", "several losses"),
+    *("two backwards", "accumulation", "other dtype", "backward of a gradient"),
+    *("after the step", "clamped", "scaled", "other memory", "loaded", "loaded by assignment", "moved by share_memory"),
+    *("closure", "GradScaler", "GradScaler without unscale_", "no zero_grad", "zero_grad to zeros"),
 )
+"""Between backward and step, after the step, and instead of the usual step."""
 
 
 @pytest.fixture(scope="module")
@@ -180,29 +148,29 @@ def test_what_scripts_do_to_gradients_and_parameters(what: str, scripts: tuple[l
         assert_same_bits(ours[what], expected[what])
 
 
-def without_memory(what: str, shard: bool) -> list[Tensor]:
-    """Tower 1 gets no memory to share, but for the two channels that a strategy begins with."""
-    make, asked = os.memfd_create, [0]
+def without_memory(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
+    """Tower 1 gets no more memory to share than a strategy begins with."""
+    make, asked = os.memfd_create, []
 
     def create(*args: Any) -> int:
-        asked[0] += 1
-        if asked[0] > 2 and os.environ["RANK"] == "1":
+        asked.append(args)
+        if os.environ["RANK"] == "1":
             raise OSError(28, "no memory")
         return make(*args)
 
     os.memfd_create = create
     try:
-        return user_code(what, shard)
+        return user_code(strategy, what)
     finally:
         os.memfd_create = make
-        assert asked[0] > 2
+        assert asked
 
 
 WITHOUT_MEMORY = ("log", "accumulation", "after the step", "scaled")
 
 
 def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
-    names_equal_unsharded(without_memory, WITHOUT_MEMORY)
+    equal_unsharded(without_memory, WITHOUT_MEMORY)
     said = re.findall(
         r"\[tower 1\].*a shared region of [0-9.e-]+ MB cannot be allocated \(\[Errno 28\] no memory\)",
         capfd.readouterr().err,
@@ -210,11 +178,9 @@ def test_without_memory_to_share(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(said) == 2 * len(WITHOUT_MEMORY), "once for each strategy"
 
 
-def two_alike(what: str, shard: bool) -> list[Tensor]:
+def two_alike(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     """Two parameters of one shape, whose gradients lie in one memory, or change places."""
-    strategy = strategy_of(shard)
-    with strategy.scope():
-        model = nn.ParameterList([torch.zeros(40, 50), torch.zeros(40, 50)])
+    model = strategy.mirror(nn.ParameterList([torch.zeros(40, 50), torch.zeros(40, 50)]))
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     factors = torch.randn(2000, generator=torch.Generator().manual_seed(strategy.topology.index))
 
@@ -231,16 +197,15 @@ def two_alike(what: str, shard: bool) -> list[Tensor]:
 
     for _ in range(2):
         strategy.run(step)
-    return parameters(model)
+    return parameters_of(model)
 
 
 def test_gradients_that_share_memory_or_change_places() -> None:
-    names_equal_unsharded(two_alike, ("one memory", "swapped"))
+    equal_unsharded(two_alike, ("one memory", "swapped"))
 
 
-def read_an_old_gradient(shard: bool) -> list[Tensor]:
+def read_an_old_gradient(strategy: mirrored.Strategy) -> list[Tensor]:
     """A second backward reaches one half; then a gradient of the other half, which is still there, is read."""
-    strategy = strategy_of(shard)
     with strategy.scope():
         halves = [nn.Linear(40, 50), nn.Linear(40, 50)]
     x = torch.ones(2, 40) * (strategy.topology.index + 1)
@@ -259,22 +224,13 @@ def test_old_gradients_stay_whole() -> None:
     equal_unsharded(read_an_old_gradient, count=3)
 
 
-def keep_a_state_dict(shard: bool) -> list[Tensor]:
-    strategy = strategy_of(shard)
-    with strategy.scope():
-        model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
+def keep_a_state_dict(strategy: mirrored.Strategy) -> list[Tensor]:
+    model, _, step = small_training(strategy, torch.optim.Adam)
     kept = model.state_dict()  # lies in the parameters' memory
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 5)).sum().backward()
-        optimizer.step()
-
     for _ in range(2):
         strategy.run(step)
     assert all(torch.equal(a, b) for a, b in zip(kept.values(), model.parameters(), strict=True))
-    return parameters(model)
+    return parameters_of(model)
 
 
 def test_parameters_that_share_their_memory_stay_there_and_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:

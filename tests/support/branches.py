@@ -34,7 +34,6 @@ def keep_models_on_one_tower(strategy: mirrored.Strategy) -> list[float]:
         with strategy.scope():
             model = nn.Linear(width, 2, bias=False)
         strategy.run(lambda m: (m.weight * (strategy.topology.index + 1)).sum().backward(), args=(model,))
-        assert model.weight.grad is not None
         found.append(float(model.weight.grad.max()))
         if strategy.is_chief:
             kept.append(model)

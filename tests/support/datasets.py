@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    Sampler,
-)
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 import mirrored
 
@@ -29,6 +26,16 @@ class Augmented(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([index, random.random(), np.random.rand(), float(torch.rand(()))], dtype=torch.float64)
+
+
+class Streamed(IterableDataset[Any]):
+    """The examples of something that can be iterated again and again, without their number."""
+
+    def __init__(self, examples: Iterable[Any]) -> None:
+        self.examples = examples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.examples)
 
 
 class Stream(IterableDataset[Tensor]):

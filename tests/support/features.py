@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import make_data, parameters_of
+from tests.support.jobs import make_data, parameters_of, seeded
 
 Result = dict[str, list[Tensor]]
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
@@ -26,7 +26,6 @@ def train(
     strategy: mirrored.Strategy,
     make: Callable[[], nn.Module] = mlp,
     dtype: torch.dtype = torch.float64,
-    prepare: Callable[[nn.Module], nn.Module] = lambda model: model,
     around_step: Callable[..., None] | None = None,
     schedule: Callable[..., object] | None = None,
     ema: bool = False,
@@ -34,11 +33,9 @@ def train(
     steps: int = 6,
 ) -> Result:
     """Train on ragged batches of 8 of 21 examples; what a feature changes comes in as arguments."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        with strategy.scope():
-            model = make().to(dtype)
-    called = prepare(model)
+    with strategy.scope():
+        model = seeded(make)
+    model.to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     scheduler = schedule(optimizer) if schedule else None
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
@@ -49,7 +46,7 @@ def train(
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            losses = F.cross_entropy(called(x).float() if autocast else called(x), y, reduction="none")
+            losses = F.cross_entropy(model(x).float() if autocast else model(x), y, reduction="none")
         mirrored.compute_average_loss(losses).backward()
         if around_step:
             around_step(model)
@@ -76,13 +73,10 @@ def train_gan(strategy: mirrored.Strategy) -> list[Tensor]:
 
     The generator's step goes through the discriminator, whose gradients nobody wants.
     """
-    with strategy.scope(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        made, judge = nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-        if strategy.virtual_towers is not None:
-            judge.insert(2, nn.Dropout(0.2))
-        for model in (made, judge):
-            model.double()
+    made = strategy.mirror(seeded(lambda: nn.Linear(3, 5).double()))
+    last = [nn.Dropout(0.2)] if strategy.virtual_towers is not None else []
+    judge = seeded(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *last, nn.Linear(8, 1)).double())
+    strategy.mirror(judge)
     optimize_made, optimize_judge = (torch.optim.Adam(model.parameters(), 0.01) for model in (made, judge))
     losses: list[Tensor] = []
 
@@ -111,23 +105,6 @@ def clip(model: nn.Module) -> None:
     assert norm > 0.05, "the test must really clip"
 
 
-def step_lr(optimizer: torch.optim.Optimizer) -> object:
-    return StepLR(optimizer, 2, 0.5)
-
-
-def one_cycle(optimizer: torch.optim.Optimizer) -> object:
-    return OneCycleLR(optimizer, 0.3, total_steps=12)
-
-
-def exponential(optimizer: torch.optim.Optimizer) -> object:
-    return ExponentialLR(optimizer, 0.9)
-
-
-def staircase(optimizer: torch.optim.Optimizer) -> object:
-    """TensorFlow's exponential decay with ``staircase=True``: 0.5 every third step."""
-    return LambdaLR(optimizer, lambda step: 0.5 ** (step // 3))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,22 +124,25 @@ class Checkpointed(nn.Module):
         return self.second(checkpoint(self.first, x, use_reentrant=False))
 
 
-class PartlyFrozen(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-        self[0].requires_grad_(False)
+def partly_frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
 
 
 FEATURES: dict[str, dict[str, object]] = {
     "clip_grad_norm_": {"around_step": clip},
-    "StepLR": {"schedule": step_lr},
-    "OneCycleLR": {"schedule": one_cycle},
-    "ExponentialLR": {"schedule": exponential},
-    "exponential decay with staircase": {"schedule": staircase},
+    "StepLR": {"schedule": lambda optimizer: StepLR(optimizer, 2, 0.5)},
+    "OneCycleLR": {"schedule": lambda optimizer: OneCycleLR(optimizer, 0.3, total_steps=12)},
+    "ExponentialLR": {"schedule": lambda optimizer: ExponentialLR(optimizer, 0.9)},
+    # TensorFlow's exponential decay with ``staircase=True``: 0.5 every third step.
+    "exponential decay with staircase": {
+        "schedule": lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // 3))
+    },
     "AveragedModel (EMA)": {"ema": True},
     "LSTM": {"make": Recurrent},
     "activation checkpointing": {"make": Checkpointed},
-    "frozen layers": {"make": PartlyFrozen},
+    "frozen layers": {"make": partly_frozen},
 }
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -28,18 +29,26 @@ SETTINGS: dict[str, Settings] = {"shared memory": {}, "gloo": GLOO, "sharded": {
 
 
 def towers(
-    fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG, settings: Settings | None = None
+    fn: Callable[..., Any],
+    *args: Any,
+    count: int = 2,
+    timeout: float = HANG,
+    settings: Settings | None = None,
+    hosts: str = "",
 ) -> list[Any]:
     """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order.
 
     Args:
-        settings: of the strategy; the seed is 0 if they have none.
+        settings: those of the strategy; the seed is 0 if they have none.
+        hosts: a letter for each tower, which are then on different hosts as their letters are.
     """
     names = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(_with_strategy, (fn, args, settings or {}), devices=names, timeout=timeout)
+    return mirrored.launch(_with_strategy, (fn, args, settings or {}, hosts), devices=names, timeout=timeout)
 
 
-def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings) -> Any:
+def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings, hosts: str) -> Any:
+    if hosts:
+        os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
     return fn(mirrored.MirroredStrategy(**{"seed": 0, **settings}), *args)
 
 
@@ -54,6 +63,13 @@ def failures(fn: Callable[..., Any], *args: Any, **options: Any) -> list[BaseExc
         assert sorted(found) == list(range(count)), f"only towers {sorted(found)} failed: {error}"
         return [found[tower] for tower in range(count)]
     raise AssertionError("the job did not fail")
+
+
+def text_of(kind: type[BaseException], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call says that must raise an exception of this kind."""
+    with pytest.raises(kind) as error:
+        fn(*args, **kwargs)
+    return str(error.value)
 
 
 def all_raise(
@@ -110,11 +126,16 @@ def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
     return variables
 
 
-def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
-    """A small network on the CPU, with the same values wherever it is made: a GPU's generator draws others."""
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What ``make()`` gives on the CPU, with the same values wherever it is called: a GPU's generator draws others."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+        return make()
+
+
+def make_mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
+    """A small network."""
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3)), seed).to(dtype)
 
 
 def make_data(examples: int = 66, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

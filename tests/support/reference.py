@@ -21,13 +21,7 @@ DTYPES = (
 )
 
 
-FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu)
 
 
 def random_tensor(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -9,18 +9,54 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.waiting import HANG
+from tests.support.features import mlp
+from tests.support.jobs import towers
 from towers.gradients import buckets
+from towers.sharding.optimizer import OptimizerSharder
 
 
-def strategy_of(shard: bool, implementation: str = "auto") -> mirrored.MirroredStrategy:
+def small_training(
+    strategy: mirrored.Strategy, make: Callable[[Any], Any], between: Callable[[nn.Module], object] = lambda model: None
+) -> tuple[Any, Any, Callable[[], None]]:
+    """A small model, an optimizer of it, and a step; ``between(model)`` runs before the optimizer's."""
+    model = strategy.mirror(mlp())
+    optimizer = make(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+        between(model)
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    sharded: bool = True,
+    names: Sequence[str] = (),
+    implementation: str = "auto",
+    **options: Any,
+) -> list[Any]:
+    """``fn(strategy, *args)``, or ``fn(strategy, name)`` for each name, on towers; options as those of ``towers``.
+
+    Args:
+        sharded: is the optimizer's step shared out.
+    """
+    communication = mirrored.CommunicationOptions(implementation=implementation, bucket_bytes=20_000)
+    settings = {"shard_optimizer": sharded, "seed": 1, "communication": communication}
+    return towers(_in_turn, fn, args, names, settings, settings=settings, **options)
+
+
+def _in_turn(
+    strategy: mirrored.Strategy, fn: Callable[..., Any], args: tuple[Any, ...], names: Sequence[str], settings: Any
+) -> Any:
     buckets._LARGE_BYTES = 1000  # some of these small gradients are to be treated as large ones are
-    options = mirrored.CommunicationOptions(implementation=implementation, bucket_bytes=20_000)
-    return mirrored.MirroredStrategy(shard_optimizer=shard, seed=1, communication=options)
-
-
-def launch(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
-    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=timeout)
+    assert (strategy.engine.attached(OptimizerSharder) is not None) is settings["shard_optimizer"]
+    if not names:
+        return fn(strategy, *args)
+    return {name: fn(mirrored.MirroredStrategy(**settings), name) for name in names}
 
 
 def assert_same_state(ours: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -29,22 +65,17 @@ def assert_same_state(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     for number, state in expected["state"].items():
         assert ours["state"][number].keys() == state.keys()
         for key, value in state.items():
-            mine = ours["state"][number][key]
+            our = ours["state"][number][key]
             if not isinstance(value, Tensor):
-                assert mine == value
+                assert our == value
                 continue
-            assert (mine.shape, mine.dtype, mine.stride()) == (value.shape, value.dtype, value.stride()), (number, key)
-            assert torch.equal(mine, value), (number, key)
+            assert (our.shape, our.dtype, our.stride()) == (value.shape, value.dtype, value.stride()), (number, key)
+            assert torch.equal(our, value), (number, key)
 
 
-def in_turn(fn: Callable[..., Any], names: Sequence[str], *args: Any) -> dict[str, Any]:
-    """``fn(name, *args)`` for each name, on the same towers."""
-    return {name: fn(name, *args) for name in names}
-
-
-def both(fn: Callable[..., Any], names: Sequence[str], *args: Any, count: int = 2) -> tuple[list[Any], list[Any]]:
-    """What ``fn(name, shard, *args)`` gives on each tower, sharded and not."""
-    ours, expected = (launch(in_turn, fn, names, shard, *args, count=count) for shard in (True, False))
+def both(fn: Callable[..., Any], names: Sequence[str] = (), **options: Any) -> tuple[list[Any], list[Any]]:
+    """What :func:`launch` gives on each tower, sharded and not."""
+    ours, expected = (launch(fn, names=names, sharded=sharded, **options) for sharded in (True, False))
     return ours, expected
 
 
@@ -53,20 +84,9 @@ def assert_same_bits(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def equal_unsharded(fn: Callable[..., Any], *args: Any, count: int = 2) -> None:
-    """``fn(*args, shard)`` gives the same bits on each tower, sharded and not."""
-    ours, expected = (launch(fn, *args, shard, count=count) for shard in (True, False))
-    assert_same_bits(ours, expected)
-
-
-def names_equal_unsharded(fn: Callable[..., Any], names: Sequence[str], count: int = 2) -> None:
-    """As :func:`equal_unsharded` for each ``fn(name, shard)``, on the same towers."""
-    ours, expected = both(fn, names, count=count)
-    assert_same_bits(ours, expected)
-
-
-def parameters(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+def equal_unsharded(fn: Callable[..., Any], names: Sequence[str] = (), **options: Any) -> None:
+    """Sharded and not, each tower has the same bits."""
+    assert_same_bits(*both(fn, names, **options))
 
 
 def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

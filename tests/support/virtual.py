@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import failures, towers
+from tests.support.jobs import towers
 
 V = 8
 
@@ -47,11 +47,15 @@ class CountsExamples(nn.Module):
 
 
 def counting(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = CountsExamples()
-    for (x,) in strategy.distribute_dataset(TensorDataset(torch.ones(9, 1)), 9):
-        strategy.run(lambda x: strategy.backward(model, x), args=(x,))
+    model = strategy.mirror(CountsExamples())
+    backward_each(strategy, model, TensorDataset(torch.ones(9, 1)), 9)
 
 
-def failures_of(fn: Callable[..., Any], *args: Any, count: int) -> list[BaseException]:
-    return failures(fn, *args, count=count, settings={"virtual_towers": V})
+def backward_each(strategy: mirrored.Strategy, loss_fn: Callable[..., Tensor], dataset: Any, size: int) -> list[Tensor]:
+    """``strategy.backward(loss_fn, *batch)`` in a run for each batch; the losses."""
+
+    def step(*batch: Any) -> Tensor:
+        return strategy.backward(loss_fn, *batch)
+
+    batches = strategy.distribute_dataset(dataset, size)
+    return [strategy.run(step, args=batch if isinstance(batch, (list, tuple)) else (batch,)) for batch in batches]

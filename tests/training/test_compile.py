@@ -10,20 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import ROOT, assert_close, parameters_of
+from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded
 
 pytestmark = pytest.mark.slow
 
 Step = Callable[[Tensor, Tensor], Tensor]
 RUNS, EXAMPLES = 4, 7
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "shared memory": {},
-    "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo")},
-    "sharded": {"shard_optimizer": True},
-    "virtual": {"virtual_towers": 2},
-    "virtual gloo": {"virtual_towers": 2, "communication": mirrored.CommunicationOptions(implementation="gloo")},
-}
+VIRTUAL = {"virtual_towers": 2}
+WAYS: dict[str, dict[str, Any]] = {**SETTINGS, "virtual": VIRTUAL, "virtual gloo": {**VIRTUAL, **GLOO}}
 
 
 class Graphs:
@@ -45,10 +40,8 @@ def train(
 ) -> tuple[list[float], list[Tensor], int, str]:
     """Losses and parameters of a short training in which ``what`` is compiled; how many graphs, and from where."""
     strategy = mirrored.MirroredStrategy(seed=0, **settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        with strategy.scope():
-            model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3))
+    layers = lambda: (nn.Linear(20, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 3))  # noqa: E731
+    model = strategy.mirror(nn.Sequential(*seeded(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     graphs = Graphs(inner)
 
@@ -79,11 +72,8 @@ def train(
         return loss
 
     step = compiled("strategy.backward", compiled("step", step))
-    x, y = (
-        torch.randn(RUNS * EXAMPLES, 20, generator=torch.Generator().manual_seed(1)),
-        torch.arange(RUNS * EXAMPLES) % 3,
-    )
-    data = strategy.distribute_dataset(torch.utils.data.TensorDataset(x, y), EXAMPLES)
+    x = torch.randn(RUNS * EXAMPLES, 20, generator=torch.Generator().manual_seed(1))
+    data = strategy.distribute_dataset(torch.utils.data.TensorDataset(x, torch.arange(len(x)) % 3), EXAMPLES)
     found = []
     for batch in data:
         loss = strategy.run(step, args=batch)
@@ -101,13 +91,12 @@ def several(cases: list[tuple[str, int, bool]], settings: dict[str, Any], inner:
     return results
 
 
-def check(cases: list[tuple[str, int, bool]], setting: str, inner: str, towers: int) -> None:
-    settings = SETTINGS[setting]
-    devices = [f"cpu:{i}" for i in range(towers)]
+def check(cases: list[tuple[str, int, bool]], setting: str, inner: str) -> None:
+    settings = WAYS[setting]
     plain = [("nothing", width, False) for _, width, _ in cases]
     alone = {"virtual_towers": settings["virtual_towers"]} if "virtual_towers" in settings else {}
     expected = mirrored.launch(several, (plain, alone, inner), devices=["cpu:0"])[0]
-    for found in mirrored.launch(several, (cases, settings, inner), devices=devices):
+    for found in mirrored.launch(several, (cases, settings, inner), devices=["cpu:0", "cpu:1"]):
         for case, result, reference in zip(cases, found, expected, strict=True):
             assert result[0] == pytest.approx(reference[0], abs=1e-6), case
             assert_close(result[1], reference[1], 1e-6)
@@ -130,13 +119,16 @@ CASES = {
 
 @pytest.mark.parametrize("setting", CASES)
 def test_whatever_is_compiled_has_the_numbers_of_the_plain_step(setting: str) -> None:
-    check(CASES[setting], setting, "eager", 2)
+    check(CASES[setting], setting, "eager")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("setting", "towers"), [("shared memory", 2), ("virtual gloo", 2)])
-def test_a_step_of_eight_million_parameters_through_inductor(setting: str, towers: int) -> None:
-    check([("step", 2800, False)], setting, "inductor", towers)
+@pytest.mark.parametrize(
+    ("setting", "cases"),
+    [("shared memory", [("model", SMALL, False), ("step", 2800, False)]), ("virtual gloo", [("step", 2800, False)])],
+)
+def test_a_step_of_eight_million_parameters_through_inductor(setting: str, cases: list[tuple[str, int, bool]]) -> None:
+    """And a small model."""
+    check(cases, setting, "inductor")
 
 
 def backward_without_hooks(option: str) -> None:

@@ -70,8 +70,7 @@ def plain_mean_and_ddp(strategy: mirrored.Strategy) -> tuple[list[Tensor], list[
     """A script written for DDP, with ``loss.mean()``, under both: same data, same start."""
     x, y = make_data(32, torch.float32)
     own = slice(16 * strategy.topology.index, 16 * (strategy.topology.index + 1))
-    with strategy.scope():
-        ours = make_mlp(torch.float32)
+    ours = strategy.mirror(make_mlp(torch.float32))
     theirs = make_mlp(torch.float32)
     ddp = DistributedDataParallel(theirs)
     trained = []

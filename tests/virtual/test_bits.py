@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import assert_close, make_data, make_mlp
-from tests.support.virtual import V, digest, failures_of, one_digest, virtual
+from mirrored import generators
+from tests.support.jobs import all_raise, assert_close, make_data, make_mlp
+from tests.support.virtual import V, backward_each, digest, one_digest, virtual
 from towers.gradients.tree_sum import Subtree
 
 pytestmark = pytest.mark.slow
@@ -43,8 +44,7 @@ def test_the_digest_sees_one_step_more() -> None:
 
 def global_mean(strategy: mirrored.Strategy, examples: int, weights: str) -> tuple[list[Tensor], Tensor]:
     """Gradient and loss of one step over all ``examples``."""
-    with strategy.scope():
-        model = make_mlp()
+    model = strategy.mirror(make_mlp())
     data = strategy.distribute_dataset(TensorDataset(*make_data(examples), torch.arange(examples) % 3 + 0.5), examples)
 
     def step(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -105,7 +105,6 @@ def partly_used(strategy: mirrored.Strategy, parts: list[int]) -> tuple[str, Ten
         layer, rare = nn.Linear(1, 1, bias=False), nn.Linear(2, 2, bias=False)
         nn.init.constant_(layer.weight, 1.0)
         nn.init.constant_(rare.weight, 1.0)
-    data = strategy.distribute_dataset(TensorDataset(torch.arange(8.0).unsqueeze(1)), 8)
 
     def losses(x: Tensor) -> Tensor:
         out = layer(x)
@@ -113,8 +112,7 @@ def partly_used(strategy: mirrored.Strategy, parts: list[int]) -> tuple[str, Ten
             out = out + rare(torch.tensor([[-0.0, 1.0]])).sum() * (x - x + 1)
         return out.squeeze(1)
 
-    for (x,) in data:
-        strategy.run(lambda x: strategy.backward(losses, x), args=(x,))
+    backward_each(strategy, losses, TensorDataset(torch.arange(8.0).unsqueeze(1)), 8)
     return digest([p.grad for p in (layer.weight, rare.weight) if p.grad is not None]), rare.weight.grad
 
 
@@ -128,31 +126,28 @@ def test_parameters_that_some_virtual_towers_use(parts: list[int]) -> None:
         assert found[0][1] is None
 
 
+def draw() -> tuple[float, ...]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
 def draws(strategy: mirrored.Strategy) -> tuple[list[Any], tuple[Any, ...], tuple[Any, ...]]:
     """What loss functions draw, by virtual tower, and what is drawn after them."""
-    with strategy.scope():
-        model = make_mlp()
+    model = strategy.mirror(make_mlp())
     data = strategy.distribute_dataset(TensorDataset(*make_data(16)), 16)
     drawn: list[Any] = []
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+        drawn.append(draw())
         return model(x).sum(1)
-
-    def after() -> tuple[Any, ...]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
 
     before = None
     for _ in range(2):
         for batch in data:
-            state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            before = after()
-            random.setstate(state[0])
-            np.random.set_state(state[1])
-            torch.set_rng_state(state[2])
+            place = generators.take(torch.device("cpu"))
+            before = draw()
+            generators.put(place, torch.device("cpu"))
             strategy.run(lambda x, y: strategy.backward(losses, x, y), args=batch)
-    assert before is not None
-    return drawn, before, after()
+    return drawn, before, draw()
 
 
 def test_random_numbers_depend_on_seed_step_and_virtual_tower_only() -> None:
@@ -170,11 +165,8 @@ def test_random_numbers_depend_on_seed_step_and_virtual_tower_only() -> None:
 
 def without_seed(strategy: mirrored.Strategy) -> str:
     torch.manual_seed(strategy.num_replicas_in_sync and 5)
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    data = strategy.distribute_dataset(TensorDataset(*make_data(16, torch.float32)), 16)
-    for batch in data:
-        strategy.run(lambda x, y: strategy.backward(lambda x: model(x).sum(1), x), args=batch)
+    model = strategy.mirror(nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    backward_each(strategy, lambda x, y: model(x).sum(1), TensorDataset(*make_data(16, torch.float32)), 16)
     return digest(p.grad for p in model.parameters())
 
 
@@ -183,8 +175,7 @@ def test_the_script_may_seed_instead_of_the_strategy() -> None:
 
 
 def mixed_with_no_sync(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = nn.Linear(5, 1)
+    model = strategy.mirror(nn.Linear(5, 1))
 
     def step(x: Tensor) -> None:
         with strategy.no_sync():
@@ -196,15 +187,12 @@ def mixed_with_no_sync(strategy: mirrored.Strategy) -> None:
 
 
 def test_gradients_of_no_sync_are_not_mixed_in() -> None:
-    for error in failures_of(mixed_with_no_sync, count=2):
-        assert isinstance(error, mirrored.TowersError)
-        assert "Linear.weight" in str(error) or "Linear.bias" in str(error)
+    all_raise(mirrored.TowersError, "Linear.(weight|bias)", mixed_with_no_sync, settings={"virtual_towers": V})
 
 
 def partly_without_a_graph(strategy: mirrored.Strategy) -> str:
     """Parts that have nothing to learn from; a sparse and then a dense gradient; views of a larger tensor."""
-    with strategy.scope():
-        table = nn.Embedding(20, 4, sparse=True)
+    table = strategy.mirror(nn.Embedding(20, 4, sparse=True))
 
     def step(words: Tensor, x: Tensor) -> None:
         strategy.backward(lambda w: table(w).sum((1, 2)) if 5 in w else w.sum(1) * 0.0, words)
@@ -220,14 +208,10 @@ def test_parts_without_a_graph_and_views() -> None:
     one_digest(partly_without_a_graph, counts=(1, 4))
 
 
-def without_virtual_towers(strategy: mirrored.Strategy) -> tuple[list[Tensor], Tensor]:
-    return global_mean(strategy, 11, "examples")
-
-
 def test_without_virtual_towers_it_is_the_ordinary_backward() -> None:
     expected = virtual(global_mean, 11, "examples", count=1)[0]
     for count in (1, 3):
-        for gradients, loss in virtual(without_virtual_towers, count=count, virtual_towers=None):
+        for gradients, loss in virtual(global_mean, 11, "examples", count=count, virtual_towers=None):
             assert_close([*gradients, loss], [*expected[0], expected[1]], 1e-12)
 
 

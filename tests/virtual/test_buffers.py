@@ -10,16 +10,14 @@ from torch.utils.data import TensorDataset
 import mirrored
 from mirrored.shares import bounds
 from mirrored.virtual import buffers
-from tests.support.jobs import assert_close, make_data
-from tests.support.virtual import CountsExamples, V, counting, digest, failures_of, one_digest, virtual
+from tests.support.jobs import all_raise, assert_close, make_data
+from tests.support.sharded import assert_same_bits
+from tests.support.virtual import CountsExamples, V, backward_each, counting, digest, one_digest, virtual
 
 
 def with_batch_norm(strategy: mirrored.Strategy, examples: int) -> dict[str, Tensor]:
-    with strategy.scope():
-        norm = nn.BatchNorm1d(5, momentum=0.25).double()
-    data = strategy.distribute_dataset(TensorDataset(*make_data(examples)), examples)
-    for batch in data:
-        strategy.run(lambda x, y: strategy.backward(lambda x: norm(x).square().sum(1), x), args=batch)
+    norm = strategy.mirror(nn.BatchNorm1d(5, momentum=0.25).double())
+    backward_each(strategy, lambda x, y: norm(x).square().sum(1), TensorDataset(*make_data(examples)), examples)
     return {name: value.clone() for name, value in norm.named_buffers()}
 
 
@@ -69,13 +67,10 @@ class Remembers(nn.Module):
 
 
 def with_buffers(strategy: mirrored.Strategy, examples: int) -> str:
-    with strategy.scope():
-        model = Remembers()
+    model = strategy.mirror(Remembers())
     kept = dict(model.named_buffers())
-    data = strategy.distribute_dataset(TensorDataset(torch.arange(float(examples)).unsqueeze(1)), examples)
     for _ in range(2):
-        for batch in data:
-            strategy.run(lambda x: strategy.backward(model, x), args=batch)
+        backward_each(strategy, model, TensorDataset(torch.arange(float(examples)).unsqueeze(1)), examples)
     assert all(buffer is kept[name] for name, buffer in model.named_buffers()), "the registered tensors stay"
     assert model.steps == model.unseen == 2
     assert torch.equal(model.positions, torch.arange(5))
@@ -99,22 +94,18 @@ def test_buffers_of_all_sorts(examples: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_integer_buffers_that_differ_are_named_on_all_towers(count: int) -> None:
-    for error in failures_of(counting, count=count):
-        assert isinstance(error, mirrored.MirrorError)
-        assert "CountsExamples.seen" in str(error)
+    all_raise(mirrored.MirrorError, "CountsExamples.seen", counting, count=count, settings={"virtual_towers": V})
 
 
 def counting_late(strategy: mirrored.Strategy, examples: int) -> list[int]:
     """The steps that were done of three, where buffers cannot be read at once, as those of GPUs."""
     buffers._can_be_read = lambda tensor: False
-    with strategy.scope():
-        model = CountsExamples()
+    model = strategy.mirror(CountsExamples())
     steps = []
     with pytest.raises(mirrored.MirrorError, match="CountsExamples.seen"):
         for step in range(3):
-            for batch in strategy.distribute_dataset(TensorDataset(torch.ones(examples, 1)), examples):
-                strategy.run(lambda x: strategy.backward(model, x), args=batch)
-                steps.append(step)
+            backward_each(strategy, model, TensorDataset(torch.ones(examples, 1)), examples)
+            steps.append(step)
     return steps
 
 
@@ -144,15 +135,9 @@ class Observes(nn.Module):
 
 
 def observing(strategy: mirrored.Strategy, first: int) -> dict[str, float]:
-    strategy_buffers = {}
-    with strategy.scope():
-        model = Observes()
-    data = torch.arange(float(first), 8).unsqueeze(1)[:: 1 + first]
-    for (x,) in strategy.distribute_dataset(TensorDataset(data), 8):
-        strategy.run(lambda x: strategy.backward(model, x), args=(x,))
-    for name, buffer in model.named_buffers():
-        strategy_buffers[name] = float(buffer.sum())
-    return strategy_buffers
+    model = strategy.mirror(Observes())
+    backward_each(strategy, model, TensorDataset(torch.arange(float(first), 8).unsqueeze(1)[:: 1 + first]), 8)
+    return {name: float(buffer.sum()) for name, buffer in model.named_buffers()}
 
 
 def test_buffers_that_are_set_begin_infinite_or_are_used_by_chance() -> None:
@@ -169,8 +154,7 @@ def test_buffers_that_are_set_begin_infinite_or_are_used_by_chance() -> None:
 
 def test_a_failed_loss_function_leaves_everything_as_it_was() -> None:
     strategy = mirrored.OneDeviceStrategy(virtual_towers=4, seed=0)
-    with strategy.scope():
-        norm = nn.BatchNorm1d(5).double()
+    norm = strategy.mirror(nn.BatchNorm1d(5).double())
     x, _ = make_data(8)
     norm.weight.grad = before = torch.ones(5).double()
     state, calls = torch.get_rng_state(), []
@@ -240,7 +224,4 @@ def test_an_error_of_the_script_gives_all_buffers_back_and_comes_through(dtype: 
     for _ in range(2):
         with pytest.raises(KeyError, match="the script's own"):
             strategy.run(lambda: strategy.backward(model, torch.ones(4, 1)))
-        after = dict(model.named_buffers())
-        assert all(
-            after[name].dtype == value.dtype and torch.equal(after[name], value) for name, value in before.items()
-        )
+        assert_same_bits(dict(model.named_buffers()), before)

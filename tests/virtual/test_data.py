@@ -9,25 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
 
 import mirrored
 from mirrored.shares import Cut, bounds
-from tests.support.virtual import V, digest, failures_of, one_digest, virtual
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Any:
-        return iter(torch.arange(21.0).unsqueeze(1))
+from tests.support.datasets import Streamed
+from tests.support.jobs import all_raise
+from tests.support.virtual import V, backward_each, digest, one_digest, virtual
 
 
 def streaming(strategy: mirrored.Strategy) -> str:
-    with strategy.scope():
-        model = nn.Linear(1, 1)
-    losses = [
-        strategy.run(lambda x: strategy.backward(lambda x: model(x).square().squeeze(1), x), args=(x,))
-        for x in strategy.distribute_dataset(Stream(), 8)
-    ]
+    model = strategy.mirror(nn.Linear(1, 1))
+    stream = Streamed(torch.arange(21.0).unsqueeze(1))
+    losses = backward_each(strategy, lambda x: model(x).square().squeeze(1), stream, 8)
     return digest([*losses, model.weight.grad])
 
 
@@ -37,8 +30,7 @@ def test_iterable_data() -> None:
 
 def nested(strategy: mirrored.Strategy) -> str:
     """A batch of a dict with texts."""
-    with strategy.scope():
-        model = nn.Linear(1, 3)
+    model = strategy.mirror(nn.Linear(1, 3))
     examples = [{"x": torch.tensor([float(i)]), "name": f"example {i}"} for i in range(12)]
     factors = torch.tensor([1.0, 2.0, 3.0])
 
@@ -46,8 +38,7 @@ def nested(strategy: mirrored.Strategy) -> str:
         assert batch["name"] == [f"example {int(x)}" for x in batch["x"]]
         return (model(batch["x"]) * factors).sum(1)
 
-    for batch in strategy.distribute_dataset(examples, 12):
-        strategy.run(lambda batch: strategy.backward(losses, batch), args=(batch,))
+    backward_each(strategy, losses, examples, 12)
     return digest([model.weight.grad])
 
 
@@ -66,18 +57,12 @@ def pad_to_eight(examples: list[Tensor]) -> dict[str, Any]:
     return batch | {"x": F.pad(batch["x"], (0, 8 - batch["x"].shape[1]))}
 
 
-class Sequences(IterableDataset[Tensor]):
-    def __iter__(self) -> Any:
-        return iter(sequences())
-
-
 def sequences() -> list[Tensor]:
     return [torch.arange(1.0, 3 + 3 * i % 7) for i in range(28)]
 
 
 def collating(strategy: mirrored.Strategy, collate: Callable[..., Any], stream: bool) -> tuple[str, list[Any]]:
-    with strategy.scope():
-        cell = nn.GRU(1, 4, batch_first=True)
+    cell = strategy.mirror(nn.GRU(1, 4, batch_first=True))
     seen: list[Any] = []
 
     def losses(batch: dict[str, Any]) -> Tensor:
@@ -86,7 +71,7 @@ def collating(strategy: mirrored.Strategy, collate: Callable[..., Any], stream: 
         seen.append((tuple(x.shape), x.sum().item(), lengths))
         return cell(x.unsqueeze(2))[0].sum((1, 2))
 
-    data: Any = Sequences() if stream else sequences()
+    data: Any = Streamed(sequences()) if stream else sequences()
     for batch in strategy.distribute_dataset(data, 11, collate_fn=collate):
         strategy.run(lambda batch: strategy.backward(losses, batch), args=(batch,))
     return digest(p.grad for p in cell.parameters()), seen
@@ -139,8 +124,7 @@ def test_batches_of_lists_are_collated_part_by_part() -> None:
 
 def two_collated_batches(strategy: mirrored.Strategy) -> tuple[str, set[int]]:
     """Batches of two loops at once, with a loop over other data between loading and using them."""
-    with strategy.scope():
-        cell = nn.GRU(1, 4, batch_first=True)
+    cell = strategy.mirror(nn.GRU(1, 4, batch_first=True))
     widths: set[int] = set()
 
     def losses(one: Tensor, other: Tensor) -> Tensor:
@@ -169,9 +153,8 @@ def padded_and_changed(strategy: mirrored.Strategy) -> None:
 
 
 def test_what_was_made_of_a_collated_batch_is_refused() -> None:
-    for error in failures_of(padded_and_changed, count=1):
-        with pytest.raises(ValueError, match="not one of the batch's own"):
-            raise error
+    settings = {"virtual_towers": V}
+    all_raise(ValueError, "not one of the batch's own", padded_and_changed, count=1, settings=settings)
 
 
 def test_batches_are_cut_by_virtual_towers() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +16,9 @@ from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.support.features import train_gan
-from tests.support.jobs import assert_close, make_data, make_mlp
-from tests.support.virtual import V, counting, digest, failures_of, one_digest, virtual
+from tests.support.jobs import all_raise, assert_close, make_data, make_mlp, towers
+from tests.support.steps import averaging_step
+from tests.support.virtual import V, counting, digest, one_digest, virtual
 
 pytestmark = pytest.mark.slow
 
@@ -52,13 +52,9 @@ def usual_step(strategy: mirrored.Strategy, kind: str) -> str:
     return digest([*model.parameters(), *model.buffers(), *losses, *(v for s in state.values() for v in s.values())])
 
 
-@pytest.mark.parametrize("kind", ["plain", "scaler", "autocast"])
+@pytest.mark.parametrize("kind", ["plain", "scaler", "autocast", "compile"])
 def test_the_usual_extras(kind: str) -> None:
     one_digest(usual_step, kind)
-
-
-def test_compiled_model() -> None:
-    one_digest(usual_step, "compile", counts=(1, 2))
 
 
 def test_sharded_optimizer() -> None:
@@ -74,16 +70,14 @@ def test_two_models_with_two_optimizers() -> None:
     one_digest(two_models)
 
 
-def on_played_hosts(hosts: str) -> str:
-    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    strategy = mirrored.MirroredStrategy(virtual_towers=V, seed=0)
+def on_played_hosts(strategy: mirrored.Strategy) -> str:
     assert "across 2 hosts" in strategy.communicator.backend
     return usual_step(strategy, "plain")
 
 
 def test_several_hosts() -> None:
-    found = set(mirrored.launch(on_played_hosts, ("aaab",), towers=4))
-    assert found == {one_digest(usual_step, "plain", counts=(1,))}
+    found = towers(on_played_hosts, count=4, hosts="aaab", settings={"virtual_towers": V})
+    assert set(found) == {one_digest(usual_step, "plain", counts=(1,))}
 
 
 def sparse_table(strategy: mirrored.Strategy, also_dense: bool) -> tuple[str, bool, Tensor]:
@@ -128,8 +122,9 @@ def with_a_model_that_the_chief_keeps(strategy: mirrored.Strategy) -> str:
     """Folds: every one trains a new model, and the chief alone keeps the first."""
     kept, losses = [], []
     for fold in range(3):
-        with strategy.scope():
-            model = nn.Sequential(nn.Linear(5, 4 + 8 * fold), nn.BatchNorm1d(4 + 8 * fold), nn.Linear(4 + 8 * fold, 1))
+        model = strategy.mirror(
+            nn.Sequential(nn.Linear(5, 4 + 8 * fold), nn.BatchNorm1d(4 + 8 * fold), nn.Linear(4 + 8 * fold, 1))
+        )
         for batch in strategy.distribute_dataset(TensorDataset(make_data(16, torch.float32)[0]), 16):
             losses.append(strategy.run(lambda x, m=model: strategy.backward(lambda x: m(x).sum(1), x), args=batch))
         if strategy.is_chief and fold == 0:
@@ -154,67 +149,62 @@ def test_a_model_that_was_dropped_is_let_go() -> None:
 
 
 def test_numbers_of_virtual_towers_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        mirrored.OneDeviceStrategy(virtual_towers=6)
-    with pytest.raises(ValueError, match="power of two"):
-        mirrored.OneDeviceStrategy(virtual_towers=0)
+    for count in (0, 6):
+        with pytest.raises(ValueError, match="power of two"):
+            mirrored.OneDeviceStrategy(virtual_towers=count)
     narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
     with pytest.raises(ValueError, match="rounds gradients that are sent"):
         mirrored.MirroredStrategy(["cpu:0"], virtual_towers=4, communication=narrow)
-    for error in failures_of(counting, count=3):
-        assert isinstance(error, ValueError)
-        assert "3 towers cannot share" in str(error)
+    all_raise(ValueError, "3 towers cannot share", counting, count=3, settings={"virtual_towers": V})
 
 
 def test_mistakes_are_named() -> None:
     strategy = mirrored.OneDeviceStrategy(virtual_towers=4, seed=0)
-    with strategy.scope():
-        model = make_mlp()
+    model = strategy.mirror(make_mlp())
     x, y = make_data(8)
 
     def run(loss_fn: Callable[..., Any], *batch: Any, **kwargs: Any) -> Any:
         return strategy.run(lambda: strategy.backward(loss_fn, *batch, **kwargs))
 
-    with pytest.raises(ValueError, match="one loss per example"):
-        run(lambda x, y: F.cross_entropy(model(x), y), x, y)
-    with pytest.raises(ValueError, match=r"losses of shape \(1,\)"):
-        run(lambda x: model(x).sum().unsqueeze(0), x)
-    with pytest.raises(ValueError, match="a float"):
-        run(lambda x: 1.0, x)
-    with pytest.raises(ValueError, match="no batch"):
-        run(lambda: model(x).sum(1))
-    with pytest.raises(ValueError, match="denominator"):
-        run(lambda x: model(x).sum(1), x, denominator="weights")
-    with pytest.raises(ValueError, match="shape of the losses"):
-        run(lambda x: model(x), x, sample_weight=torch.ones(8), denominator="weights")
-    with pytest.raises(ValueError, match="does not fit"):
-        run(lambda x: model(x).sum(1), x, sample_weight=torch.ones(3))
-    with pytest.raises(RuntimeError, match="no_sync"), strategy.no_sync():
-        run(lambda x: model(x).sum(1), x)
-    with pytest.raises(ValueError, match="sync_batch_norm"), strategy.scope(sync_batch_norm=True):
-        pass
-    with pytest.raises(ValueError, match="sync_batch_norm"):
-        strategy.mirror(model, sync_batch_norm=True)
-    with pytest.raises(ValueError, match="shape \\(4,\\), but this tower's share has 8 examples"):
-        run(lambda x, factors: model(x).sum(1), x, torch.ones(4))
-    with pytest.raises(ValueError, match="has 8 examples"):
-        run(lambda x, words: model(x).sum(1), x, ["a", "b"])
-    with pytest.raises(ValueError, match=r"shape \(1,\) does not fit 8"):
-        run(lambda x: model(x).sum(1), x, sample_weight=torch.ones(1))
-    with pytest.raises(RuntimeError, match="all parameters frozen"):
-        run(lambda x: x.sum(1), x)
-    with pytest.raises(RuntimeError, match=r"for the function that strategy\.run"):
-        strategy.backward(lambda x: model(x).sum(1), x)
-    with pytest.raises(mirrored.MirrorError, match="no scope mirrored"):
+    def sums(x: Tensor, *_: Any) -> Tensor:
+        return model(x).sum(1)
+
+    def under_no_sync() -> None:
+        with strategy.no_sync():
+            run(sums, x)
+
+    def step_of_another_model() -> None:
         outside = make_mlp()
         outside(x).sum().backward()
         strategy.run(torch.optim.SGD(outside.parameters(), lr=0.1).step)
-    with strategy.scope():
-        lazy = nn.LazyLinear(3)
-    with pytest.raises(RuntimeError, match="LazyLinear gets its shape in its first forward"):
+
+    def run_with_a_lazy_model() -> None:
+        lazy = strategy.mirror(nn.LazyLinear(3))
         strategy.run(lambda: lazy)
-    with pytest.raises(ValueError, match="backwards is -1"):
-        strategy.load_state_dict({"seed": 0, "backwards": -1})
+
+    weight, by_weight = torch.ones(8), {"denominator": "weights"}
+    for kind, words, call in (
+        (ValueError, "one loss per example", lambda: run(lambda x, y: F.cross_entropy(model(x), y), x, y)),
+        (ValueError, r"losses of shape \(1,\)", lambda: run(lambda x: model(x).sum().unsqueeze(0), x)),
+        (ValueError, "a float", lambda: run(lambda x: 1.0, x)),
+        (ValueError, "no batch", lambda: run(lambda: model(x).sum(1))),
+        (ValueError, "denominator", lambda: run(sums, x, **by_weight)),
+        (ValueError, "shape of the losses", lambda: run(model, x, sample_weight=weight, **by_weight)),
+        (ValueError, "does not fit", lambda: run(sums, x, sample_weight=torch.ones(3))),
+        (ValueError, r"shape \(1,\) does not fit 8", lambda: run(sums, x, sample_weight=torch.ones(1))),
+        (ValueError, r"shape \(4,\), but this tower's share has 8 examples", lambda: run(sums, x, torch.ones(4))),
+        (ValueError, "has 8 examples", lambda: run(sums, x, ["a", "b"])),
+        (ValueError, "sync_batch_norm", lambda: strategy.scope(sync_batch_norm=True).__enter__()),
+        (ValueError, "sync_batch_norm", lambda: strategy.mirror(model, sync_batch_norm=True)),
+        (ValueError, "backwards is -1", lambda: strategy.load_state_dict({"seed": 0, "backwards": -1})),
+        (RuntimeError, "no_sync", under_no_sync),
+        (RuntimeError, "all parameters frozen", lambda: run(lambda x: x.sum(1), x)),
+        (RuntimeError, r"for the function that strategy\.run", lambda: strategy.backward(sums, x)),
+        (mirrored.MirrorError, "no scope mirrored", step_of_another_model),
+        (RuntimeError, "LazyLinear gets its shape in its first forward", run_with_a_lazy_model),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
 
 
 def with_a_nan(strategy: mirrored.Strategy) -> tuple[str, list[str]]:
@@ -251,14 +241,8 @@ def test_a_nan_is_named_and_may_be_skipped() -> None:
 
 
 def ordinary_backward(strategy: mirrored.Strategy) -> None:
-    with strategy.scope():
-        model = make_mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
-        optimizer.step()
-
+    model = strategy.mirror(make_mlp())
+    step = averaging_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in strategy.distribute_dataset(TensorDataset(*make_data(16)), 8):
         strategy.run(step, args=batch)
 
