@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import mirrored
 from mirrored.data.batch_dims import BatchDims
-from tests.support.jobs import assert_close, parameters_of, towers
-from tests.support.waiting import HANG
+from tests.support.datasets import Streamed
+from tests.support.jobs import all_raise, assert_close, parameters_of, seeded, text_of, towers
 
 Pair = namedtuple("Pair", "x y")
 
@@ -140,14 +139,6 @@ def test_a_small_last_batch_is_read_as_those_before() -> None:
         BatchDims().examples([X[:1], X[:1]])
 
 
-class Batches(IterableDataset[Any]):
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
 TOKENS = [torch.arange(7 * n).view(7, n) % 5 for n in (4, 1)]
 DETECTIONS = [[{"image": torch.full((3, 2 + i), float(i)), "boxes": torch.ones(i, 4)} for i in range(5)]]
@@ -158,7 +149,7 @@ def through(strategy: mirrored.Strategy, batches: list[Any], dims: Any, kind: st
         own = batches if strategy.is_chief else batches[:1]
         data = strategy.distribute_datasets_from_function(lambda _: own, batch_dims=dims)
     else:
-        data = strategy.distribute_dataset(DataLoader(Batches(batches), batch_size=None), batch_dims=dims)
+        data = strategy.distribute_dataset(DataLoader(Streamed(batches), batch_size=None), batch_dims=dims)
     return list(data)
 
 
@@ -190,11 +181,7 @@ def test_streams_of_ready_made_batches() -> None:
 def refused(strategy: mirrored.Strategy) -> list[str]:
     found = []
     for batches in ([[X, torch.ones(4)]], DETECTIONS):
-        for kind in ("stream", "pipeline"):
-            try:
-                through(strategy, batches, None, kind)
-            except TypeError as error:
-                found.append(str(error))
+        found += [text_of(TypeError, through, strategy, batches, None, kind) for kind in ("stream", "pipeline")]
     with pytest.raises(ValueError, match="batch_dims is for batches that come ready made"):
         strategy.distribute_dataset(range(8), 4, batch_dims=0)
     return found
@@ -202,42 +189,26 @@ def refused(strategy: mirrored.Strategy) -> list[str]:
 
 def test_one_tower_refuses_what_several_refuse() -> None:
     alone = refused(mirrored.OneDeviceStrategy())
-    assert len(alone) == 4
     for found in towers(refused):
         for text, expected in zip(found, alone, strict=True):
             assert text.split(" on tower 0: ")[-1] == expected.split(" on tower 0: ")[-1]
 
 
-class Uneven(IterableDataset[Any]):
-    """A stream that has other examples on other towers, as one with a generator of its own may have."""
-
-    def __init__(self, examples: int) -> None:
-        self.examples = examples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.examples))
-
-
-def other_sizes(strategy: mirrored.Strategy) -> str:
-    try:
-        list(strategy.distribute_dataset(Uneven(5 + strategy.topology.index), 4))
-    except mirrored.DisagreementError as error:
-        return str(error)
-    return ""
+def other_sizes(strategy: mirrored.Strategy) -> None:
+    """As a stream with a generator of its own may have."""
+    list(strategy.distribute_dataset(Streamed(range(5 + strategy.topology.index)), 4))
 
 
 def test_streams_of_different_sizes_are_refused() -> None:
-    for text in towers(other_sizes):
-        assert "batch 1 of the stream has different numbers of examples: 1 on tower 0, 2 on tower 1" in text
+    words = "batch 1 of the stream has different numbers of examples: 1 on tower 0, 2 on tower 1"
+    all_raise(mirrored.DisagreementError, words, other_sizes)
 
 
-def time_major(parts: int | None) -> list[Tensor]:
+def time_major(strategy: mirrored.Strategy) -> list[Tensor]:
     """Training on batches (time, examples) whose last one has a single example."""
-    strategy = mirrored.MirroredStrategy(virtual_towers=parts, seed=0)
-    with strategy.scope(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(2), nn.Linear(4, 5)).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    layers = seeded(lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(2), nn.Linear(4, 5)))
+    model = strategy.mirror(layers.double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def losses(tokens: Tensor) -> Tensor:
         output = model(tokens[:-1])
@@ -248,9 +219,8 @@ def time_major(parts: int | None) -> list[Tensor]:
         strategy.backward(losses, tokens)
         optimizer.step()
 
-    for tokens in strategy.distribute_dataset(
-        DataLoader(Batches(TOKENS), batch_size=None), batch_dims=1, stand_in=True
-    ):
+    loader = DataLoader(Streamed(TOKENS), batch_size=None)
+    for tokens in strategy.distribute_dataset(loader, batch_dims=1, stand_in=True):
         strategy.run(step, args=(tokens,))
     return parameters_of(model)
 
@@ -258,6 +228,6 @@ def time_major(parts: int | None) -> list[Tensor]:
 @pytest.mark.parametrize("parts", [None, 4, 2])
 def test_training_on_time_major_batches(parts: int | None) -> None:
     """Also where each tower has one virtual tower."""
-    [alone] = mirrored.launch(time_major, (parts,), devices=["cpu:0"], timeout=HANG)
-    for parameters in mirrored.launch(time_major, (parts,), devices=["cpu:0", "cpu:1"], timeout=HANG):
+    [alone], both = (towers(time_major, count=count, settings={"virtual_towers": parts}) for count in (1, 2))
+    for parameters in both:
         assert_close(parameters, alone, 1e-12 if parts is None else 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 import mirrored
 from mirrored.shares import bounds
 from tests.support.datasets import Augmented, Stream, batches
-from tests.support.jobs import failures, towers
+from tests.support.jobs import all_raise, towers
 
 
 @given(examples=st.integers(0, 200), count=st.integers(1, 17))
@@ -191,10 +191,8 @@ def move_the_chief_alone(strategy: mirrored.Strategy, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["load", "look"])
 def test_towers_at_different_places_are_refused(how: str) -> None:
-    for error in failures(move_the_chief_alone, how):
-        wanted = "different data, settings or places" if how == "load" else "the towers called different things"
-        with pytest.raises(mirrored.DisagreementError, match=wanted):
-            raise error
+    words = "different data, settings or places" if how == "load" else "the towers called different things"
+    all_raise(mirrored.DisagreementError, words, move_the_chief_alone, how)
 
 
 Labelled = namedtuple("Labelled", "x y")

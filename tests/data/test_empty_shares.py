@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import mirrored
+from tests.support.datasets import Streamed
 from tests.support.jobs import towers
 
 Pair = namedtuple("Pair", "tokens length")
@@ -25,13 +25,6 @@ Pair = namedtuple("Pair", "tokens length")
 class Padded:
     tokens: Tensor
     lengths: tuple[int, ...]
-
-
-class Sentences(IterableDataset[dict[str, Any]]):
-    """Two examples of different lengths."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(sentences())
 
 
 def sentences() -> list[dict[str, Any]]:
@@ -79,7 +72,7 @@ def joined(rows: list[dict[str, Any]]) -> tuple[Any, ...]:
 def batch_of_two(strategy: mirrored.Strategy, collate: Callable[..., Any], kind: str) -> Any:
     """This tower's share of a batch of two sentences."""
     if kind == "stream":
-        data = strategy.distribute_dataset(Sentences(), 2, collate_fn=collate)
+        data = strategy.distribute_dataset(Streamed(sentences()), 2, collate_fn=collate)
     elif kind == "loader":
         data = strategy.distribute_dataset(DataLoader(sentences(), 2, collate_fn=collate, num_workers=1))
     else:
@@ -187,17 +180,3 @@ def test_what_cannot_be_empty_is_refused_and_the_stand_in_named() -> None:
     assert first == ["", "", ""]
     for text, words in zip(second, REFUSED.values(), strict=True):
         assert re.search(f"tower 1's share of a batch has no examples.*{words}.*stand_in=True", text)
-
-
-def test_small_last_batches_are_said_when_data_is_distributed(capfd: pytest.CaptureFixture[str]) -> None:
-    towers(small_batches, count=3)
-    said = capfd.readouterr().err
-    assert said.count("has 2 examples for 3 towers: 1 of them") == 2
-    assert said.count("stand_in=True") == 1
-    assert said.count("1 of them have nothing to do") == 2
-
-
-def small_batches(strategy: mirrored.Strategy) -> None:
-    for options in ({}, {"stand_in": True}, {"drop_last": True}):
-        strategy.distribute_dataset(range(8), 6, **options)
-    strategy.distribute_dataset(range(9), 6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -31,53 +31,52 @@ from mirrored.data.distribute import distribute
 from mirrored.events import Events
 from mirrored.shares import Cut, Distribution, KnownShares, Share
 from tests.support.datasets import Listed, Stream, batches
-from tests.support.jobs import failures, towers
+from tests.support.jobs import all_raise, towers
 from towers.collectives.communicator import Alone
+
+ROWS = torch.arange(12).view(3, 4)
+ORDERED = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+LOADERS: dict[str, tuple[Callable[[Dataset[Any]], DataLoader[Any]], list[list[int]] | None]] = {
+    "plain": (lambda d: DataLoader(d, 4), ORDERED),
+    "shuffled": (lambda d: DataLoader(d, 4, shuffle=True), None),
+    "workers": (lambda d: DataLoader(d, 4, num_workers=1, prefetch_factor=3, persistent_workers=True), ORDERED),
+    "collate": (lambda d: DataLoader(d, 4, collate_fn=add_100), [[100 + i for i in batch] for batch in ORDERED]),
+    "weighted": (lambda d: DataLoader(d, 4, sampler=WeightedRandomSampler([1.0] * 10, 8)), None),
+    "batch sampler": (
+        lambda d: DataLoader(d, batch_sampler=BatchSampler(SequentialSampler(d), 3, drop_last=True)),
+        [[0, 1, 2], [3, 4, 5], [6, 7, 8]],
+    ),
+    "random batch sampler": (
+        lambda d: DataLoader(d, batch_sampler=BatchSampler(RandomSampler(d), 3, drop_last=False)),
+        None,
+    ),
+    "no batches": (lambda _: DataLoader(ROWS, batch_size=None), ROWS.tolist()),
+}
+"""Loaders, and the batches of each epoch where the order is not random."""
+
+
+def add_100(rows: list[tuple[Tensor]]) -> Tensor:
+    return torch.stack([row[0] for row in rows]) + 100
 
 
 def from_loaders(strategy: mirrored.Strategy, kind: str) -> list[object]:
-    dataset = TensorDataset(torch.arange(10))
-    loader = {
-        "plain": lambda: DataLoader(dataset, 4),
-        "shuffled": lambda: DataLoader(dataset, 4, shuffle=True),
-        "workers": lambda: DataLoader(dataset, 4, num_workers=1, prefetch_factor=3, persistent_workers=True),
-        "collate": lambda: DataLoader(dataset, 4, collate_fn=lambda rows: torch.stack([row[0] for row in rows]) + 100),
-        "weighted": lambda: DataLoader(dataset, 4, sampler=WeightedRandomSampler([1.0] * 10, 8)),
-        "batch sampler": lambda: DataLoader(
-            dataset, batch_sampler=BatchSampler(SequentialSampler(dataset), 3, drop_last=True)
-        ),
-        "random batch sampler": lambda: DataLoader(
-            dataset, batch_sampler=BatchSampler(RandomSampler(dataset), 3, drop_last=False)
-        ),
-        "no batches": lambda: DataLoader(torch.arange(12).view(3, 4), batch_size=None),
-    }[kind]()
-    data = strategy.distribute_dataset(loader)
-    epochs = []
-    for _ in range(2):
-        gathered = [strategy.gather(batch[0] if isinstance(batch, list) else batch).tolist() for batch in data]
-        epochs.append(gathered)
+    make, _ = LOADERS[kind]
+    data = strategy.distribute_dataset(make(TensorDataset(torch.arange(10))))
+    epochs = [
+        [strategy.gather(batch[0] if isinstance(batch, list) else batch).tolist() for batch in data] for _ in range(2)
+    ]
     return [len(data), *epochs]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    ["plain", "shuffled", "workers", "collate", "weighted", "batch sampler", "random batch sampler", "no batches"],
-)
+@pytest.mark.parametrize("kind", LOADERS)
 def test_data_loaders(kind: str) -> None:
     length, first, second = expected = from_loaders(mirrored.OneDeviceStrategy(), kind)
     assert towers(from_loaders, kind) == [expected] * 2
     assert towers(from_loaders, kind, count=3) == [expected] * 3
     assert length == len(first) == len(second)
-    ordered = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    if kind in ("plain", "workers"):
-        assert first == second == ordered
-    elif kind == "collate":
-        assert first == [[100 + i for i in batch] for batch in ordered]
-    elif kind == "batch sampler":
-        assert first == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    elif kind == "no batches":
-        assert first == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    if (batches_of_each := LOADERS[kind][1]) is not None:
+        assert first == second == batches_of_each
     else:
         assert first != second
         if kind != "weighted":
@@ -240,23 +239,20 @@ def own_generator(strategy: mirrored.Strategy, kind: str) -> None:
     """Orders that each tower draws from numbers of its own."""
     own = np.random.default_rng(strategy.topology.index)
     drawn = own.permutation(9).tolist()
-    data = {
-        "sampler": lambda: strategy.distribute_dataset(DataLoader(range(9), 4, sampler=Listed(drawn))),
-        "batches": lambda: strategy.distribute_dataset(DataLoader(range(9), batch_sampler=[drawn[:3], drawn[3:]])),
-        "subset": lambda: strategy.distribute_dataset(Subset(Subset(range(9), drawn), range(8)), 4, shuffle=True),
-        "joined": lambda: strategy.distribute_dataset(ConcatDataset([Subset(range(9), drawn[:5])]), 4),
-        "no batches": lambda: strategy.distribute_dataset(
-            DataLoader(torch.arange(18).view(9, 2), batch_size=None, sampler=Listed(drawn))
-        ),
-    }[kind]()
-    list(data)
+    rows = torch.arange(18).view(9, 2)
+    args: dict[str, Any] = {
+        "sampler": (DataLoader(range(9), 4, sampler=Listed(drawn)),),
+        "batches": (DataLoader(range(9), batch_sampler=[drawn[:3], drawn[3:]]),),
+        "subset": (Subset(Subset(range(9), drawn), range(8)), 4),
+        "joined": (ConcatDataset([Subset(range(9), drawn[:5])]), 4),
+        "no batches": (DataLoader(rows, batch_size=None, sampler=Listed(drawn)),),
+    }
+    list(strategy.distribute_dataset(*args[kind], shuffle=kind == "subset"))
 
 
 @pytest.mark.parametrize("kind", ["sampler", "batches", "subset", "joined", "no batches"])
 def test_towers_that_draw_other_orders_are_refused(kind: str) -> None:
-    for error in failures(own_generator, kind):
-        with pytest.raises(mirrored.DisagreementError, match="different orders of the examples.*on tower 1"):
-            raise error
+    all_raise(mirrored.DisagreementError, "different orders of the examples.*on tower 1", own_generator, kind)
 
 
 class Once(Listed):

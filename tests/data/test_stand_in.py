@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import mirrored
-from tests.support.jobs import assert_close, parameters_of, towers
-from tests.support.waiting import HANG
+from tests.support.datasets import Streamed
+from tests.support.jobs import assert_close, parameters_of, seeded, text_of, towers
 
 
 class Words(nn.Module):
@@ -34,9 +33,7 @@ class Words(nn.Module):
 
 
 def make_words() -> Words:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Words().double()
+    return seeded(Words, 3).double()
 
 
 def sentences(count: int = 7) -> list[tuple[Tensor, int]]:
@@ -64,12 +61,9 @@ def train_words(strategy: mirrored.Strategy, how: str, workers: int = 0) -> tupl
     def step(batch: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad()
         losses = F.cross_entropy(model(batch["words"], batch["lengths"]), batch["y"], reduction="none")
-        if how == "examples":
-            loss = mirrored.compute_average_loss(losses)
-        elif how == "weighted":
-            loss = mirrored.compute_average_loss(losses, batch["weight"])
-        else:
-            loss = mirrored.compute_average_loss(losses, batch["weight"], denominator="weights")
+        weight = batch["weight"] if how != "examples" else None
+        kind = "weights" if how == "by weight" else "examples"
+        loss = mirrored.compute_average_loss(losses, weight, denominator=kind)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -93,16 +87,12 @@ def test_models_that_take_no_empty_batch_train_as_on_one_tower(how: str) -> None
         assert_close(losses, alone[1], 1e-12)
 
 
-class Batches(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        x = torch.arange(1.0, 6.0)
-        yield from ({"x": x[:3], "names": ["a", "b", "c"]}, {"x": x[3:], "names": ["d", "e"]})
-
-
 def ready_made(strategy: mirrored.Strategy) -> list[Any]:
     """Batches that come ready made, and pipelines of different lengths; sums and what the towers were given."""
     towers, index = strategy.num_replicas_in_sync, strategy.topology.index
-    stream = strategy.distribute_dataset(DataLoader(Batches(), batch_size=None), stand_in=True)
+    x = torch.arange(1.0, 6.0)
+    batches = Streamed([{"x": x[:3], "names": ["a", "b", "c"]}, {"x": x[3:], "names": ["d", "e"]}])
+    stream = strategy.distribute_dataset(DataLoader(batches, batch_size=None), stand_in=True)
     pipeline = strategy.distribute_datasets_from_function(
         lambda context: [torch.full((2,), 1.0 + i) for i in range(1 + context.input_pipeline_id)], stand_in=True
     )
@@ -135,17 +125,10 @@ def several_batches(strategy: mirrored.Strategy) -> list[Any]:
         def step(x: Tensor, u: Tensor, say: bool) -> list[Tensor]:
             of_x, of_u = ({"batch": x}, {"batch": u}) if say else ({}, {})
             assert len(mirrored.drop_stand_in(x, batch=x)) == (1 if strategy.is_chief else 0)
-            return [
-                mirrored.compute_average_loss(x * 1, **of_x),
-                mirrored.compute_average_loss(u * 1, **of_u),
-            ]
+            return [mirrored.compute_average_loss(x * 1, **of_x), mirrored.compute_average_loss(u * 1, **of_u)]
 
         found += [float(strategy.reduce("sum", value)) for value in strategy.run(step, args=(x, u, count == 2))]
-    try:
-        strategy.run(step, args=(x, u, False))
-    except ValueError as error:
-        found.append(str(error))
-    return found
+    return [*found, text_of(ValueError, strategy.run, step, args=(x, u, False))]
 
 
 def test_steps_with_several_batches() -> None:
@@ -168,15 +151,9 @@ def by_other_ways(strategy: mirrored.Strategy) -> list[Any]:
 
         found.append(strategy.reduce("sum", strategy.run(lambda x=x, w=weight: step(x * 1, w)).detach()).item())
         found.append(strategy.run(lambda x: mirrored.compute_average_loss(x, global_batch_size=4), args=(x,)).item())
-        for value in (x.sum(), 3, object()):
-            try:
-                mirrored.drop_stand_in(value)
-            except TypeError as error:
-                found.append(str(error))
-        try:
-            strategy.run(lambda x: mirrored.compute_average_loss(x, batch=x * 1), args=(x,))
-        except ValueError as error:
-            found.append(str(error))
+        found += [text_of(TypeError, mirrored.drop_stand_in, value) for value in (x.sum(), 3, object())]
+        wrong = lambda x: mirrored.compute_average_loss(x, batch=x * 1)  # noqa: E731
+        found.append(text_of(ValueError, strategy.run, wrong, args=(x,)))
     return found
 
 
@@ -224,11 +201,9 @@ def test_losses_with_other_entries_say_of_which_batch_they_are() -> None:
             assert [step[2], step[5]] == ([mean, mean] if number < 2 else [5.0, 5.0])
 
 
-def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:
-    strategy = mirrored.MirroredStrategy(virtual_towers=parts, seed=0)
-    with strategy.scope():
-        model = make_words()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def virtual_step(strategy: mirrored.Strategy) -> tuple[list[Tensor], list[float]]:
+    model = strategy.mirror(make_words())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def losses(batch: dict[str, Tensor]) -> Tensor:
         assert len(batch["words"]) == 1, "parts have an example, or loss_fn is not called"
@@ -236,10 +211,8 @@ def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:
 
     def step(batch: dict[str, Tensor], weighted: bool) -> Tensor:
         optimizer.zero_grad()
-        if weighted:
-            loss = strategy.backward(losses, batch, sample_weight=batch["weight"], denominator="weights")
-        else:
-            loss = strategy.backward(losses, batch)
+        weights: Any = {"sample_weight": batch["weight"], "denominator": "weights"} if weighted else {}
+        loss = strategy.backward(losses, batch, **weights)
         optimizer.step()
         return loss
 
@@ -251,10 +224,8 @@ def virtual_step(parts: int) -> tuple[list[Tensor], list[float]]:
 
 
 def test_virtual_towers_do_not_call_a_stand_in() -> None:
-    [alone] = mirrored.launch(virtual_step, (4,), devices=["cpu:0"], timeout=HANG)
-    for parameters, losses in mirrored.launch(virtual_step, (4,), devices=["cpu:0", "cpu:1"], timeout=HANG):
-        assert_close(parameters, alone[0], 0)
-        assert losses == alone[1]
+    [alone], both = (towers(virtual_step, count=count, settings={"virtual_towers": 4}) for count in (1, 2))
+    torch.testing.assert_close(both, [alone, alone], rtol=0, atol=0)
 
 
 def raise_on_empty(strategy: mirrored.Strategy, stand_in: bool) -> list[Any]:

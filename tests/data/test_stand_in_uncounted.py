@@ -15,8 +15,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 import mirrored
 from tests.support.batch_norm import WithReLU1d
-from tests.support.jobs import assert_close, make_data, parameters_of, towers
+from tests.support.jobs import assert_close, make_data, parameters_of, seeded, towers
 from tests.support.steps import averaging_step
+from tests.verification.template import Script
 
 
 class Logits(nn.Module):
@@ -34,10 +35,8 @@ class Logits(nn.Module):
 
 
 def train_norms(strategy: mirrored.Strategy, synchronised: bool) -> dict[str, Any]:
-    with strategy.scope(sync_batch_norm=synchronised), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Logits().double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = strategy.mirror(seeded(Logits).double(), sync_batch_norm=synchronised)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     average = torch.optim.swa_utils.AveragedModel(model)
     data = strategy.distribute_dataset(TensorDataset(*make_data(14)), 12, stand_in=True)
 
@@ -80,9 +79,8 @@ def test_batch_norm_over_the_global_batch_leaves_stand_ins_out() -> None:
 
 def penalised(strategy: mirrored.Strategy) -> list[Tensor]:
     """A gradient of a gradient through a synchronised layer."""
-    with strategy.scope(sync_batch_norm=True), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    layers = seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)))
+    model = strategy.mirror(layers.double(), sync_batch_norm=True)
     [[x]] = list(strategy.distribute_dataset(TensorDataset(make_data(2)[0]), 2, stand_in=True))
 
     def step(x: Tensor) -> None:
@@ -142,39 +140,22 @@ def test_metrics_and_counts_leave_stand_ins_out() -> None:
         assert result == pytest.approx(alone, rel=1e-6)
 
 
-PROGRAM = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-import mirrored
-
-strategy = mirrored.MirroredStrategy(seed=0)
-with strategy.scope():
-    model = nn.Linear(5, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x = torch.randn(5, 5)
-data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
-train = strategy.distribute_dataset(data, 4, stand_in=True)
-
-def step(x, y):
-    optimizer.zero_grad()
-    noise = torch.randn_like(x)
-    losses = F.cross_entropy(model((x + noise).view(len(x), -1)), y, reduction="none")
-    mirrored.compute_average_loss(losses).backward()
-    optimizer.step()
-
-for batch in train:
-    strategy.run(step, args=batch)
-right = 0
+SCRIPT = Script(
+    strategy="mirrored.MirroredStrategy(seed=0)",
+    examples=5,
+    train="strategy.distribute_dataset(data, 4, stand_in=True)",
+    begin="optimizer.zero_grad()\nx = (x + torch.randn_like(x)).view(len(x), -1)",
+    epochs="1",
+    end="""\
 with torch.no_grad():
     for x, y in train:
         guess, y = mirrored.drop_stand_in(model(x).argmax(1), y)
-        right += int(strategy.reduce("sum", (guess == y).sum()))
-"""
+        strategy.reduce("sum", (guess == y).sum())""",
+)
 
 
 def test_a_comparison_of_one_tower_and_two_counts_no_stand_in(tmp_path: Any) -> None:
     script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
+    script.write_text(SCRIPT.text())
     report = mirrored.verify(str(script), towers=2)
     assert report.equal, str(report)
