@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 import mirrored
-from tests.support.jobs import all_raise, towers
+from tests.support.datasets import Streamed
+from tests.support.jobs import all_raise, text_of, towers
 from tests.support.logs import Records
 
 
@@ -27,17 +28,12 @@ def disagree(strategy: mirrored.Strategy, call: str, row: int) -> list[str]:
             value = value.to(torch.int32)
         if row == 29 and other:
             value = torch.ones(length, 2) if "gather" in call else torch.ones(length + 1)
-        owner = mirrored.get_replica_context if call.startswith("all") else lambda: strategy
-
-        def step(value: Tensor = value, owner: Callable[[], Any] = owner) -> None:
-            if "gather" in call:
-                getattr(owner(), call)(value, axis=0)
-            else:
-                getattr(owner(), call)("sum", value)
-
-        with pytest.raises(mirrored.DisagreementError) as error:
-            strategy.run(step) if call.startswith("all") else step()
-        said.append(str(error.value))
+        args = (value, 0) if "gather" in call else ("sum", value)
+        if call.startswith("all"):
+            exchange = lambda args=args: getattr(mirrored.get_replica_context(), call)(*args)  # noqa: E731
+            said.append(text_of(mirrored.DisagreementError, strategy.run, exchange))
+        else:
+            said.append(text_of(mirrored.DisagreementError, getattr(strategy, call), *args))
     assert strategy.reduce("sum", 1) == 2, "the towers are in step after it"
     return said
 
@@ -69,6 +65,8 @@ def small_batches(strategy: mirrored.Strategy) -> tuple[list[list[int]], list[st
     data = strategy.distribute_dataset(range(5), 2)
     seen = [x.tolist() for x in data] + [x.tolist() for x in data]
     strategy.distribute_dataset(torch.arange(7), 3)
+    for size, options in ((8, {"stand_in": True}), (8, {"drop_last": True}), (9, {})):
+        strategy.distribute_dataset(range(size), 6, **options)
     return seen, [message for message in records.messages if "nothing to do" in message]
 
 
@@ -80,34 +78,26 @@ def test_global_batch_smaller_than_the_tower_count() -> None:
     assert results[2][0] == [[], [], []] * 2
     said = [messages for _, messages in results]
     assert said[1:] == [[], []]
-    text, other = said[0]
+    text, other, with_stand_in = said[0]
     assert text.startswith(
         "the global batch (range, 5 examples) has 2 examples for 3 towers: 1 of them have nothing to"
     )
     assert other.startswith("the last batch of an epoch (Tensor, 7 examples) has 1 example for 3 towers: 2 of them")
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
+    assert with_stand_in.startswith("the last batch of an epoch (range, 8 examples) has 2 examples for 3 towers: 1 of")
+    assert ["stand_in=True" in message for message in said[0]] == [True, True, False]
 
 
 def different_lengths(strategy: mirrored.Strategy, kind: str) -> list[list[int]]:
     r = strategy.topology.index
-    if kind == "map":
-        data = strategy.distribute_dataset(range(10 + 4 * r), 4)
-    elif kind == "stream":
-        data = strategy.distribute_dataset(Stream(8 + 4 * r), 4)
-    elif kind == "empty pipeline":
-        data = strategy.distribute_datasets_from_function(lambda _: [torch.ones(1)] * r)
-    else:
-        data = strategy.distribute_datasets_from_function(
+    data: dict[str, Callable[[], Any]] = {
+        "map": lambda: strategy.distribute_dataset(range(10 + 4 * r), 4),
+        "stream": lambda: strategy.distribute_dataset(Streamed(range(8 + 4 * r)), 4),
+        "empty pipeline": lambda: strategy.distribute_datasets_from_function(lambda _: [torch.ones(1)] * r),
+        "pipeline": lambda: strategy.distribute_datasets_from_function(
             lambda context: [torch.tensor([10 * context.input_pipeline_id + i]) for i in range(1 + 2 * r)]
-        )
-    return [x.tolist() for x in data]
+        ),
+    }
+    return [x.tolist() for x in data[kind]()]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +125,7 @@ def test_data_that_cannot_be_distributed() -> None:
         ((range(3),), {}, ValueError, "global_batch_size is missing"),
         ((range(3), 0), {}, ValueError, "global_batch_size is 0, but must be a whole number from 1"),
         ((iter([1]), 2), {}, TypeError, "no __getitem__ and __len__.*distribute_datasets_from_function"),
-        ((Stream(3), 2), {"shuffle": True}, ValueError, "an order of its own: shuffle inside it"),
+        ((Streamed(range(3)), 2), {"shuffle": True}, ValueError, "an order of its own: shuffle inside it"),
         ((DataLoader(range(4), 2), 4), {}, ValueError, "batch_size, which is the global one, is 2"),
         ((DataLoader(range(4), 2),), {"shuffle": True}, ValueError, "belong to the DataLoader"),
         ((twice,), {}, ValueError, "has a DistributedSampler, so its data would be shared out twice"),

@@ -7,16 +7,17 @@ import gc
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import mirrored
+from tests.support.datasets import Streamed
 from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG, wait_until
 
@@ -33,32 +34,20 @@ def look_around() -> tuple[bool, bool, bool, int]:
     )
 
 
-def contexts(strategy: mirrored.Strategy) -> list[tuple[bool, bool, bool, int]]:
+def contexts(strategy: mirrored.Strategy) -> list[tuple[object, ...]]:
+    def step() -> tuple[object, ...]:
+        context = mirrored.get_replica_context()
+        ours = context.strategy is strategy
+        return context.replica_id_in_sync_group, context.num_replicas_in_sync, context.device.type, ours
+
     with strategy.scope(), strategy.scope():
         inside = look_around()
-    return [look_around(), inside, strategy.run(look_around)]
+    return [look_around(), inside, strategy.run(look_around), strategy.run(step)]
 
 
 def test_contexts_are_tensorflows() -> None:
     nowhere, scope, run = (False, False, True, 1), (True, True, False, 2), (True, False, True, 2)
-    assert towers(contexts) == [[nowhere, scope, run]] * 2
-
-
-def replica_facts(strategy: mirrored.Strategy) -> tuple[object, ...]:
-    def step() -> tuple[object, ...]:
-        context = mirrored.get_replica_context()
-        return (
-            context.replica_id_in_sync_group,
-            context.num_replicas_in_sync,
-            context.device.type,
-            context.strategy is strategy,
-        )
-
-    return strategy.run(step)
-
-
-def test_replica_context() -> None:
-    assert towers(replica_facts) == [(0, 2, "cpu", True), (1, 2, "cpu", True)]
+    assert towers(contexts) == [[nowhere, scope, run, (tower, 2, "cpu", True)] for tower in (0, 1)]
 
 
 @pytest.mark.row(50)
@@ -186,14 +175,6 @@ def test_one_tower_runs_in_place() -> None:
     assert strategy.run(lambda *, x: x, kwargs={"x": 5}) == 5
 
 
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.rows)
-
-
 def use_all(strategy: mirrored.Strategy, folder: pathlib.Path, setting: str, default: str) -> list[Any]:
     """Values of what communicates or loads, where tensors are made on ``default`` if nobody says where."""
     r, plain = strategy.topology.index, setting != "virtual towers"
@@ -230,7 +211,7 @@ def use_all(strategy: mirrored.Strategy, folder: pathlib.Path, setting: str, def
         if plain:
             loader = DataLoader(TensorDataset(x, y), 12, sampler=RandomSampler(x), num_workers=1)
             found += strategy.distribute_dataset(loader)
-            found += strategy.distribute_dataset(Stream(x), 12)
+            found += strategy.distribute_dataset(Streamed(x), 12)
             found += strategy.distribute_datasets_from_function(lambda _: pipeline)
         torch.set_default_device(None)
     torch.set_default_device(default)

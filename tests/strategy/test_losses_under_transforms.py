@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import make_data, make_mlp, towers
+from tests.support.jobs import make_data, make_mlp, text_of, towers
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,6 @@ def not_finite(strategy: mirrored.Strategy) -> list[float]:
                 scale = torch.tensor(value, dtype=torch.float64, requires_grad=True)
                 loss = fn(scale)
                 loss.backward()
-                assert scale.grad is not None
                 found += [loss.item(), scale.grad.item()]
         return found
 
@@ -202,16 +201,12 @@ def loss_of_a_batch_from_elsewhere(strategy: mirrored.Strategy) -> str:
         return mirrored.compute_average_loss(x.repeat(2))
 
     [(x,)] = list(strategy.distribute_dataset(TensorDataset(torch.rand(5)), 5))
-    with pytest.raises(ValueError) as error:
-        strategy.run(loss, args=(x,))
-    return str(error.value)
+    return text_of(ValueError, strategy.run, loss, args=(x,))
 
 
 def test_a_loss_that_does_not_fit_its_batch_is_refused_in_a_graph_too() -> None:
-    assert (
-        "the loss has 6 entries, but this tower's part of the distributed batch has 3 of 5"
-        in towers(loss_of_a_batch_from_elsewhere)[0]
-    )
+    text, _ = towers(loss_of_a_batch_from_elsewhere)
+    assert "the loss has 6 entries, but this tower's part of the distributed batch has 3 of 5" in text
 
 
 def a_generator(x: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, towers
+from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, seeded, towers
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +41,7 @@ class Mixed(nn.Module):
 
 def taken(strategy: mirrored.Strategy, how: str) -> list[Tensor | None]:
     """The gradients of the global mean for 7 examples, taken in one of several ways."""
-    with strategy.scope(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Mixed()
+    model = strategy.mirror(seeded(Mixed))
     data = strategy.distribute_dataset(TensorDataset(*make_data(7)), 7)
     parameters = list(model.parameters())
 
@@ -177,28 +176,26 @@ def refused(strategy: mirrored.Strategy, kind: str) -> None:
         model = nn.Linear(2, 2)
     x, y = torch.ones(1, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
 
-    def step() -> None:
-        loss = model(x).sum()
-        if kind == "graph":
-            strategy.grad(loss, model.parameters(), create_graph=True)
-        elif kind == "unused":
-            strategy.grad(loss if tower else model.weight.sum(), list(model.parameters()))
-        elif kind == "graph in gradients":
-            model.weight.grad = model.weight * 2 if tower else model.weight.detach()
-            strategy.average_gradients(model.parameters())
-        elif kind == "number":
-            strategy.grad(loss, [model.weight, model.bias][: 1 + tower])
-        elif kind == "shape":
-            strategy.grad(loss + y.sum(), [model.weight, y if tower else x])
-        elif kind == "no_sync":
-            with strategy.no_sync():
-                strategy.grad(loss, model.parameters())
-        elif kind == "other call":
-            strategy.grad(loss, model.parameters()) if tower else strategy.barrier()
+    def with_a_graph(_: Tensor) -> None:
+        model.weight.grad = model.weight * 2 if tower else model.weight.detach()
+        strategy.average_gradients(model.parameters())
 
-    strategy.run(step)
+    def under_no_sync(loss: Tensor) -> None:
+        with strategy.no_sync():
+            strategy.grad(loss, model.parameters())
+
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "graph": lambda loss: strategy.grad(loss, model.parameters(), create_graph=True),
+        "unused": lambda loss: strategy.grad(loss if tower else model.weight.sum(), list(model.parameters())),
+        "graph in gradients": with_a_graph,
+        "number": lambda loss: strategy.grad(loss, [model.weight, model.bias][: 1 + tower]),
+        "shape": lambda loss: strategy.grad(loss + y.sum(), [model.weight, y if tower else x]),
+        "no_sync": under_no_sync,
+        "other call": lambda loss: strategy.grad(loss, model.parameters()) if tower else strategy.barrier(),
+    }
     if kind == "barrier":
         strategy.reduce("sum", 1) if tower else strategy.barrier()
+    strategy.run(lambda: calls[kind](model(x).sum()))
 
 
 @pytest.mark.parametrize(
@@ -218,21 +215,14 @@ def test_own_gradients_that_are_refused(kind: str, error: type[Exception], words
     all_raise(error, words, refused, kind)
 
 
-def gradient_of_a_share(strategy: mirrored.Strategy) -> list[str]:
+def gradient_of_a_share(strategy: mirrored.Strategy) -> None:
     [(x,)] = list(strategy.distribute_dataset(TensorDataset(torch.rand(5, 2)), 5))
-    found = []
-
-    def step(x: Tensor) -> None:
-        with pytest.raises(ValueError, match=r"input 0, of shape \(\d, 2\), is this tower's share of a batch") as error:
-            strategy.grad(x.requires_grad_().square().sum(), x)
-        found.append(str(error.value))
-
-    strategy.run(step, args=(x,))
-    return found
+    strategy.run(lambda x: strategy.grad(x.requires_grad_().square().sum(), x), args=(x,))
 
 
 def test_gradients_of_examples_are_not_averaged() -> None:
-    assert all(towers(gradient_of_a_share))
+    words = r"input 0, of shape \(\d, 2\), is this tower's share of a batch"
+    all_raise(ValueError, words, gradient_of_a_share)
 
 
 def meet(strategy: mirrored.Strategy, path: str) -> int:

@@ -41,8 +41,7 @@ def noisy_step(x: torch.Tensor) -> list[float]:
     return draw()
 
 
-def _outside_and_inside(seed: int | None, devices: int) -> tuple[list[Any], list[list[float]]]:
-    strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(devices)] if devices > 1 else ["cpu:0"], seed=seed)
+def outside_and_inside(strategy: mirrored.Strategy) -> tuple[list[Any], list[list[float]]]:
     data = strategy.distribute_dataset(torch.arange(7.0), 7)
     outside, inside = [split_and_draw()], []
     for _ in range(10):
@@ -53,7 +52,7 @@ def _outside_and_inside(seed: int | None, devices: int) -> tuple[list[Any], list
 
 
 def drawn_by(count: int, seed: int | None) -> list[tuple[list[Any], list[list[float]]]]:
-    return mirrored.launch(_outside_and_inside, (seed, count), devices=[f"cpu:{i}" for i in range(count)])
+    return towers(outside_and_inside, count=count, settings={"seed": seed})
 
 
 def test_random_numbers_are_equal_outside_of_run_and_different_inside() -> None:
@@ -85,7 +84,6 @@ def contexts(strategy: mirrored.Strategy) -> tuple[list[Any], list[Any]]:
         inside.append(draw())
         inside.append(strategy.run(draw))
         replica = mirrored.get_replica_context()
-        assert replica is not None
         replica.merge_call(merged)
         inside.append(draw())
         raise ArithmeticError
@@ -105,10 +103,8 @@ def test_random_numbers_of_nested_contexts_and_after_exceptions() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def _virtual(count: int) -> list[Any]:
-    strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(count)], virtual_towers=4, seed=0)
-    with strategy.scope():
-        model = make_mlp()
+def with_virtual_towers(strategy: mirrored.Strategy) -> list[Any]:
+    model = strategy.mirror(make_mlp())
     data = strategy.distribute_dataset(torch.utils.data.TensorDataset(*make_data(7)), 7)
     outside = []
     for _ in range(2):
@@ -125,12 +121,11 @@ def _virtual(count: int) -> list[Any]:
 
 
 def test_random_numbers_with_virtual_towers_are_equal_outside_of_run() -> None:
-    found = [mirrored.launch(_virtual, (n,), devices=[f"cpu:{i}" for i in range(n)]) for n in (1, 2, 4)]
+    found = [towers(with_virtual_towers, count=count, settings={"virtual_towers": 4}) for count in (1, 2, 4)]
     assert all(outside == found[0][0] for outsides in found for outside in outsides)
 
 
-def _resumed(folder: str, count: int, first: int, last: int) -> tuple[list[Any], list[Any]]:
-    strategy = mirrored.MirroredStrategy([f"cpu:{i}" for i in range(count)], seed=4)
+def resumed(strategy: mirrored.Strategy, folder: str, first: int, last: int) -> tuple[list[Any], list[Any]]:
     manager = mirrored.CheckpointManager(strategy, folder, {"progress": {}})
     assert manager.restore_newest() is not None or not first
     outside, inside = [], []
@@ -144,8 +139,7 @@ def _resumed(folder: str, count: int, first: int, last: int) -> tuple[list[Any],
 
 def test_random_numbers_go_on_where_a_checkpoint_was_taken(tmp_path: pathlib.Path) -> None:
     def drawn(folder: str, count: int, first: int, last: int) -> list[tuple[list[Any], list[Any]]]:
-        devices = [f"cpu:{i}" for i in range(count)]
-        return mirrored.launch(_resumed, (str(tmp_path / folder), count, first, last), devices=devices)
+        return towers(resumed, str(tmp_path / folder), first, last, count=count, settings={"seed": 4})
 
     whole = drawn("a", 2, 0, 7)
     parts = [drawn("b", *settings) for settings in ((2, 0, 2), (2, 2, 4), (1, 4, 5), (2, 5, 7))]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mirrored
 from tests.support.jobs import all_raise, towers
@@ -15,167 +17,121 @@ from tests.support.meeting import say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, forever
 
 
-def each(strategy: mirrored.Strategy) -> object:
+def operations(strategy: mirrored.Strategy) -> dict[str, Any]:
+    """Values that need no run; on one tower only what can differ."""
     r = strategy.topology.index
-    results = strategy.run(lambda: r + 1)
-    nested = strategy.run(lambda: {"a": [r, (torch.tensor(r), None)], "b": "text"})
-    return results, nested
-
-
-def test_run_returns_what_fn_returns() -> None:
-    results = towers(each)
-    assert [value for value, _ in results] == [1, 2]
-    for r, (_, nested) in enumerate(results):
-        assert nested == {"a": [r, (torch.tensor(r), None)], "b": "text"}
-
-
-def all_reduce(strategy: mirrored.Strategy) -> object:
-    r = strategy.topology.index
-
-    def step() -> list[object]:
-        context = mirrored.get_replica_context()
-        number, pair = torch.tensor([1.0, 3.0][r]), torch.tensor([[39.0, 2.0], [3.0, 41.0]][r])
-        return [context.all_reduce(op, value) for value in (number, pair) for op in ("sum", "mean")]
-
-    return strategy.run(step)
-
-
-def test_all_reduce() -> None:
-    for total, mean, totals, means in towers(all_reduce):
-        assert total == 4
-        assert mean == 2
-        assert totals.tolist() == [42, 43]
-        assert means.tolist() == [21, 21.5]
-
-
-def reduce_operations(strategy: mirrored.Strategy) -> object:
-    r = strategy.topology.index
-    whole, real = torch.tensor([r + 1, 5 - r], dtype=torch.int32), torch.tensor([r + 1.5, 2.0])
-    return {
-        op: (strategy.reduce(op, whole), strategy.reduce(op.upper(), real), strategy.reduce(op, r + 2))
-        for op in ("sum", "mean", "min", "max", "prod")
-    }
-
-
-def test_reduce_operations_and_dtypes() -> None:
-    for result in towers(reduce_operations):
-        whole, real, number = zip(*(result[op] for op in ("sum", "mean", "min", "max", "prod")), strict=True)
-        assert [t.tolist() for t in whole] == [[3, 9], [1.5, 4.5], [1, 4], [2, 5], [2, 20]]
-        assert [t.tolist() for t in real] == [[4, 4], [2, 2], [1.5, 2], [2.5, 2], [3.75, 4]]
-        assert list(number) == [5, 2.5, 2, 3, 6]
-        assert isinstance(number[0], int)
-        assert isinstance(number[1], float)
-        assert whole[0].dtype == torch.int64
-        assert whole[1].dtype == torch.float32
-        assert whole[2].dtype == torch.int32
-        assert all(t.dtype == torch.float32 for t in real)
-
-
-def reduce_along_axis(strategy: mirrored.Strategy) -> object:
-    r = strategy.topology.index
-    copies = torch.full((r + 1,), float(r))
-    pair = torch.tensor([1.0, 2.0])
-    matrix = torch.arange(6.0).view(2, 3)[: r + 1]
+    integers, reals = torch.tensor([r + 1, 5 - r], dtype=torch.int32), torch.tensor([r + 1.5, 2.0])
+    structure = {"loss": torch.tensor(r + 0.5), "counts": [r, np.array([r, 1])], "big": torch.full((4000,), float(r))}
+    copies, rows = torch.full((r + 1,), float(r)), torch.arange(6.0).view(2, 3)[: r + 1]
     empty = torch.arange(3.0)[: 3 * r]
-    return {
-        "sum": strategy.reduce("sum", copies, axis=0),
-        "mean": strategy.reduce("mean", copies, axis=0),
-        "equal": strategy.reduce("mean", pair, axis=0),
-        "rows": strategy.reduce("mean", matrix, axis=0),
-        "all": strategy.reduce("mean", matrix, axis=(0, -1)),
-        "max": strategy.reduce("max", empty, axis=0),
-        "min": strategy.reduce("min", empty.to(torch.int64), axis=0),
-    }
-
-
-def test_reduce_along_an_axis_divides_by_the_global_count() -> None:
-    for result in towers(reduce_along_axis):
-        assert result["sum"] == 2
-        assert result["mean"] == pytest.approx(2 / 3)
-        assert result["equal"] == 1.5
-        assert result["rows"].tolist() == [1, 2, 3]  # rows (0 1 2), (0 1 2), (3 4 5)
-        assert result["all"] == 2
-        assert result["max"] == 2
-        assert result["min"] == 0
-
-
-def reduce_structures(strategy: mirrored.Strategy) -> object:
-    r = strategy.topology.index
-    value = {"loss": torch.tensor(r + 0.5), "counts": [r, np.array([r, 1])], "big": torch.full((4000,), float(r))}
-    result = strategy.reduce("sum", value)
-    nothing = strategy.reduce("sum", {})
-    half = strategy.reduce("mean", torch.tensor([r + 1.0], dtype=torch.bfloat16))
-    return result, nothing, half, strategy.reduce(mirrored.ReduceOp.SUM, True)
-
-
-def test_reduce_keeps_structures_and_kinds() -> None:
-    for result, nothing, half, truth in towers(reduce_structures):
-        assert result["loss"] == 2
-        assert result["counts"][0] == 1
-        assert isinstance(result["counts"][1], np.ndarray)
-        assert result["counts"][1].tolist() == [1, 2]
-        assert result["big"].tolist() == [1.0] * 4000
-        assert nothing == {}
-        assert half.dtype == torch.bfloat16
-        assert half == 1.5
-        assert truth == 2
-
-
-def gather_shapes(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor, Tensor]:
-    r = strategy.topology.index
-    flags = torch.ones(r, dtype=torch.bool)
-    return (
-        strategy.gather(torch.full((r + 1, 1), r)),
-        strategy.gather(torch.full((1, r + 1), float(r)), axis=1),
-        strategy.gather(flags),
-    )
-
-
-def test_gather() -> None:
-    for rows, columns, flags in towers(gather_shapes):
-        assert rows.tolist() == [[0], [1], [1]]
-        assert columns.tolist() == [[0, 1, 1]]
-        assert flags.tolist() == [True]
-        assert flags.dtype == torch.bool
-
-
-def reduce_unusual_numbers(strategy: mirrored.Strategy) -> tuple[object, ...]:
-    """Conjugated without being computed so, negated likewise, half precision; on one tower only what can differ."""
-    r = strategy.topology.index
+    # Conjugated without being computed so, and negated likewise.
     conjugated = torch.tensor([1 + 2j, 3 + 4j]).conj() if r else torch.tensor([1 + 2j, 3 + 4j])
     half = torch.tensor([1 + 2j], dtype=torch.complex32)
-    return (
-        strategy.gather(conjugated).tolist(),
-        strategy.reduce("sum", conjugated).tolist(),
-        strategy.gather(torch.tensor([1 + 2j]).conj().imag).tolist(),
-        strategy.reduce("mean", half).to(torch.complex64).tolist(),
-        strategy.reduce("max", torch.tensor([r, 7], dtype=torch.uint64)).tolist(),
-    )
+    values = {
+        op: [strategy.reduce(op, integers), strategy.reduce(op.upper(), reals), strategy.reduce(op, r + 2)]
+        for op in ("sum", "mean", "min", "max", "prod")
+    }
+    return {
+        **values,
+        "structure": strategy.reduce("sum", structure),
+        "nothing": strategy.reduce("sum", {}),
+        "bfloat16": strategy.reduce("mean", torch.tensor([r + 1.0], dtype=torch.bfloat16)),
+        "truth": strategy.reduce(mirrored.ReduceOp.SUM, True),
+        "sum along an axis": strategy.reduce("sum", copies, axis=0),
+        "mean along an axis": strategy.reduce("mean", copies, axis=0),
+        "mean of equal shares": strategy.reduce("mean", torch.tensor([1.0, 2.0]), axis=0),
+        "mean of rows": strategy.reduce("mean", rows, axis=0),
+        "mean of everything": strategy.reduce("mean", rows, axis=(0, -1)),
+        "max with an empty share": strategy.reduce("max", empty, axis=0),
+        "min with an empty share": strategy.reduce("min", empty.to(torch.int64), axis=0),
+        "gather": strategy.gather(torch.full((r + 1, 1), r)),
+        "gather of columns": strategy.gather(torch.full((1, r + 1), float(r)), axis=1),
+        "gather of flags": strategy.gather(torch.ones(r, dtype=torch.bool)),
+        "gather of nothing": strategy.gather(torch.ones(0, 3)),
+        "gather of conjugated": strategy.gather(conjugated),
+        "sum of conjugated": strategy.reduce("sum", conjugated),
+        "gather of negated": strategy.gather(torch.tensor([1 + 2j]).conj().imag),
+        "complex32": strategy.reduce("mean", half).to(torch.complex64),
+        "uint64": strategy.reduce("max", torch.tensor([r, 7], dtype=torch.uint64)).tolist(),  # torch does not pickle it
+        **{
+            f"{op} of {size} with nan": strategy.reduce(op, torch.full((size,), math.nan if r else 1.0)).isnan().all()
+            for op in ("min", "max")
+            for size in (1, 100)
+        },
+    }
 
 
-def test_unusual_numbers() -> None:
-    for found in towers(reduce_unusual_numbers):
-        assert found == ([1 + 2j, 3 + 4j, 1 - 2j, 3 - 4j], [2, 6], [-2, -2], [1 + 2j], [1, 7])
+EXPECTED: dict[str, Any] = {
+    "sum": [torch.tensor([3, 9]), torch.tensor([4.0, 4.0]), 5],
+    "mean": [torch.tensor([1.5, 4.5]), torch.tensor([2.0, 2.0]), 2.5],
+    "min": [torch.tensor([1, 4], dtype=torch.int32), torch.tensor([1.5, 2.0]), 2],
+    "max": [torch.tensor([2, 5], dtype=torch.int32), torch.tensor([2.5, 2.0]), 3],
+    "prod": [torch.tensor([2, 20]), torch.tensor([3.75, 4.0]), 6],
+    "structure": {"loss": torch.tensor(2.0), "counts": [1, np.array([1, 2])], "big": torch.ones(4000)},
+    "nothing": {},
+    "bfloat16": torch.tensor([1.5], dtype=torch.bfloat16),
+    "truth": 2,
+    "sum along an axis": torch.tensor(2.0),
+    "mean along an axis": torch.tensor(2 / 3),  # divided by the global count
+    "mean of equal shares": torch.tensor(1.5),
+    "mean of rows": torch.tensor([1.0, 2.0, 3.0]),  # (0 1 2), (0 1 2), (3 4 5)
+    "mean of everything": torch.tensor(2.0),
+    "max with an empty share": torch.tensor(2.0),
+    "min with an empty share": torch.tensor(0),
+    "gather": torch.tensor([[0], [1], [1]]),
+    "gather of columns": torch.tensor([[0.0, 1.0, 1.0]]),
+    "gather of flags": torch.tensor([True]),
+    "gather of nothing": torch.ones(0, 3),
+    "gather of conjugated": torch.tensor([1 + 2j, 3 + 4j, 1 - 2j, 3 - 4j]),
+    "sum of conjugated": torch.tensor([2 + 0j, 6 + 0j]),
+    "gather of negated": torch.tensor([-2.0, -2.0]),
+    "complex32": torch.tensor([1 + 2j]),
+    "uint64": [1, 7],
+    **{f"{op} of {size} with nan": torch.tensor(True) for op in ("min", "max") for size in (1, 100)},
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return towers(operations)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_operations(name: str, results: list[dict[str, Any]]) -> None:
+    for result in results:
+        torch.testing.assert_close(result[name], EXPECTED[name], rtol=0, atol=0)
+
+
+def in_run(strategy: mirrored.Strategy) -> list[Any]:
+    r = strategy.topology.index
+
+    def step() -> Any:
+        context = mirrored.get_replica_context()
+        number, pair = torch.tensor([1.0, 3.0][r]), torch.tensor([[39.0, 2.0], [3.0, 41.0]][r])
+        return [context.all_reduce(op, value).tolist() for value in (number, pair) for op in ("sum", "mean")]
+
+    return [strategy.run(step), strategy.run(lambda: {"a": [r, (torch.tensor(r), None)], "b": "text"})]
+
+
+def test_all_reduce_and_what_run_returns() -> None:
+    for r, (reduced, returned) in enumerate(towers(in_run)):
+        assert reduced == [4, 2, [42, 43], [21, 21.5]]
+        assert returned == {"a": [r, (torch.tensor(r), None)], "b": "text"}
 
 
 def call_badly(strategy: mirrored.Strategy, kind: str) -> None:
     r = strategy.topology.index
-    if kind == "gather of other sizes":
-        strategy.gather(torch.zeros(2, r + 1))
-    elif kind == "gather along another axis":
-        strategy.gather(torch.zeros(2, 2), axis=r * 5)
-    elif kind == "gather of a scalar":
-        strategy.gather(torch.tensor(1.0))
-    elif kind == "structure":
-        strategy.reduce("sum", [1.0] * (r + 1))
-    elif kind == "operation":
-        strategy.reduce(["sum", "max"][r], 1.0)
-    elif kind == "text":
-        strategy.reduce("sum", "text")
-    elif kind == "too large":
-        strategy.reduce("max", torch.tensor([2**63 + 5 * r, 1], dtype=torch.uint64))
-    else:
-        strategy.gather(torch.zeros(1)) if r else strategy.reduce("sum", 1.0)
+    calls: dict[str, Callable[[], object]] = {
+        "gather of other sizes": lambda: strategy.gather(torch.zeros(2, r + 1)),
+        "gather along another axis": lambda: strategy.gather(torch.zeros(2, 2), axis=r * 5),
+        "gather of a scalar": lambda: strategy.gather(torch.tensor(1.0)),
+        "structure": lambda: strategy.reduce("sum", [1.0] * (r + 1)),
+        "operation": lambda: strategy.reduce(["sum", "max"][r], 1.0),
+        "text": lambda: strategy.reduce("sum", "text"),
+        "too large": lambda: strategy.reduce("max", torch.tensor([2**63 + 5 * r, 1], dtype=torch.uint64)),
+        "different calls": lambda: strategy.gather(torch.zeros(1)) if r else strategy.reduce("sum", 1.0),
+    }
+    calls[kind]()
 
 
 @pytest.mark.parametrize(
@@ -243,24 +199,11 @@ def test_a_collective_that_one_tower_makes_alone_is_explained() -> None:
     assert isinstance(caught.value.__cause__, mirrored.CollectiveTimeoutError)
 
 
-def empty_everywhere(strategy: mirrored.Strategy) -> tuple[list[int], float]:
-    """No detections in this batch, no words for this embedding."""
-    with strategy.scope():
-        embedding = nn.Embedding(4, 2, sparse=True)
+def no_words(strategy: mirrored.Strategy) -> float:
+    embedding = strategy.mirror(nn.Embedding(4, 2, sparse=True))
     strategy.run(lambda: embedding(torch.empty(0, dtype=torch.int64)).sum().backward())
-    assert embedding.weight.grad is not None
-    return list(strategy.gather(torch.ones(0, 3)).shape), float(embedding.weight.grad.to_dense().abs().sum())
+    return float(embedding.weight.grad.to_dense().abs().sum())
 
 
-def test_values_that_are_empty_on_all_towers() -> None:
-    assert towers(empty_everywhere) == [([0, 3], 0.0)] * 2
-
-
-@pytest.mark.parametrize("size", [1, 100])
-def test_not_a_number_stays_so(size: int) -> None:
-    assert all(towers(reduce_nan, size))
-
-
-def reduce_nan(strategy: mirrored.Strategy, size: int) -> bool:
-    value = torch.full((size,), math.nan if strategy.topology.index else 1.0)
-    return all(bool(strategy.reduce(op, value).isnan().all()) for op in ("min", "max"))
+def test_sparse_gradients_that_are_empty_on_all_towers() -> None:
+    assert towers(no_words) == [0.0, 0.0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import SETTINGS, assert_close, make_data, parameters_of, towers
+from tests.support.jobs import SETTINGS, assert_close, make_data, parameters_of, seeded, towers
 from towers.collectives import values
 
 pytestmark = pytest.mark.slow
@@ -43,13 +43,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train(strategy: mirrored.Strategy, how: str) -> dict[str, Any]:
-    """Two epochs of batches, in the last of which the last tower has no examples."""
-    with strategy.scope(sync_batch_norm=True), torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = MODELS.get(how, refusing)().double()
-        unused = nn.Linear(2, 2)
-        optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.1)
+def train(strategy: mirrored.Strategy, how: str) -> tuple[list[Tensor], list[int]]:
+    """Parameters, losses and norms of two epochs of batches, in the last of which the last tower has no examples.
+
+    Also how many examples each call of the loss function had.
+    """
+    model = strategy.mirror(seeded(MODELS.get(how, refusing)).double(), sync_batch_norm=True)
+    unused = strategy.mirror(nn.Linear(2, 2))
+    optimizer = torch.optim.Adam([*model.parameters(), *unused.parameters()], lr=0.1)
     calls = []
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def train(strategy: mirrored.Strategy, how: str) -> dict[str, Any]:
             assert not loss.requires_grad
             found += [loss, norm]
     assert all(p.grad is None for p in unused.parameters())
-    return {"parameters": parameters_of(model), "found": found, "calls": calls}
+    return [*parameters_of(model), *found], calls
 
 
 @pytest.mark.parametrize(
@@ -91,25 +92,22 @@ def train(strategy: mirrored.Strategy, how: str) -> dict[str, Any]:
     ],
 )
 def test_an_empty_share_is_not_computed_and_contributes_nothing(setting: str, how: str) -> None:
-    alone = train(mirrored.OneDeviceStrategy(), how)
-    results = towers(train, how, settings=WAYS[setting])
-    for result in results:
-        assert_close(result["parameters"], alone["parameters"], 1e-12)
-        assert_close(result["found"], alone["found"], 1e-12)
-    assert_close(results[1]["parameters"], results[0]["parameters"], 0)
-    assert_close(results[1]["found"], results[0]["found"], 0)
-    assert 0 not in results[1]["calls"]
-    assert len(results[1]["calls"]) < len(results[0]["calls"])
+    alone, _ = train(mirrored.OneDeviceStrategy(), how)
+    first, second = towers(train, how, settings=WAYS[setting])
+    for numbers, _ in (first, second):
+        assert_close(numbers, alone, 1e-12)
+    assert_close(first[0], second[0], 0)
+    assert 0 not in second[1]
+    assert len(second[1]) < len(first[1])
 
 
 def test_a_forward_that_is_a_matter_of_all_towers_is_made_without_examples() -> None:
     for how, count in (("global batch norm", 3), ("lazy", 2)):
-        [alone] = towers(train, how, count=1)
+        [(alone, _)] = towers(train, how, count=1)
         results = towers(train, how, count=count)
-        for result in results:
-            assert_close(result["parameters"], alone["parameters"], 1e-12)
-            assert_close(result["found"], alone["found"], 1e-12)
-        assert 0 in results[-1]["calls"]
+        for numbers, _ in results:
+            assert_close(numbers, alone, 1e-12)
+        assert 0 in results[-1][1]
 
 
 def sums(strategy: mirrored.Strategy, inline: int) -> list[Any]:

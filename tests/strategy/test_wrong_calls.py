@@ -79,7 +79,6 @@ class Options:
 def in_replica(call: Callable[[mirrored.ReplicaContext], Any]) -> Callable[[], Any]:
     def inside() -> Any:
         replica = mirrored.get_replica_context()
-        assert replica is not None
         return call(replica)
 
     return lambda: mirrored.OneDeviceStrategy().run(inside)
