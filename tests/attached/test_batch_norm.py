@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.batch_norm import fresh, in_scope, own_share, random
 from tests.support.jobs import assert_close, parameters_of, towers
+from tests.support.steps import averaging_step
 
 pytestmark = pytest.mark.slow
 
@@ -88,21 +89,12 @@ def test_layers_equal_the_single_device(count: int) -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, norm: nn.Module, reentrant: bool) -> None:
         super().__init__()
-        self.norm, self.reentrant = nn.BatchNorm2d(3).double(), reentrant
+        self.norm, self.reentrant = norm, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.norm, x, use_reentrant=self.reentrant)
-
-
-class CheckpointedActivation(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = WithActivation()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.norm, x, use_reentrant=False)
 
 
 class Twice(nn.Module):
@@ -222,8 +214,8 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "large eps": lambda: fresh(eps=2.0),
     "lazy": lambda: nn.LazyBatchNorm2d(dtype=torch.float64),
     "two layers": lambda: nn.Sequential(fresh(), nn.Tanh(), fresh()),
-    "checkpoint": lambda: Checkpointed(reentrant=False),
-    "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
+    "checkpoint": lambda: Checkpointed(fresh(), reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(fresh(), reentrant=True),
     "several forwards": Twice,
     "gradient penalty": GradientPenalty,
     "subclass": Plainer,
@@ -234,7 +226,7 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "by the class": ByTheClass,
     "always frozen": lambda: AlwaysFrozen(3, dtype=torch.float64),
     "lazy with a forward": lambda: LazyCut(dtype=torch.float64),
-    "checkpoint with activation": CheckpointedActivation,
+    "checkpoint with activation": lambda: Checkpointed(WithActivation(), reentrant=False),
     "deepcopy": lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in [fresh()] * 2)),
     "compiled": lambda: torch.compile(nn.Sequential(fresh(), nn.Tanh()), backend="eager"),
 }
@@ -323,45 +315,25 @@ def test_autocast() -> None:
     assert_close([torch.cat(towers(with_autocast, [4, 7]))], [expected], 3e-2)
 
 
-class SmallNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(2, 4, 3, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Conv2d(4, 6, 3),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.LazyLinear(5),
-            nn.LazyBatchNorm1d(),
-            nn.Linear(5, 3),
-        ).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
+def small_net() -> nn.Sequential:
+    first = [nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()]
+    second = [nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*first, *second, nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 3)).double()
 
 
 def train_small_net(strategy: mirrored.Strategy, freeze: bool = False) -> Values:
     torch.manual_seed(0)
     with strategy.scope(sync_batch_norm=True):
-        model = SmallNet()
+        model = small_net()
     if freeze:
-        model.body[0].requires_grad_(False)
+        model[0].requires_grad_(False)
     model.eval()
     model(torch.ones(1, 2, 6, 6, dtype=torch.float64))  # gives lazy modules their shapes
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     # The last batch has 4 examples.
-    data = strategy.distribute_dataset(TensorDataset(random(48, 2, 6, 6), torch.arange(48) % 3), 11)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
-        optimizer.step()
-
-    for batch in data:
+    step = averaging_step(model, optimizer)
+    for batch in strategy.distribute_dataset(TensorDataset(random(48, 2, 6, 6), torch.arange(48) % 3), 11):
         strategy.run(step, args=batch)
     model.eval()
     with torch.no_grad():

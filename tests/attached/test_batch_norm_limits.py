@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.batch_norm import WithReLU1d, fresh, in_scope, own_share, random
-from tests.support.jobs import SETTINGS, assert_close, towers
+from tests.support.jobs import SETTINGS, assert_close, text_of, towers
 
 pytestmark = pytest.mark.slow
 
@@ -109,11 +109,9 @@ def local_forwards(strategy: mirrored.Strategy) -> list[str]:
     original, texts = F.batch_norm, []
     layers = in_scope(strategy, *(lambda kind=kind: kind(3).double() for kind in (Ghost, ByHand, ByTheOperator)))
     for layer in layers:
-        with pytest.raises(RuntimeError) as error:
-            strategy.run(lambda layer=layer: layer(random(2, 3, 2, 2)))
-        texts.append(str(error.value))
+        texts.append(text_of(RuntimeError, strategy.run, layer, args=(random(2, 3, 2, 2),)))
         layer.eval()
-        strategy.run(lambda layer=layer: layer(random(2, 3, 2, 2)))
+        strategy.run(layer, args=(random(2, 3, 2, 2),))
     patched = nn.BatchNorm2d(3)
     patched.forward = patched.forward
     with pytest.raises(TypeError, match="a BatchNorm2d of 3 features with a forward that was put on the object"):
@@ -221,12 +219,8 @@ def meet_in_different_places(strategy: mirrored.Strategy) -> list[str]:
         y = model[0](x)
         model[0](x) if first else y.sum().backward()
 
-    texts = []
-    for mistake in (same_width, other_width, other_direction):
-        with pytest.raises(mirrored.DisagreementError) as error:
-            strategy.run(mistake)
-        texts.append(str(error.value))
-    return texts
+    mistakes = (same_width, other_width, other_direction)
+    return [text_of(mirrored.DisagreementError, strategy.run, mistake) for mistake in mistakes]
 
 
 PLACES = [
@@ -246,11 +240,10 @@ def test_towers_at_different_layers_are_told(setting: str) -> None:
 
 def wrong_channels(strategy: mirrored.Strategy) -> str:
     [layer] = in_scope(strategy, fresh)
-    with pytest.raises(RuntimeError) as error:
-        strategy.run(lambda: layer(random(2, 4, 2, 2)))
+    text = text_of(RuntimeError, strategy.run, lambda: layer(random(2, 4, 2, 2)))
     with pytest.raises(ValueError, match="expected 4D input"):
         strategy.run(lambda: layer(random(2, 3)))
-    return str(error.value)
+    return text
 
 
 def test_input_that_does_not_fit_is_refused() -> None:

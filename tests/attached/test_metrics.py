@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix
 
 import mirrored
+from tests.support.datasets import Streamed
 from tests.support.jobs import all_raise, make_data, make_mlp, towers
 
 pytestmark = pytest.mark.slow
@@ -54,22 +55,15 @@ def expected() -> dict[str, Tensor]:
     return {name: metric.compute() for name, metric in found.items()}
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(TensorDataset(*make_data(EXAMPLES)))
-
-
 def evaluated(strategy: mirrored.Strategy, kind: str) -> tuple[dict[str, Tensor], tuple[float, int, int]]:
     """What torchmetrics computes, and plain sums: of losses, of right answers, of examples."""
     with strategy.scope():
         model = make_mlp()
         if kind == "loader":  # as some keep them: inside the model
             model.metrics = torch.nn.ModuleDict(metrics())
-    data: Any = {"map": TensorDataset(*make_data(EXAMPLES)), "stream": Stream()}.get(kind)
-    if kind == "loader":
-        test = strategy.distribute_dataset(DataLoader(TensorDataset(*make_data(EXAMPLES)), batch_size=BATCH))
-    else:
-        test = strategy.distribute_dataset(data, BATCH)
+    examples = TensorDataset(*make_data(EXAMPLES))
+    args: dict[str, Any] = {"map": (examples, BATCH), "stream": (Streamed(examples), BATCH)}
+    test = strategy.distribute_dataset(*args.get(kind, [DataLoader(examples, batch_size=BATCH)]))
     found: Any = model.metrics if kind == "loader" else strategy.mirror(torch.nn.ModuleDict(metrics()))
     sums: Any = [0.0, 0, 0]
 

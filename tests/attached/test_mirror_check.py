@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 
 import mirrored
 from mirrored.attached.mirror_check import MirrorCheck
-from tests.support.jobs import all_raise, make_data, make_mlp, towers
+from tests.support.jobs import GLOO, all_raise, make_data, make_mlp, towers
 from tests.support.logs import Records
 from tests.support.steps import local_share
-from tests.support.waiting import HANG
 from towers.collectives.communicator import Alone
 
 pytestmark = pytest.mark.slow
@@ -79,25 +77,19 @@ Change = Callable[[mirrored.Strategy, Net, torch.optim.Optimizer], None]
 
 
 def train(
+    strategy: mirrored.Strategy,
     change: Change | None,
     at: int = 10**9,
     runs: int = 12,
     now: bool = False,
-    *,
-    hosts: str = "",
     later: bool = False,
-    **options: Any,
 ) -> list[int]:
     """Train for some runs, with a change before the one with number ``at``. Returns in which runs was checked.
 
     Args:
         now: check at once, too.
-        hosts: a letter for each tower.
         later: read what a check finds as late as between GPUs.
     """
-    if hosts:
-        os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    strategy = mirrored.MirroredStrategy(seed=0, **options)
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -126,19 +118,20 @@ def train(
     return checked
 
 
-def errors_of(count: int, *args: Any, **options: Any) -> str:
+def error_of(change: Change, *args: Any, count: int = 2, hosts: str = "", **settings: Any) -> str:
     """What a training that must fail says, the same on all towers."""
-    with pytest.raises(mirrored.TowerFailedError) as failed:
-        mirrored.launch(train, args, options, devices=[f"cpu:{i}" for i in range(count)], timeout=HANG)
-    found = [failure.exception for failure in failed.value.failures]
-    assert len(found) == count, failed.value
-    assert {type(error) for error in found} == {mirrored.MirrorError}
-    assert len({str(error) for error in found}) == 1
-    return str(found[0])
+    options: Any = {"count": count, "hosts": hosts, "settings": settings}
+    return all_raise(mirrored.MirrorError, "", train, change, *args, same=True, **options)[0]
+
+
+def runs_checked(*args: Any, **settings: Any) -> list[int]:
+    first, second = towers(train, *args, settings=settings)
+    assert first == second
+    return first
 
 
 def test_one_bit_of_one_tower_is_found_and_named() -> None:
-    text = errors_of(3, change_one_bit, 5)
+    text = error_of(change_one_bit, 5, count=3)
     assert text.startswith(
         "parameter Net.first.weight is no longer the same on all towers: tower 2 differs from towers 0 and 1. This is "
         "how it was when run 10 began; the towers were equal when run 2 began."
@@ -159,52 +152,41 @@ DIFFERS = "is no longer the same on all towers: tower 0 differs from tower 1"
     ],
 )
 def test_what_one_tower_did_alone_is_found(change: Change, words: str) -> None:
-    assert errors_of(2, change, 7, 7, mirror_check_interval=7).startswith(words)
+    assert error_of(change, 7, 7, mirror_check_interval=7).startswith(words)
 
 
 def test_all_towers_may_differ() -> None:
-    text = errors_of(3, change_all, 2, 2)
+    text = error_of(change_all, 2, 2, count=3)
     assert "Net.second.bias is no longer the same on all towers: it is different on every tower." in text
     assert "run 2 began. Look for" in text
 
 
-def test_several_hosts_and_gloo() -> None:
-    assert "tower 2 differs from towers 0 and 1" in errors_of(3, change_one_bit, 2, 2, hosts="aab")
-    gloo = mirrored.CommunicationOptions(implementation="gloo")
-    assert "tower 0 differs from tower 1" in errors_of(2, change_one_bit, 2, 2, communication=gloo)
-
-
-def test_with_the_optimizer_shared_out_parameters_are_checked() -> None:
-    assert "parameter Net.first.weight" in errors_of(2, change_one_bit, 2, 2, shard_optimizer=True)
+@pytest.mark.parametrize(("hosts", "settings"), [("aab", {}), ("aa", GLOO), ("aa", {"shard_optimizer": True})])
+def test_several_hosts_gloo_and_parameters_of_a_sharded_optimizer(hosts: str, settings: dict[str, Any]) -> None:
+    text = error_of(change_one_bit, 2, 2, count=len(hosts), hosts=hosts, **settings)
+    assert text.startswith("parameter Net.first.weight is no longer the same on all towers: tower ")
+    assert ("tower 2 differs from towers 0 and 1" if len(hosts) == 3 else "tower 0 differs from tower 1") in text
 
 
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
 def test_with_the_optimizer_shared_out_a_step_alone_meets_the_check(implementation: str) -> None:
     communication = mirrored.CommunicationOptions(implementation=implementation)
-    options = {"communication": communication, "shard_optimizer": True}
-    with pytest.raises(mirrored.TowerFailedError, match=r"tower 1 comes to run\(\) number 2") as failed:
-        mirrored.launch(train, (step_alone, 2, 2), options, towers=2, timeout=HANG)
-    assert [type(failure.exception) for failure in failed.value.failures] == [mirrored.DisagreementError] * 2
+    settings = {"communication": communication, "shard_optimizer": True}
+    words = r"tower 1 comes to run\(\) number 2"
+    all_raise(mirrored.DisagreementError, words, train, step_alone, 2, 2, settings=settings)
 
 
 def test_a_check_may_be_read_later() -> None:
-    text = errors_of(2, swap_values, 40, 60, later=True, mirror_check_interval=40)
+    text = error_of(swap_values, 40, 60, False, True, mirror_check_interval=40)
     assert "This is how it was when run 40 began; the towers were equal when run 10 began." in text
-    assert runs_checked(swap_values, 41, 50, later=True, mirror_check_interval=40) == [2, 10, 20, 40, 50]
+    assert runs_checked(swap_values, 41, 50, False, True, mirror_check_interval=40) == [2, 10, 20, 40, 50]
 
 
 def test_checking_at_once() -> None:
-    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in errors_of(
-        2, swap_values, 5, 5, True
-    )
-    text = errors_of(2, swap_values, 5, 5, True, mirror_check_interval=None)
+    text = error_of(swap_values, 5, 5, True)
+    assert "tower 0 differs from tower 1. This is how it was after run 4 had begun" in text
+    text = error_of(swap_values, 5, 5, True, mirror_check_interval=None)
     assert "after run 4 had begun. Look for" in text
-
-
-def runs_checked(*args: Any, **options: Any) -> list[int]:
-    first, second = mirrored.launch(train, args, options, towers=2, timeout=HANG)
-    assert first == second
-    return first
 
 
 def test_when_towers_check() -> None:
@@ -220,7 +202,7 @@ def test_when_towers_check() -> None:
 
 def test_every_250th_run_by_default() -> None:
     for change in (change_one_bit, halve_the_rate):
-        text = errors_of(2, change, 251, 510)
+        text = error_of(change, 251, 510)
         assert "when run 500 began; the towers were equal when run 250 began" in text
 
 
@@ -261,8 +243,7 @@ def test_one_tower_has_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None
 
 def train_for_nothing(strategy: mirrored.Strategy, kept: list[Any]) -> None:
     """Train a model that the chief alone keeps."""
-    with strategy.scope():
-        model = make_mlp(torch.float32)
+    model = strategy.mirror(make_mlp(torch.float32))
     optimizer = torch.optim.Adam(model.parameters())
     strategy.run(lambda: model(torch.ones(1, 5)).sum().backward())
     optimizer.step()
@@ -341,8 +322,7 @@ def test_what_no_optimizer_steps_has_to_be_equal_too() -> None:
 def become_nan(strategy: mirrored.Strategy) -> list[str]:
     records = Records()
     logging.getLogger("mirrored").addHandler(records)
-    with strategy.scope():
-        model = nn.Linear(2, 2)
+    model = strategy.mirror(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
