@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -34,3 +35,15 @@ def way(request: pytest.FixtureRequest, server: Server) -> str:
 def pair(server: Server) -> list[str]:
     """Devices for two towers: two, or one that they share."""
     return ["sim:0", "sim:1"] if server.kind == "sim" else ["cuda:0", "cuda:0"]
+
+
+@pytest.fixture
+def on_both(server: Server, pair: list[str]) -> Callable[..., Any]:
+    """``on_both(fn, *args, way=…)``: what a function gives on both devices, the same on both."""
+
+    def run(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        first, second = server.towers(fn, *args, devices=pair, **options)
+        assert first == second
+        return first
+
+    return run

@@ -62,8 +62,6 @@ class Server:
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         if way == "collectives":
             fn, args = _with_collectives, (fn, *args)
         call = base64.b64encode(pickle.dumps((fn, args, kwargs, devices))).decode()

@@ -35,11 +35,12 @@ def data_in_a_scope() -> int:
 def batches_arrive_whole() -> bool:
     """Batches that are copied ahead, while the device is busy with the ones before."""
     strategy = mirrored.MirroredStrategy()
-    numbers = torch.arange(4_000, dtype=torch.float32).view(400, 10)
+    width, times = (10, 5) if SIMULATED else (1000, 20)
+    numbers = torch.arange(400.0 * width).view(400, width)
     seen = []
     for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 16):
         assert batch.device == strategy.device
-        for _ in range(5):
+        for _ in range(times):
             batch = batch * 1.0
         seen.append(batch.cpu())
     return torch.equal(torch.cat(seen), numbers)
@@ -117,26 +118,30 @@ def extremes_on_several_devices() -> bool:
     tensors = [torch.tensor([-2.0, 1.0]), torch.full((1000,), 3.0, device=device)]
     found = []
     for _ in range(3):
+        if not SIMULATED:
+            torch.cuda._sleep(10**8)
         tensors[1] += 1
         found.append(extremes(tensors).tolist() == [2, float(tensors[1][0])])
     return all(found)
 
 
 def what_cannot_be_pinned() -> int:
-    """Batches that lie on the device already, packed sequences, and tensors whose elements overlap."""
+    """Batches that lie on the device already, packed sequences, sparse tensors, and those whose elements overlap."""
     device = mirrored.MirroredStrategy().device
     strategy = mirrored.OneDeviceStrategy(device)
     numbers = torch.arange(12.0, device=device).view(6, 2)
     seen = [batch for (batch,) in strategy.distribute_dataset(TensorDataset(numbers), 2)]
     assert torch.equal(torch.cat(seen).cpu(), numbers.cpu())
 
-    def collate(examples: list[Tensor]) -> tuple[Any, Tensor]:
-        return pack_sequence(examples), torch.stack(examples)[:1].expand(2, 2)
+    def collate(examples: list[Tensor]) -> tuple[Any, Tensor, Tensor]:
+        rows = torch.stack(examples)
+        return pack_sequence(examples), rows[:1].expand(2, 2), rows if SIMULATED else rows.to_sparse()
 
     data = strategy.distribute_dataset(list(numbers.cpu()), 2, collate_fn=collate)
-    for at, (packed, expanded) in enumerate(data):
+    for at, (packed, expanded, sparse) in enumerate(data):
         rows = numbers[2 * at : 2 * at + 2].cpu()
         assert packed.batch_sizes.device.type == "cpu"
         assert torch.equal(pad_packed_sequence(packed, batch_first=True)[0].cpu(), rows)
         assert torch.equal(expanded.cpu(), rows[:1].expand(2, 2))
+        assert torch.equal(sparse.cpu().to_dense(), rows)
     return len(data)

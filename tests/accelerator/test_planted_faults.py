@@ -57,12 +57,7 @@ FAULTS = {
         (SMALL,),
     ),
     "gradients are used before the device's collective has ended": Fault(
-        "towers.collectives.process_group",
-        "self._work.wait()",
-        "pass",
-        cases.train,
-        (SMALL,),
-        way="collectives",
+        "towers.collectives.process_group", "self._work.wait()", "pass", cases.train, (SMALL,), way="collectives"
     ),
     "a batch is used before it has come": Fault(
         "mirrored.data.transfer", "stream.wait_event(copied)", "pass", stream_cases.batches_arrive_whole, towers=1
@@ -97,17 +92,10 @@ FAULTS = {
         "mirrored.seeds", "accelerator.manual_seed(seed, device)", "pass", stream_cases.random_numbers
     ),
     "the device's generator is not put back": Fault(
-        "mirrored.generators",
-        "accelerator.set_rng_state(place.device, device)",
-        "pass",
-        stream_cases.random_numbers,
+        "mirrored.generators", "accelerator.set_rng_state(place.device, device)", "pass", stream_cases.random_numbers
     ),
     "usage flags are read from the device": Fault(
-        "towers.gradients.cycle",
-        'channel.device.type == "cpu"',
-        "True",
-        cases.step_without_waiting,
-        ("unused",),
+        "towers.gradients.cycle", 'channel.device.type == "cpu"', "True", cases.step_without_waiting, ("unused",)
     ),
     "a check waits for the device": Fault(
         "mirrored.attached.mirror_check",

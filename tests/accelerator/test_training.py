@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,76 +15,69 @@ from tests.accelerator.server import Server
 pytestmark = pytest.mark.slow
 
 SMALL = {"bucket_bytes": 512}  # several buckets
+OnBoth = Callable[..., Any]
+
+
+def numbers_of_the_cpu(server: Server, **settings: Any) -> list[Any]:
+    [[_, *numbers]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **settings)
+    return numbers
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}, {"compiled": True}], ids=str
 )
 def test_two_towers_give_the_numbers_of_one_on_the_cpu(
-    settings: dict[str, Any], way: str, server: Server, pair: list[str]
+    settings: dict[str, Any], way: str, server: Server, on_both: OnBoth
 ) -> None:
     ordinary = {name: value for name, value in settings.items() if name != "compiled"}
-    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **ordinary)
-    first, second = server.towers(cases.train, SMALL, devices=pair, way=way, **settings)
-    assert first == second
-    assert first[0] == ("shared memory, staged by the host" if way == "host" else "simccl")
-    for mine, expected in zip(first[1:], alone, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    backend, *numbers = on_both(cases.train, SMALL, way=way, **settings)
+    assert backend == ("shared memory, staged by the host" if way == "host" else "simccl")
+    torch.testing.assert_close(numbers, numbers_of_the_cpu(server, **ordinary), rtol=0, atol=1e-12)
 
 
 def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
-    [[_, *alone]] = server.towers(cases.train, SMALL, devices=["cpu:0"])
     first, second = server.towers(cases.train, SMALL, devices=[pair[0], pair[0]], way="collectives")
     assert first == second
-    assert first[0] == "shared memory, staged by the host"
-    for mine, expected in zip(first[1:], alone, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    backend, *numbers = first
+    assert backend == "shared memory, staged by the host"
+    torch.testing.assert_close(numbers, numbers_of_the_cpu(server), rtol=0, atol=1e-12)
 
 
-def test_accumulated_and_clipped(way: str, server: Server, pair: list[str]) -> None:
+def test_accumulated_and_clipped(way: str, server: Server, on_both: OnBoth) -> None:
     [alone] = server.towers(cases.accumulate, devices=["cpu:0"])
-    first, second = server.towers(cases.accumulate, devices=pair, way=way)
-    assert first == second
-    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+    torch.testing.assert_close(on_both(cases.accumulate, way=way), alone, rtol=0, atol=1e-12)
 
 
-def test_values(way: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.values, devices=pair, way=way)
-    assert first == second
-    assert first == {"reduce": [3], "mean of numbers": 1.5, "gather": [[0], [1], [1]], "gradient of all-sum": 4}
+def test_values(way: str, on_both: OnBoth) -> None:
+    expected = {"reduce": [3], "mean of numbers": 1.5, "gather": [[0], [1], [1]], "gradient of all-sum": 4}
+    assert on_both(cases.values, way=way) == expected
 
 
 @pytest.mark.parametrize("part", ["all", "unused", "frozen", "number", "weights", "virtual"])
-def test_a_step_waits_for_nothing_but_its_gradients(part: str, way: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.step_without_waiting, part, devices=pair, way=way)
-    assert first == second
+def test_a_step_waits_for_nothing_but_its_gradients(part: str, way: str, on_both: OnBoth) -> None:
+    on_both(cases.step_without_waiting, part, way=way)
 
 
-def test_virtual_towers_give_the_same_bits_on_one_and_two(way: str, server: Server, pair: list[str]) -> None:
-    two = server.towers(cases.same_bits, devices=pair, way=way)
-    [one] = server.towers(cases.same_bits, devices=pair[:1])
-    assert two == [one, one]
+def test_virtual_towers_give_the_same_bits_on_one_and_two(
+    way: str, server: Server, pair: list[str], on_both: OnBoth
+) -> None:
+    assert [on_both(cases.same_bits, way=way)] == server.towers(cases.same_bits, devices=pair[:1])
 
 
-def test_batch_norm_over_both(way: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(
-        cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], devices=pair, way=way
-    )
-    assert first == second
+def test_batch_norm_over_both(way: str, on_both: OnBoth) -> None:
+    on_both(cases.batch_norm_over_both, ["torch.float32", "torch.bfloat16"], way=way)
 
 
 def test_a_changed_bit_is_found_later(way: str, server: Server, pair: list[str]) -> None:
     cases.check_changed_bit(server.towers(cases.find_a_changed_bit, devices=pair, way=way))
 
 
-def test_rows_of_every_kind(way: str, server: Server, pair: list[str]) -> None:
-    assert server.towers(cases.gather_shapes, devices=pair, way=way) == [9, 9]
+def test_rows_of_every_kind(way: str, on_both: OnBoth) -> None:
+    assert on_both(cases.gather_shapes, way=way) == 9
 
 
-def test_a_nan_is_named(way: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(cases.train_into_nan, devices=pair, way=way)
-    assert first == second
-    assert "(nan on tower 1)" in first
+def test_a_nan_is_named(way: str, on_both: OnBoth) -> None:
+    assert "(nan on tower 1)" in on_both(cases.train_into_nan, way=way)
 
 
 def test_data_in_a_scope(server: Server, pair: list[str]) -> None:
@@ -98,11 +92,10 @@ def test_batches_that_nobody_holds_stay_until_they_are_used(server: Server, pair
     assert server.towers(stream_cases.batches_kept_by_queued_copies, devices=pair[:1]) == [True]
 
 
-def test_gradients_of_two_streams(way: str, server: Server, pair: list[str]) -> None:
-    first, second = server.towers(stream_cases.gradients_of_two_streams, devices=pair, way=way)
+def test_gradients_of_two_streams(way: str, server: Server, pair: list[str], on_both: OnBoth) -> None:
     [alone] = server.towers(stream_cases.gradients_of_two_streams, devices=pair[:1])
-    assert first == second
-    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+    both = on_both(stream_cases.gradients_of_two_streams, way=way)
+    torch.testing.assert_close(both, alone, rtol=0, atol=1e-12)
 
 
 def test_extremes_on_several_devices(server: Server, pair: list[str]) -> None:
@@ -126,11 +119,6 @@ def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str
         assert (same_digest, same_losses, step) == (digest, losses, 4)
 
 
-def test_keras(way: str, server: Server, pair: list[str]) -> None:
-    names = ["convolutional"]
-    [alone] = server.towers(keras_cases.fit, names, devices=["cpu:0"])
-    first, second = server.towers(keras_cases.fit, names, devices=pair, way=way)
-    assert first == second
-    for name in names:
-        for key, value in alone[name].items():
-            assert first[name][key] == pytest.approx(value, rel=0, abs=1e-9), key
+def test_keras(way: str, server: Server, on_both: OnBoth) -> None:
+    [alone] = server.towers(keras_cases.fit, ["convolutional"], devices=["cpu:0"])
+    torch.testing.assert_close(on_both(keras_cases.fit, ["convolutional"], way=way), alone, rtol=0, atol=1e-9)

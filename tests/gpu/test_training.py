@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import pathlib
 import re
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import mirrored
 from tests.accelerator import cases
-from tests.faults import training
 from tests.gpu.pairs import on_one_gpu, run_pair
 from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, run_program
+from tests.support.steps import averaging_step
 from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.gpu
@@ -29,16 +27,11 @@ def train(strategy: mirrored.Strategy) -> list[Tensor]:
         model = make_mlp(torch.float32).to(strategy.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = strategy.distribute_dataset(TensorDataset(*make_data(66, torch.float32)), 32, shuffle=True)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        assert x.device == strategy.device
-        optimizer.zero_grad()
-        mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")).backward()
-        optimizer.step()
-
+    step = averaging_step(model, optimizer)
     for _ in range(3):
-        for batch in data:
-            strategy.run(step, args=batch)
+        for x, y in data:
+            assert x.device == strategy.device
+            strategy.run(step, args=(x, y))
     return [p.cpu() for p in parameters_of(model)]
 
 
@@ -60,10 +53,6 @@ def test_two_nccl_ranks_on_one_gpu() -> None:
     assert first == second
     assert first["backend"] == "nccl"
     assert first["towers"] == 2
-    assert first["reduce"] == [3]
-    assert first["mean of numbers"] == 1.5
-    assert first["gather"] == [[0], [1], [1]]
-    assert first["gradient of all-sum"] == 4
     assert first["trained"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["compiled"] == pytest.approx(single, rel=1e-4, abs=1e-5)
     assert first["autocast"] == pytest.approx(single, rel=5e-2, abs=5e-2)
@@ -90,7 +79,6 @@ def train_with_a_graph(graphed: str) -> list[float]:
         model = make_mlp(torch.float32).to(strategy.device)
         wide = torch.nn.Sequential(torch.nn.Linear(3, 500), torch.nn.ReLU(), torch.nn.Linear(500, 3))
         model.extend(wide.to(strategy.device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
     called: Any = model
     if graphed == "all":
@@ -99,13 +87,9 @@ def train_with_a_graph(graphed: str) -> list[float]:
         first = torch.cuda.make_graphed_callables(model[:3], (x,))
         called = torch.nn.Sequential(first, model[3:])
 
-    def step() -> None:
-        optimizer.zero_grad()
-        mirrored.compute_average_loss(F.cross_entropy(called(x), y, reduction="none")).backward()
-        optimizer.step()
-
+    step = averaging_step(called, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(4):
-        strategy.run(step)
+        strategy.run(step, args=(x, y))
     return [float(p.double().sum()) for p in model.parameters()]
 
 
@@ -129,22 +113,6 @@ def batch_norm() -> list[float]:
 def test_batch_norm_over_both() -> None:
     results = on_one_gpu(batch_norm)
     assert results[0] == results[1]
-
-
-def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: pathlib.Path) -> None:
-    """Checkpoints hold a GPU's tensors and its random numbers."""
-
-    def run(name: str, stop: int | None) -> dict[str, Any]:
-        with contextlib.suppress(training.Interrupted):
-            return training.train(mirrored.OneDeviceStrategy("cuda:0", seed=0), tmp_path / name, stop=stop)
-        return {}
-
-    whole = run("whole", None)
-    run("parts", 6)
-    resumed = run("parts", None)
-    assert resumed["restored"].step == 4
-    assert resumed["digest"] == whole["digest"]
-    assert resumed["losses"] == whole["losses"]
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="the digits come with scikit-learn")

@@ -10,21 +10,7 @@ from torch import nn
 import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
-r = strategy.topology.index
 found: dict[str, object] = {"backend": strategy.communicator.backend, "towers": strategy.num_replicas_in_sync}
-
-found["reduce"] = strategy.reduce("sum", torch.tensor([r + 1.0], device=strategy.device)).tolist()
-found["mean of numbers"] = strategy.reduce("mean", r + 1)
-found["gather"] = strategy.gather(torch.full((r + 1, 1), r, device=strategy.device)).tolist()
-
-
-def all_reduce() -> float:
-    x = torch.tensor([1.0, 3.0][r], device=strategy.device, requires_grad=True)
-    (mirrored.get_replica_context().all_reduce("sum", x) * [1.0, 3.0][r]).backward()
-    return float(x.grad)
-
-
-found["gradient of all-sum"] = strategy.run(all_reduce)
 
 generator = torch.Generator().manual_seed(1)
 inputs, labels = torch.randn(66, 5, generator=generator), torch.randint(0, 3, (66,), generator=generator)

@@ -59,8 +59,6 @@ def load() -> Any:
 
 def _import(path: pathlib.Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

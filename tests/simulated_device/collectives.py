@@ -68,23 +68,20 @@ class SimulatedCollectives(dist.ProcessGroup):
                 tensor.record_stream(stream)
             return _Queued(stream.record_event())
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        def collective(read: list[Tensor], written: list[Tensor]) -> Any:
+    def _queue_in_place(self, tensors: list[Tensor], collective: Callable[..., Any], opts: Any) -> Any:
+        def on_copies(read: list[Tensor], written: list[Tensor]) -> Any:
             for source, target in zip(read, written, strict=True):
                 if source is not target:
                     target.copy_(source)
-            return self._gloo.allreduce(written, opts)
+            return collective(written, opts)
 
-        return self._queue(tensors, tensors, collective)
+        return self._queue(tensors, tensors, on_copies)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._queue_in_place(tensors, self._gloo.allreduce, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        def collective(read: list[Tensor], written: list[Tensor]) -> Any:
-            for source, target in zip(read, written, strict=True):
-                if source is not target:
-                    target.copy_(source)
-            return self._gloo.broadcast(written, opts)
-
-        return self._queue(tensors, tensors, collective)
+        return self._queue_in_place(tensors, self._gloo.broadcast, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         assert inputs[0].device.type == "cpu", "one tensor for all rows is quicker"
