@@ -12,6 +12,11 @@ import mirrored
 from mirrored.checkpoint.manifest import name_of
 
 
+def manager_of(folder: pathlib.Path, objects: dict[str, Any], **settings: Any) -> mirrored.CheckpointManager:
+    """A manager of one tower."""
+    return mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, objects, **settings)
+
+
 def one_tower(folder: pathlib.Path, **settings: Any) -> tuple[mirrored.CheckpointManager, nn.Linear]:
     strategy = mirrored.OneDeviceStrategy()
     with strategy.scope():
@@ -54,9 +59,8 @@ class Stubborn:
 
 def come_back(folder: pathlib.Path, saved: Any, empty: Any) -> None:
     """Save one object, and restore it into another."""
-    strategy = mirrored.OneDeviceStrategy()
-    mirrored.CheckpointManager(strategy, folder, {"it": saved}).save("it", wait=True)
-    mirrored.CheckpointManager(strategy, folder, {"it": empty}).restore("it")
+    manager_of(folder, {"it": saved}).save("it", wait=True)
+    manager_of(folder, {"it": empty}).restore("it")
 
 
 KINDS = "dict items kind tensor array scalar tuple set size deque maxlen float bytes complex dtype device"

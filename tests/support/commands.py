@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.jobs import variables_with
+from tests.support.jobs import check_code, variables_with
 from tests.support.patience import make_agent_patient
 from tests.support.waiting import HANG
 
@@ -43,7 +43,6 @@ class Command:
         self._process = context.Process(target=_be_command, args=arguments)
         self._process.start()
         sender.close()
-        assert self._process.pid is not None
         self.pid = self._process.pid
         self.stdout = os.fdopen(os.dup(receiver.fileno()))
         receiver.close()
@@ -120,10 +119,14 @@ def command_line(name: str, *words: str) -> int | None:
 
 
 def run_command(
-    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, timeout: float = HANG
+    words: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    timeout: float = HANG,
+    code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``mirrored …`` or ``torchrun …`` to its end."""
+    """Run ``mirrored …`` or ``torchrun …`` to its end, as :func:`tests.support.jobs.run_program` does."""
     command = Command(command_line, *words, env=env, cwd=cwd)
     output, errors = command.communicate(timeout)
-    assert command.returncode is not None
-    return subprocess.CompletedProcess(words, command.returncode, output, errors)
+    return check_code(subprocess.CompletedProcess(words, command.returncode, output, errors), code)

@@ -19,9 +19,9 @@ class FaultyDisk(Disk):
     """Does something else at one of its calls: raises an error of that number or, without one, ends the process."""
 
     def __init__(self, at: int = 0, error: int | None = None) -> None:
-        self.at, self.error, self.calls = at, error, 0
+        self.fail(at, error)
 
-    def fail(self, at: int, error: int) -> None:
+    def fail(self, at: int, error: int | None) -> None:
         """From here on, at the call of this number."""
         self.at, self.error, self.calls = at, error, 0
 
@@ -50,10 +50,9 @@ for _name in CALLS:
 
 def saved_value(folder: pathlib.Path) -> int:
     """Which of the values that :func:`save_values` saved comes back."""
-    strategy, progress = mirrored.OneDeviceStrategy(), {"value": torch.zeros(500)}
-    manager = mirrored.CheckpointManager(strategy, folder, {"progress": progress})
+    progress = {"value": torch.zeros(500)}
+    manager = mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"progress": progress})
     restored = manager.restore_newest()
-    assert restored is not None
     assert progress["value"].eq(progress["value"][0]).all()
     assert int(progress["value"][0]) == restored.step
     return restored.step

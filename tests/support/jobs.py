@@ -42,8 +42,12 @@ def towers(
         settings: those of the strategy; the seed is 0 if they have none.
         hosts: a letter for each tower, which are then on different hosts as their letters are.
     """
-    names = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(_with_strategy, (fn, args, settings or {}, hosts), devices=names, timeout=timeout)
+    return launch(_with_strategy, fn, args, settings or {}, hosts, count=count, timeout=timeout)
+
+
+def launch(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
+    """``fn(*args)`` on ``count`` CPU towers; the results in order."""
+    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=timeout)
 
 
 def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings, hosts: str) -> Any:
@@ -96,27 +100,41 @@ def run_program(
     env: dict[str, str] | None = None,
     cwd: str | None = None,
     stdin: str | None = None,
+    code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user would, with this Python first; returns its output and exit code."""
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=variables_with(env),
-        cwd=cwd,
-        input=stdin,
-    )
+    """Run a command as a user would, with this Python first; returns its output and exit code.
+
+    Args:
+        code: the exit code that it must have; default: any.
+    """
+    settings: dict[str, Any] = {"timeout": timeout, "env": variables_with(env), "cwd": cwd, "input": stdin}
+    return check_code(subprocess.run([sys.executable, *words], capture_output=True, text=True, **settings), code)
+
+
+def check_code(result: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
+    """The result, which must have this exit code; None: any."""
+    assert code in (None, result.returncode), f"exit code {result.returncode}: {result.stdout}{result.stderr}"
+    return result
 
 
 def start_program(
-    words: Sequence[str], *, before: Sequence[str] = (), env: dict[str, str] | None = None
+    words: Sequence[str], *, before: Sequence[str] = (), env: dict[str, str] | None = None, **settings: Any
 ) -> subprocess.Popen[str]:
-    """Start a command as :func:`run_program` does; ``before`` are words in front of Python, such as ``nohup``."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [*before, sys.executable, *words], stdout=pipe, stderr=pipe, text=True, env=variables_with(env)
-    )
+    """Start a command as :func:`run_program` does.
+
+    Args:
+        before: words in front of Python, such as ``nohup``.
+        settings: others of Popen.
+    """
+    settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **settings}
+    return subprocess.Popen([*before, sys.executable, *words], env=variables_with(env), **settings)
+
+
+def end_of(process: Any, code: int) -> tuple[str, str]:
+    """What a process prints, as :class:`subprocess.Popen` or a ``Command`` knows it, which must end with this code."""
+    output, errors = process.communicate(timeout=HANG)
+    assert process.returncode == code, f"exit code {process.returncode}: {output}{errors}"
+    return output, errors
 
 
 def variables_with(changes: dict[str, str] | None) -> dict[str, str]:

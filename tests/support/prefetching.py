@@ -34,7 +34,6 @@ def told_to_end(starter: str, folder: pathlib.Path, kind: str, where: str) -> li
 
 def wait_for_line(stream: IO[str] | None, line: str) -> None:
     """Read until this line has come."""
-    assert stream is not None
     read = []
     while (found := stream.readline()) != line:
         assert found, f"its output ended before {line!r} came: {read}"
