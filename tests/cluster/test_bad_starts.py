@@ -7,13 +7,13 @@ import pathlib
 import re
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import HashStore, Store
 
 from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.commands import Command
+from tests.support.handshakes import together, tower
 from tests.support.jobs import run_program
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
@@ -24,59 +24,36 @@ from towers.launching.job import Job
 
 pytestmark = pytest.mark.slow
 
-PROC_NET_TCP = pathlib.Path("/proc/net/tcp")
-
-
-def participant(kind: str, index: int, seconds: float = HANG) -> Participant:
-    return Participant(kind, index, ["a:1", "b:1"], ("127.0.0.1", 0), False, "a test", "", seconds)
-
 
 def worker_job(worker: int, addresses: list[str], seconds: float = HANG) -> Job:
-    return Job(
-        towers=1,
-        worker=worker,
-        workers=len(addresses),
-        addresses=tuple(addresses),
-        origin="TF_CONFIG",
-        startup_seconds=seconds,
-    )
+    return Job(1, worker, len(addresses), tuple(addresses), "TF_CONFIG", startup_seconds=seconds)
 
 
-def run_agents(*configurations: Job) -> list[tuple[str, int | None]]:
-    """Real agents at the same time, one process each; (standard error, exit code) of each in order."""
+def run_agents(*configurations: Job) -> list[str]:
+    """Real agents at the same time, one process each, which all fail; their standard errors in order."""
     agents = [start_agent(one, "-c", "print('ran')") for one in configurations]
-    return [(agent.communicate()[1], agent.returncode) for agent in agents]
+    errors = [agent.communicate()[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [1] * len(agents), errors
+    return errors
 
 
 @pytest.mark.row(12)
 def test_clusters_differ_between_workers() -> None:
     first, second = f"127.0.0.1:{free_port()}", "127.0.0.1:2222"
-    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, "127.0.0.1:3333"])):
-        assert code == 1
+    for text in run_agents(worker_job(0, [first, second]), worker_job(1, [first, "127.0.0.1:3333"])):
         assert "the workers were given different clusters (worker 1 by TF_CONFIG)" in text
         assert "the address of worker 1 is 127.0.0.1:3333 for worker 1 and 127.0.0.1:2222 for worker 0" in text
         assert len(text.splitlines()) == 1
-    for text, code in run_agents(worker_job(0, [first, second]), worker_job(1, [first, second, "127.0.0.1:4"])):
-        assert code == 1
+    for text in run_agents(worker_job(0, [first, second]), worker_job(1, [first, second, "127.0.0.1:4"])):
         assert "worker 1 knows 3 workers" in text
 
 
 @pytest.mark.row(13)
 def test_left_over_cluster() -> None:
     address = f"127.0.0.1:{free_port()}"
-    [(text, code)] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
-    assert code == 1
+    [text] = run_agents(worker_job(1, [address, "127.0.0.1:2"], seconds=1.0))
     assert re.search(rf"the chief \(worker 0\) did not answer at {address} within \d+ s", text)
     assert "the address comes from TF_CONFIG" in text
-
-
-@pytest.mark.row(15)
-def test_two_processes_claim_one_rank() -> None:
-    store = HashStore()
-    with pytest.raises(StartupError):  # the first one comes and waits for tower 1
-        participant("tower", 0, seconds=0).handshake(store, {}, lambda *_: None)
-    with pytest.raises(HandshakeError, match="tower 0 is already taken by a process on"):
-        participant("tower", 0).handshake(store, {}, lambda *_: None)
 
 
 @pytest.mark.row(19)
@@ -86,8 +63,7 @@ def test_port_in_use() -> None:
         with pytest.raises(PortInUseError, match=rf"EADDRINUSE: 127.0.0.1:{port} \(from a test\).* is in use") as error:
             serve_store("127.0.0.1", port, "a test", "")
         assert isinstance(error.value, OSError)
-        [(text, code)] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
-        assert code == 1
+        [text] = run_agents(worker_job(0, [f"127.0.0.1:{port}", "127.0.0.1:2"]))
         assert f"EADDRINUSE: 127.0.0.1:{port} (from TF_CONFIG)" in text
 
 
@@ -122,8 +98,7 @@ def test_a_tower_never_starts() -> None:
         "import mirrored; mirrored.MirroredStrategy("
         "communication=mirrored.CommunicationOptions(startup_timeout_seconds=1))"
     )
-    result = run_program(["-c", program], env=torchrun_variables(MASTER_PORT=str(free_port())))
-    assert result.returncode == 1
+    result = run_program(["-c", program], env=torchrun_variables(MASTER_PORT=str(free_port())), code=1)
     last = result.stderr.strip().splitlines()[-1]
     assert re.match(r"towers.errors.StartupError: 1 of 2 towers did not come within \d+ s: tower 1 \(rank 1\)", last)
 
@@ -133,8 +108,7 @@ def test_something_else_answers() -> None:
     """A program of another kind has the chief's port: it takes the connection, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         addresses = [f"127.0.0.1:{server.getsockname()[1]}", "127.0.0.1:2"]
-        [(text, code)] = run_agents(worker_job(1, addresses, seconds=2.0))
-    assert code == 1
+        [text] = run_agents(worker_job(1, addresses, seconds=2.0))
     assert f"what listens at {addresses[0]} does not answer as the chief (worker 0) would" in text
     assert len(text.splitlines()) == 1
 
@@ -144,15 +118,15 @@ def test_something_else_answers() -> None:
 def test_versions_differ(what: str) -> None:
     store = HashStore()
 
-    def come(index: int) -> str:
+    def come(store: Store, index: int) -> str:
         different = re.sub(rf"(?<={what} )[^,]*", "0.0", versions()) if index else versions()
+        message = {"versions": different, "host": f"h{index}"}
         with pytest.raises(HandshakeError) as caught:
-            message = {"versions": different, "host": f"h{index}"}
-            participant("worker", index).handshake(store, message, lambda *_: pytest.fail("versions come first"))
+            worker = tower(index, kind="worker", token="")
+            worker.handshake(store, message, lambda *_: pytest.fail("versions come first"))
         return str(caught.value)
 
-    with ThreadPoolExecutor() as threads:
-        first, second = threads.map(come, range(2))
+    first, second = together(come, store, store)
     assert first == second
     assert "different versions: " in first
     assert f"{versions()} on worker 0 (on h0)" in first
@@ -164,22 +138,13 @@ def test_a_chief_address_that_cannot_be_resolved() -> None:
         serve_store("no-such-host.invalid", 1, "a test", "")
 
 
-@pytest.mark.skipif(not PROC_NET_TCP.exists(), reason="reads Linux's table of sockets")
-def test_the_store_listens_on_its_address_only() -> None:
-    store = serve_store("127.0.0.1", 0, "a test", "")
-    table = [line.split() for line in PROC_NET_TCP.read_text().splitlines()[1:]]
-    listening = [local for _, local, _, state, *_ in table if state == "0A" and local.endswith(f":{store.port:04X}")]
-    assert listening == [f"0100007F:{store.port:04X}"]
-
-
 def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pathlib.Path) -> None:
     """192.0.2.0/24 is for documentation: nobody has such an address."""
     config = {"cluster": {"worker": ["192.0.2.7:2222", "127.0.0.1:2223"]}, "task": {"type": "worker", "index": 0}}
     script = tmp_path / "script.py"
     options = "mirrored.CommunicationOptions(startup_timeout_seconds=3)"
     script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
-    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
-    assert result.returncode == 1
+    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
     doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
     said = result.stderr.splitlines()
     assert f"towers: {doubt}: no other worker will find it there" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -111,5 +113,10 @@ def test_options_are_checked() -> None:
     for field, value in (("bucket_bytes", 1.5), ("bucket_bytes", True), ("timeout_seconds", float("inf"))):
         with pytest.raises(ValueError, match=f"{field} is .* but must be a positive"):
             mirrored.CommunicationOptions(**{field: value})  # type: ignore[arg-type]
+    for seconds in (0, math.nan):
+        with pytest.raises(ValueError, match="step_timeout_seconds is .* \\(math.inf: no limit\\)"):
+            mirrored.CommunicationOptions(step_timeout_seconds=seconds)
+    for seconds in (5, math.inf):
+        assert mirrored.CommunicationOptions(step_timeout_seconds=seconds).step_timeout_seconds == seconds
     with pytest.raises(ValueError, match="wire_dtype is 'float8', but must be one of same, bfloat16"):
         mirrored.CommunicationOptions(wire_dtype="float8")

@@ -22,21 +22,6 @@ def test_missing_variables_are_named_at_once() -> None:
         TorchrunClusterResolver(torchrun_variables(LOCAL_RANK="0", RANK=""))
 
 
-@pytest.mark.row(17)
-def test_rank_not_below_world_size() -> None:
-    with pytest.raises(ValueError, match="RANK is 2, but WORLD_SIZE is 2: it goes from 0 to 1"):
-        TorchrunClusterResolver(torchrun_variables(RANK="2"))
-    with pytest.raises(ValueError, match="LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"):
-        TorchrunClusterResolver(torchrun_variables(LOCAL_RANK="1", LOCAL_WORLD_SIZE="1"))
-
-
-@pytest.mark.parametrize("text", ["x", "-1", "1.0", "9" * 5000])
-@pytest.mark.row(18)
-def test_not_a_number(text: str) -> None:
-    with pytest.raises(ClusterError, match="RANK=.* is not a whole number from 0"):
-        TorchrunClusterResolver(torchrun_variables(RANK=text))
-
-
 SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_STEP_NUM_TASKS": "5",
@@ -54,13 +39,10 @@ def test_slurm_variables() -> None:
     environ = SLURM
     assert slurm.present(environ)
     topology = SlurmClusterResolver(environ).topology
-    assert topology is not None
     assert (topology.index, topology.size, topology.local_index, topology.local_size) == (3, 5, 1, 2)
     assert (topology.worker, topology.workers) == (1, 3)
     assert topology.address == ("gpu03", 12000 + 7002)
     assert topology.serves_store
-    with pytest.raises(ClusterError, match="SLURM_LOCALID is 2, but tasks on this node is 2"):
-        SlurmClusterResolver({**environ, "SLURM_LOCALID": "2"})
     with pytest.raises(ClusterError, match="SLURM_LOCALID, SLURM_NODEID are not set"):
         SlurmClusterResolver({**environ, "SLURM_LOCALID": "", "SLURM_NODEID": ""})
     assert not slurm.present({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
@@ -85,6 +67,7 @@ def test_slurm_variables() -> None:
         ("SLURM_STEP_TASKS_PER_NODE", "2", "is of 1 nodes, but this is node 1"),
         ("SLURM_STEP_TASKS_PER_NODE", "2(x0),2", "is of 1 nodes, but this is node 1"),
         ("SLURM_STEP_TASKS_PER_NODE", "2(x\u00b2)", "is no list of numbers of tasks"),
+        ("SLURM_LOCALID", "2", "SLURM_LOCALID is 2, but tasks on this node is 2"),
     ],
 )
 def test_wrong_slurm_variables_are_named(name: str, value: str, words: str) -> None:
@@ -100,7 +83,6 @@ def test_wrong_slurm_variables_are_named(name: str, value: str, words: str) -> N
 
 def test_a_run_of_a_billion_nodes_is_counted_at_once() -> None:
     topology = SlurmClusterResolver({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}).topology
-    assert topology is not None
     assert topology.local_size == 2
 
 
@@ -111,14 +93,15 @@ def test_a_run_of_a_billion_nodes_is_counted_at_once() -> None:
         ({"RANK": "\u00b2"}, "RANK='\u00b2' is not a whole number"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports go from 1 to 65535"),
         ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "65536"}, "LOCAL_WORLD_SIZE is 65536, but WORLD_SIZE is only 2"),
-        (
-            {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1000000000"},
-            "GROUP_WORLD_SIZE is 1000000000, but WORLD_SIZE is only 2",
-        ),
+        ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1000000000"}, "GROUP_WORLD_SIZE is 1000000000, but WORLD_SIZE is"),
         ({"TORCHELASTIC_RESTART_COUNT": "\u00b2"}, "TORCHELASTIC_RESTART_COUNT='\u00b2' is not a whole number"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: it goes from 0 to 1"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1, but LOCAL_WORLD_SIZE is 1"),
+        *(({"RANK": text}, "RANK=.* is not a whole number from 0") for text in ("x", "-1", "1.0", "9" * 5000)),
     ],
 )
-def test_absurd_numbers_of_torchruns_variables_are_named(changes: dict[str, str], words: str) -> None:
+@pytest.mark.row(17, 18)
+def test_wrong_numbers_of_torchruns_variables_are_named(changes: dict[str, str], words: str) -> None:
     with pytest.raises(ClusterError, match=words):
         TorchrunClusterResolver(torchrun_variables(**changes))
 

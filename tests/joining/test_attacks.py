@@ -15,50 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import HashStore, Store
 
 import mirrored
 from tests.support.clocks import Jumps
+from tests.support.handshakes import KEYS, TOKEN, both_meet, join, meet, serve, together
 from tests.support.meeting import has_said, say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, StartupError
-from towers.joining.participant import Participant
-from towers.joining.store import Message, NotAMessageError, serve_store, sign, verify
+from towers.joining.store import NotAMessageError, sign, verify
 from towers.system.timeouts import clock
-
-TOKEN = "a secret of the tests"
-KEYS = ("tower/0", "tower/1", "tower/confirmed0", "tower/confirmed1")
-
-
-def tower(
-    index: int,
-    *,
-    port: int = 0,
-    host: str = "127.0.0.1",
-    token: str = TOKEN,
-    seconds: float = HANG,
-    names: tuple[str, ...] = ("rank 0", "rank 1"),
-) -> Participant:
-    return Participant("tower", index, names, (host, port), index > 0, "a test", token, seconds)
-
-
-def meet(store: Store, index: int, seconds: float = HANG) -> list[Message]:
-    return tower(index, seconds=seconds).handshake(store, {"index": index}, lambda *_: None)
-
-
-def both_meet(first: Store, second: Store) -> None:
-    with ThreadPoolExecutor() as threads:
-        found = list(threads.map(meet, [first, second], range(2)))
-    assert [[message["index"] for message in messages] for messages in found] == [[0, 1], [0, 1]]
-
-
-def serve(host: str = "127.0.0.1") -> TCPStore:
-    return serve_store(host, 0, "a test", TOKEN)
-
-
-def join(store: TCPStore, host: str = "127.0.0.1", token: str = TOKEN) -> TCPStore:
-    return tower(1, host=host, port=store.port, token=token).open_store()
-
 
 # -- replayed messages -----------------------------------------------------------------------------------------------
 
@@ -99,15 +65,13 @@ def test_a_tower_that_is_missing_is_named_by_towers_that_wait_for_the_first() ->
     store, old = HashStore(), recorded()
     store.set("tower/2", sign(TOKEN, "tower/2", {**verify(TOKEN, "tower/1", old["tower/1"]), "index": 2}))
 
-    def come(index: int) -> str:
+    def come(store: Store, index: int) -> str:
         wait_until(lambda: index == 0 or store.check(["tower/0"]))
         with pytest.raises(StartupError) as caught:
-            process = tower(index, names=("a", "b", "c"), seconds=HANG if index == 0 else 1)
-            process.handshake(store, {"index": index}, lambda *_: None)
+            meet(store, index, seconds=HANG if index == 0 else 1, names=["a", "b", "c"])
         return str(caught.value)
 
-    with ThreadPoolExecutor() as threads:
-        first, second = threads.map(come, range(2))
+    first, second = together(come, store, store)
     assert first == second
     assert re.search(r"1 of 3 towers did not come within \d+ s: tower 2 \(c\), in whose place", first)
 
@@ -131,31 +95,6 @@ def is_message(store: Store, key: str) -> bool:
     with contextlib.suppress(NotAMessageError):
         return store.check([key]) and bool(verify(TOKEN, key, store.get(key)))
     return False
-
-
-FORGED = {
-    "of another token": lambda key: sign("another", key, {"digest": "x"}),
-    "of no token": lambda key: sign("", key, {"digest": "x"}),
-    "of another key": lambda key: sign(TOKEN, key + "0", {"digest": "x"}),
-    "with the signature of another message": lambda key: sign(TOKEN, key, {}).replace('message": "{', 'message": "{ '),
-    "nothing": lambda key: "",
-}
-
-
-@pytest.mark.parametrize("kind", FORGED)
-def test_forged_messages_count_as_absent(kind: str) -> None:
-    store = HashStore()
-    for key in (*KEYS, "tower/result", "tower/read0"):
-        store.set(key, FORGED[kind](key))
-    both_meet(store, store)
-
-
-def test_two_jobs_with_tokens_of_their_own_meet_in_one_store() -> None:
-    """As under a launcher whose store everybody reaches: each sees its own."""
-    store = HashStore()
-    for key in KEYS:
-        store.set(key, sign("another", key, {"host": "elsewhere"}))
-    both_meet(store, store)
 
 
 def test_a_second_job_at_the_address_of_the_first_is_refused_before_and_after() -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import pathlib
 import shutil
 import socket
 import stat
 import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
-from tests.support.clusters import free_port
-from tests.support.jobs import ROOT
+from tests.support.clusters import free_port, tf_configs
+from tests.support.jobs import ROOT, start_program
 from tests.support.sockets import family, ip, listening, unix_sockets
 from tests.support.waiting import HANG
 from towers.system.machine import address_towards, interface_of, interface_variables
@@ -56,15 +54,8 @@ def outside() -> Iterator[list[str]]:
         shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
 
-def start(words: Sequence[str], before: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [*before, sys.executable, *words]
-    return subprocess.Popen(command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True)
-
-
 def wait_until_ready(process: subprocess.Popen[str]) -> None:
     """Return when it says so; Gloo of torch 2.9 may say something before."""
-    assert process.stdout is not None
     guard = threading.Timer(HANG, process.kill)
     guard.start()
     ready = "ready\n" in iter(process.stdout.readline, "")
@@ -88,7 +79,7 @@ def end(process: subprocess.Popen[str]) -> None:
     ids=["python", "beside a group of the user's", "launch", "torchrun"],
 )
 def test_on_one_host_nothing_listens_beyond_loopback(words: list[str], outside: list[str]) -> None:
-    process = start(words, outside)
+    process = start_program(words, before=outside)
     try:
         wait_until_ready(process)
         # torchrun's own process is torchrun's: it listens everywhere.
@@ -124,12 +115,10 @@ def test_the_interface_of_an_address(address: str) -> None:
 
 
 def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:
-    config = {"cluster": {"worker": [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]}}
     workers = []
     try:
-        for index in range(2):
-            text = json.dumps({**config, "task": {"type": "worker", "index": index}})
-            workers.append(start([WAITS], outside, TF_CONFIG=text))
+        for text in tf_configs([f"127.0.0.1:{free_port()}", "127.0.0.1:1"]):
+            workers.append(start_program([WAITS], before=outside, env={"TF_CONFIG": text}))
         wait_until_ready(workers[0])
         found = [address for worker in workers for one in family(worker.pid) for address, _ in listening(one)]
         assert len(found) >= 3, "the store, and each tower's Gloo"

@@ -8,13 +8,13 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from tests.faults.play import DEADLINE, PROGRAM, differences, launched
 from tests.support.clusters import tf_configs
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, start_program
 from tests.support.sockets import family, ip, listening
 from tests.support.waiting import HANG, wait_until
 from towers.launching.job import Job, agent_command
@@ -54,6 +54,11 @@ def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
 
 
+def start_on(host: str, words: Sequence[str], config: str) -> subprocess.Popen[str]:
+    """Start Python on a host. One kernel runs both: what it says of itself must not give that away."""
+    return start_program(words, before=["ip", "netns", "exec", host], env={"TF_CONFIG": config, "NCCL_HOSTID": host})
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp_path: pathlib.Path) -> None:
     if named:
@@ -65,17 +70,8 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
         config = {"cluster": {"chief": addresses[:1], "worker": addresses[1:]}}
         config["task"] = {"type": "worker" if index else "chief", "index": 0}
         program = str(ROOT / "tests" / "programs" / "report.py")
-        processes.append(
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, program, "two" if index else "one", until],
-                # One kernel runs both: what it says of itself must not give that away.
-                env={**os.environ, "TF_CONFIG": json.dumps(config), "NCCL_HOSTID": name},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    reports = [process.stdout.readline() for process in processes if process.stdout]
+        processes.append(start_on(name, [program, "two" if index else "one", until], json.dumps(config)))
+    reports = [process.stdout.readline() for process in processes]
     found = [[listening(one) for one in family(process.pid)] for process in processes]
     (tmp_path / "seen").touch()
     outputs = [process.communicate(timeout=HANG) for process in processes]
@@ -100,13 +96,7 @@ def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> li
     program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
     jobs = [Job(1, index, 2, addresses, "TF_CONFIG") for index in range(2)]
     return [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *agent_command(jobs[index], program)],
-            env={**os.environ, "TF_CONFIG": tf_configs(addresses)[index], "NCCL_HOSTID": name},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        start_on(name, agent_command(jobs[index], program)[1:], tf_configs(addresses)[index])
         for index, (name, _) in enumerate(hosts)
     ]
 
