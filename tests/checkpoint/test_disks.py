@@ -18,7 +18,8 @@ import torch
 import mirrored
 from mirrored.checkpoint.folder import Disk
 from mirrored.checkpoint.manifest import name_of
-from tests.support.checkpoints import one_tower
+from tests.support.checkpoints import manager_of, one_tower
+from tests.support.children import in_a_child
 from tests.support.faulty_disk import FaultyDisk, save_values, saved_value
 from tests.support.jobs import towers
 
@@ -26,10 +27,9 @@ from tests.support.jobs import towers
 def test_a_named_checkpoint_is_replaced_whole(folder: pathlib.Path) -> None:
     """Whatever call fails while "best" is written anew, there is an old or a new one."""
     progress: dict[str, Any] = {"value": 0}
-    strategy = mirrored.OneDeviceStrategy()
 
     def manager(disk: Disk | None = None) -> mirrored.CheckpointManager:
-        return mirrored.CheckpointManager(strategy, folder, {"progress": progress}, disk=disk)
+        return manager_of(folder, {"progress": progress}, disk=disk)
 
     values, at, calls = set(), 0, 1
     while at < calls:
@@ -100,13 +100,7 @@ def _kills(folder: str, calls: int) -> list[int]:
     found = []
     for at in range(1, calls + 1):
         place = two_saved(pathlib.Path(folder), at)
-        child = os.fork()
-        if child == 0:
-            try:
-                save_values(place, range(3, 4), FaultyDisk(at))
-            finally:
-                os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert in_a_child(lambda: save_values(place, range(3, 4), FaultyDisk(at))) == str(-signal.SIGKILL)  # noqa: B023
         found.append(saved_value(place))
         save_values(place, range(4, 5))
         assert saved_value(place) == 4
@@ -200,9 +194,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: pathlib.Path) -> None:
 
 
 def test_files_are_for_their_owner_only(folder: pathlib.Path) -> None:
-    before = os.umask(0o277)
+    before = os.umask(0)
     try:
-        os.umask(0)
         manager, _ = one_tower(folder)
         manager.save(wait=True)
     finally:

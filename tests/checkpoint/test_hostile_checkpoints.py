@@ -14,12 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import mirrored
+from tests.support.checkpoints import manager_of
 from tests.support.hostile_checkpoints import Run, forge, forge_manifest
-
-
-@pytest.fixture
-def folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    return tmp_path / "checkpoints"
 
 
 def refused(run: Run, words: str, name: str = "forged") -> None:
@@ -215,8 +211,7 @@ def test_a_model_that_fails_halfway_is_as_it_was(folder: pathlib.Path) -> None:
     late = Late()
     run = Run(folder, late=late)
     forge(folder, lambda states: None)
-    with torch.no_grad():
-        late.weight.fill_(5)
+    late.weight.detach().fill_(5)
     late.kept, late.refuses = {"calls": 3}, True
     before, weight = run.standing(), late.weight
     with pytest.raises(mirrored.CheckpointError, match="late cannot load its state: RuntimeError.*never mind"):
@@ -231,8 +226,7 @@ def test_a_model_that_fails_halfway_is_as_it_was(folder: pathlib.Path) -> None:
 def test_weights_that_fail_halfway_leave_the_model_as_it_was(folder: pathlib.Path) -> None:
     strategy, late = mirrored.OneDeviceStrategy(), Late()
     mirrored.CheckpointManager(strategy, folder, {"model": late}).save("honest", wait=True)
-    with torch.no_grad():
-        late.weight.fill_(5)
+    late.weight.detach().fill_(5)
     forge(folder, in_state("model", "_extra_state", value=torch.ones(3)))
     assert mirrored.load_weights(late, folder / "forged").loaded == {"weight": "weight"}
     assert late.weight.tolist() == [1, 1]
@@ -242,8 +236,7 @@ def test_weights_that_fail_halfway_leave_the_model_as_it_was(folder: pathlib.Pat
         raise RuntimeError("never mind")
 
     late._load_from_state_dict = refuse  # type: ignore[method-assign]
-    with torch.no_grad():
-        late.weight.fill_(5)
+    late.weight.detach().fill_(5)
     with pytest.raises(mirrored.CheckpointError, match="the model is as it was: never mind"):
         mirrored.load_weights(late, folder / "forged")
     assert late.weight.tolist() == [5, 5]
@@ -251,10 +244,9 @@ def test_weights_that_fail_halfway_leave_the_model_as_it_was(folder: pathlib.Pat
 
 def test_a_lazy_parameter_that_was_given_a_shape_is_lazy_again(folder: pathlib.Path) -> None:
     shaped, lazy, late = nn.Linear(3, 2), nn.LazyLinear(2), Late()
-    strategy = mirrored.OneDeviceStrategy()
-    mirrored.CheckpointManager(strategy, folder, {"model": shaped, "late": late}).save("honest", wait=True)
+    manager_of(folder, {"model": shaped, "late": late}).save("honest", wait=True)
     late.refuses = True
-    manager = mirrored.CheckpointManager(strategy, folder, {"model": lazy, "late": late})
+    manager = manager_of(folder, {"model": lazy, "late": late})
     with pytest.raises(mirrored.CheckpointError, match="never mind"):
         manager.restore("honest")
     assert is_lazy(lazy.weight)
@@ -263,7 +255,8 @@ def test_a_lazy_parameter_that_was_given_a_shape_is_lazy_again(folder: pathlib.P
     assert torch.equal(lazy.weight, shaped.weight)
 
 
-def _one_tower_fails(strategy: mirrored.Strategy, folder: str) -> Any:
+def _one_tower_fails(folder: str, shard: bool) -> Any:
+    strategy = mirrored.MirroredStrategy(seed=0, shard_optimizer=shard)
     with strategy.scope():
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -292,14 +285,9 @@ def _one_tower_fails(strategy: mirrored.Strategy, folder: str) -> Any:
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_what_one_tower_cannot_take_changes_nothing_on_all(folder: pathlib.Path, shard: bool) -> None:
-    names = ["cpu:0", "cpu:1"]
-    first, second = mirrored.launch(_sharded, (str(folder), shard), devices=names)
+    first, second = mirrored.launch(_one_tower_fails, (str(folder), shard), devices=["cpu:0", "cpu:1"])
     assert first == second
     assert first[1] == {"x": 2}
-
-
-def _sharded(folder: str, shard: bool) -> Any:
-    return _one_tower_fails(mirrored.MirroredStrategy(seed=0, shard_optimizer=shard), folder)
 
 
 # -- only state ----------------------------------------------------------------------------------------------

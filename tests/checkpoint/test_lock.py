@@ -7,60 +7,45 @@ import gc
 import os
 import pathlib
 import threading
-from collections.abc import Callable
 
 import pytest
 
 import mirrored
 from mirrored.checkpoint.folder import Disk
 from mirrored.checkpoint.lock import take_lock
+from tests.support.checkpoints import manager_of
+from tests.support.children import in_a_child
 from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
 
 def manager(folder: pathlib.Path, disk: Disk | None = None) -> mirrored.CheckpointManager:
-    return mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"progress": {}}, disk=disk)
-
-
-def in_a_child(work: Callable[[], object]) -> bool:
-    """Whether a forked child finds nobody in its way."""
-    child = os.fork()
-    if child == 0:
-        code = 5
-        try:
-            work()
-            code = 4
-        except BlockingIOError:
-            code = 3
-        finally:
-            os._exit(code)
-    return {3: False, 4: True}[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+    return manager_of(folder, {"progress": {}}, disk=disk)
 
 
 def another_process_may_write(folder: pathlib.Path) -> bool:
     """Whether a process that tries, finds the folder free."""
-    return in_a_child(lambda: fcntl.lockf(os.open(folder / ".lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB))
+    try_to_lock = lambda: fcntl.lockf(os.open(folder / ".lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: E731
+    text = in_a_child(try_to_lock)
+    assert text == "None" or "BlockingIOError" in text, text
+    return text == "None"
 
 
-def test_a_second_manager_that_goes_leaves_the_lock(tmp_path: pathlib.Path) -> None:
+def test_one_process_writes_into_a_folder(tmp_path: pathlib.Path) -> None:
     first = manager(tmp_path)
-    second = manager(tmp_path)
-    assert not another_process_may_write(tmp_path)
-    del second
-    gc.collect()
-    assert not another_process_may_write(tmp_path)
-    first.save("still", wait=True)
-    del first
-    gc.collect()
-    assert another_process_may_write(tmp_path)
+    assert "CheckpointError" in (text := in_a_child(lambda: manager(tmp_path)))
+    assert "another process writes" in text
+    first.save(wait=True)
 
 
-def test_the_first_manager_may_go_first(tmp_path: pathlib.Path) -> None:
-    managers = [manager(tmp_path) for _ in range(3)]
-    while managers:
+@pytest.mark.parametrize("order", [[1, 0], [0, 0, 0]], ids=["the last first", "the first first"])
+def test_the_last_manager_that_goes_leaves_the_folder(tmp_path: pathlib.Path, order: list[int]) -> None:
+    managers = [manager(tmp_path) for _ in order]
+    for place in order:
         assert not another_process_may_write(tmp_path)
-        del managers[0]
+        managers[0].save("still", wait=True)
+        del managers[place]
         gc.collect()
     assert another_process_may_write(tmp_path)
 
@@ -77,7 +62,7 @@ def test_another_name_of_the_folder_is_the_same_folder(tmp_path: pathlib.Path) -
 
 def test_a_forked_child_has_no_lock_of_its_parent(tmp_path: pathlib.Path) -> None:
     parent = manager(tmp_path)
-    assert not in_a_child(lambda: take_lock(tmp_path / ".lock"))
+    assert "BlockingIOError" in in_a_child(lambda: take_lock(tmp_path / ".lock"))
     assert not another_process_may_write(tmp_path), "the child, which has ended, has taken nothing with it"
     parent.wait()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import pathlib
 import shutil
 from typing import Any
@@ -17,7 +16,7 @@ import mirrored
 from mirrored.checkpoint.manifest import name_of
 from tests.faults.training import Interrupted, steps_of, train
 from tests.support.checkpoints import one_tower
-from tests.support.jobs import towers
+from tests.support.jobs import launch, towers
 from towers.system.timeouts import clock
 
 pytestmark = pytest.mark.slow
@@ -25,14 +24,15 @@ pytestmark = pytest.mark.slow
 STEPS = steps_of()
 
 
-def parts(folder: pathlib.Path, *stops: int, count: int = 2, **settings: Any) -> list[Any]:
-    """Run to each of the stops, then to the end, always anew."""
+def parts(folder: pathlib.Path, *stops: int, **settings: Any) -> list[Any]:
+    """Run on two towers to each of the stops, then to the end, always anew."""
     for stop in stops:
-        towers(_train, str(folder), {"stop": stop, **settings}, count=count)
-    return towers(_train, str(folder), settings, count=count)
+        launch(_train, str(folder), {"stop": stop, **settings})
+    return launch(_train, str(folder), settings)
 
 
-def _train(strategy: mirrored.Strategy, folder: str, settings: dict[str, Any]) -> Any:
+def _train(folder: str, settings: dict[str, Any], virtual_towers: int | None = None) -> Any:
+    strategy = mirrored.MirroredStrategy(virtual_towers=virtual_towers, seed=0)
     with contextlib.suppress(Interrupted):
         return train(strategy, folder, **settings)
 
@@ -48,17 +48,11 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: pathlib.Path, asynch
     assert whole[0]["digest"] != whole[1]["digest"]  # BatchNorm's statistics are each tower's own
 
 
-def _virtual(folder: str, settings: dict[str, Any]) -> Any:
-    strategy = mirrored.MirroredStrategy(virtual_towers=4, seed=0)
-    with contextlib.suppress(Interrupted):
-        return train(strategy, folder, **settings)
-
-
 def test_virtual_towers_go_on_with_any_number_of_towers(tmp_path: pathlib.Path) -> None:
-    whole = mirrored.launch(_virtual, (str(tmp_path / "a"), {}), towers=2)
+    whole = launch(_train, str(tmp_path / "a"), {}, 4)
     for count, stop in ((4, 5), (1, 8)):
-        mirrored.launch(_virtual, (str(tmp_path / "b"), {"stop": stop}), towers=count)
-    resumed = mirrored.launch(_virtual, (str(tmp_path / "b"), {}), towers=2)
+        launch(_train, str(tmp_path / "b"), {"stop": stop}, 4, count=count)
+    resumed = launch(_train, str(tmp_path / "b"), {}, 4)
     assert resumed[0]["restored"].towers == 1
     for key in ("digest", "losses", "seen"):
         assert resumed[0][key] == resumed[1][key] == whole[0][key], key
@@ -67,7 +61,7 @@ def test_virtual_towers_go_on_with_any_number_of_towers(tmp_path: pathlib.Path) 
 def test_another_number_of_towers_takes_what_the_first_had(folder: pathlib.Path) -> None:
     parts(folder, 4)
     shutil.rmtree(folder / name_of(STEPS))
-    (result,) = towers(_train, str(folder), {}, count=1)
+    (result,) = launch(_train, str(folder), {}, count=1)
     restored = result["restored"]
     assert (restored.step, restored.towers) == (12, 2)
     assert {"model", "mirrored.streams"} <= set(restored.of_first_tower)
@@ -163,19 +157,6 @@ def test_no_step_that_all_have(folder: pathlib.Path) -> None:
         mirrored.TowerFailedError, match=r"no checkpoint in .* is there for all towers \(step 3 is for tower 0\)"
     ):
         towers(_of_its_own, str(folder), 1)
-
-
-def test_one_run_writes_into_a_folder(folder: pathlib.Path) -> None:
-    manager, _ = one_tower(folder)
-    child = os.fork()
-    if child == 0:
-        try:
-            one_tower(folder)
-        except mirrored.CheckpointError as error:
-            os._exit(3 if "another process writes" in str(error) else 4)
-        os._exit(5)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    manager.save(wait=True)
 
 
 def _pipeline(strategy: mirrored.Strategy, folder: str, stop: int | None) -> list[Any]:
