@@ -25,8 +25,6 @@ import mirrored.keras
 from tests.keras.cases import classes, dense, numbers
 from tests.keras.own_metrics import Extreme
 
-TOWERS = ["cpu:0", "cpu:1"]
-
 
 def begin() -> mirrored.Strategy:
     strategy = mirrored.MirroredStrategy(seed=0)
@@ -61,8 +59,7 @@ def own_batch_norm_and_dropout() -> dict[str, Any]:
 
     strategy = begin()
     with strategy.scope():
-        kept = Kept()
-        counting = Counting()
+        kept, counting = Kept(), Counting()
         model = keras.Sequential(
             [layers.Input((8,)), layers.BatchNormalization(), layers.Dropout(0.5), kept, counting, layers.Dense(3)]
         )
@@ -89,20 +86,12 @@ def boards(folder: str) -> dict[str, Any]:
     for epochs in (2, 3):  # the second goes on
         model.fit(x, y, batch_size=16, epochs=epochs, validation_split=0.2, callbacks=callbacks, verbose=0)
     strategy.barrier()
-    found: dict[str, Any] = {"error": error_with_board(model)}
+    found: dict[str, Any] = {"error": error_of(callback_of_keras_for_tensorboard)}
     for part in ("train", "validation"):
         events = EventAccumulator(os.path.join(folder, part)).Reload()
         found[part] = {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
         found[f"histograms of {part}"] = len(events.Tags()["histograms"])
     return found
-
-
-def error_with_board(model: keras.Model) -> str:
-    try:
-        model.fit(numbers(8), classes(), callbacks=[keras.callbacks.TensorBoard()], verbose=0)
-    except ImportError as error:
-        return str(error)
-    return "nothing"
 
 
 def callbacks_and_files(folder: str) -> dict[str, Any]:
@@ -111,8 +100,7 @@ def callbacks_and_files(folder: str) -> dict[str, Any]:
     class StopsOnOneTower(keras.callbacks.Callback):
         def __init__(self, at: int) -> None:
             super().__init__()
-            self.at = at
-            self.batches = 0
+            self.at, self.batches = at, 0
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.batches += 1
@@ -191,9 +179,8 @@ def settings_of_compile() -> dict[str, Any]:
         found[name] = [*model.get_weights(), np.array(history.history["loss"])]
     breaks = list(torch._dynamo.utils.counters["graph_break"])
     assert breaks, "Keras' own, at backward"
-    assert not [text for text in breaks if "mirrored/keras/patching" in text], (
-        "what replaces Keras' functions is traced"
-    )
+    traced = [text for text in breaks if "mirrored/keras/patching" in text]
+    assert not traced, "what replaces Keras' functions"
     return found
 
 
@@ -207,23 +194,44 @@ def strategies_one_after_the_other() -> list[float]:
     return losses
 
 
+Mistake = Callable[[mirrored.Strategy], None]
+MISTAKES: dict[str, tuple[Mistake, str]] = {}
+"""By name: what is wrong, and the error that it is, as a regular expression."""
+
+
+def mistake(error: str) -> Callable[[Mistake], Mistake]:
+    def add(function: Mistake) -> Mistake:
+        MISTAKES[function.__name__] = (function, error)
+        return function
+
+    return add
+
+
+def fit(strategy: mirrored.Strategy, **settings: Any) -> None:
+    dense(strategy, **settings).fit(numbers(8), classes(), verbose=0)
+
+
+@mistake(r"MirrorError: model.fit of a model that was made outside of strategy.scope\(\)")
 def outside_of_the_scope(strategy: mirrored.Strategy) -> None:
     model = keras.Sequential([layers.Dense(3)])
     model.compile("sgd", "mse")
     model.fit(numbers(8), numbers(3), verbose=0)
 
 
+@mistake(r"RuntimeError: model.fit was called inside strategy.run")
 def inside_run(strategy: mirrored.Strategy) -> None:
     model = dense(strategy)
     strategy.run(lambda: model.fit(numbers(8), classes(), verbose=0))
 
 
+@mistake(r"DisagreementError: the first batch of an epoch is another one on tower 1")
 def other_data_on_each_tower(strategy: mirrored.Strategy) -> None:
     own, x, y = np.random.default_rng(strategy.topology.index), numbers(8), classes()
     batches = ((x[rows], y[rows]) for rows in (own.permutation(103)[:8] for _ in range(9)))
     dense(strategy).fit(batches, steps_per_epoch=2, verbose=0)
 
 
+@mistake(r"TypeError: the metric 'counts' \(Counts\) has no variables")
 def metric_without_variables(strategy: mirrored.Strategy) -> None:
     class Counts(keras.metrics.Metric):
         count = 0
@@ -234,53 +242,53 @@ def metric_without_variables(strategy: mirrored.Strategy) -> None:
         def result(self) -> Any:
             return ops.convert_to_tensor(float(self.count))
 
-    dense(strategy, metrics=[Counts(name="counts")]).fit(numbers(8), classes(), verbose=0)
+    fit(strategy, metrics=[Counts(name="counts")])
 
 
+@mistake(r"TypeError: the variable 'extreme/value' .* has aggregation='none'")
 def metric_that_is_not_combined(strategy: mirrored.Strategy) -> None:
-    class Newest(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="newest")
-            self.newest = self.add_variable((), "zeros", aggregation="none", name="newest")
-
-        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-            self.newest.assign(1.0)
-
-        def result(self) -> Any:
-            return self.newest
-
-    dense(strategy, metrics=[Newest()]).fit(numbers(8), classes(), verbose=0)
+    fit(strategy, metrics=[Extreme("none")])
 
 
+@mistake(r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong")
 def metric_of_a_maximum(strategy: mirrored.Strategy) -> None:
-    dense(strategy, metrics=["accuracy", Extreme()]).fit(numbers(8), classes(), verbose=0)
+    fit(strategy, metrics=["accuracy", Extreme()])
 
 
+@mistake(r"TypeError: the metric 'extreme' \(Extreme\) of several towers would be wrong")
 def metric_of_mean_maxima(strategy: mirrored.Strategy) -> None:
-    model = dense(strategy, metrics=[Extreme("mean")])
-    model.evaluate(numbers(8), classes(), verbose=0)
+    dense(strategy, metrics=[Extreme("mean")]).evaluate(numbers(8), classes(), verbose=0)
 
 
+@mistake(r"TypeError: the metric 'extreme' .* of 2 examples .*strategy.gather\(y_pred")
 def metric_of_the_last_value(strategy: mirrored.Strategy) -> None:
     dense(strategy, metrics=[Extreme(last=True)]).train_on_batch(numbers(8)[:3], classes()[:3])
 
 
+@mistake(r"TypeError: the metric variable 'extreme/value' .*strategy.gather\(y_pred")
 def metric_of_tower_0(strategy: mirrored.Strategy) -> None:
-    dense(strategy, metrics=["accuracy", Extreme("only_first_replica")]).fit(numbers(8), classes(), verbose=0)
+    fit(strategy, metrics=["accuracy", Extreme("only_first_replica")])
 
 
+@mistake(r"TypeError: the metric 'largest' \(MeanMetricWrapper\) of several")
 def metric_that_is_a_function(strategy: mirrored.Strategy) -> None:
     def largest(y: Any, p: Any) -> Any:
         return ops.max(p)
 
-    dense(strategy, metrics=[largest]).fit(numbers(8), classes(), verbose=0)
+    fit(strategy, metrics=[largest])
 
 
+@mistake(r"ValueError: mirrored.keras.Checkpoints cannot go on in the middle")
 def checkpoints_of_a_generator(strategy: mirrored.Strategy) -> None:
     batches = ((numbers(8), classes()) for _ in range(9))
     dense(strategy).fit(batches, callbacks=[mirrored.keras.Checkpoints("never")], verbose=0)
 
 
+def callback_of_keras_for_tensorboard(strategy: mirrored.Strategy) -> None:
+    dense(strategy).fit(numbers(8), classes(), callbacks=[keras.callbacks.TensorBoard()], verbose=0)
+
+
+@mistake(r"MirrorError: SGD.step\(\) on tower \d on gradients that no backward")
 def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
     class Model(keras.Sequential):
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -299,25 +307,26 @@ def gradients_of_its_own(strategy: mirrored.Strategy) -> None:
     model.fit(numbers(8), classes(), verbose=0)
 
 
-def error_of(mistake: Callable[[mirrored.Strategy], None]) -> str:
-    """What a tower says to a mistake."""
+@mistake(r"RuntimeError: model.fit cannot be cut into virtual towers")
+def virtual_towers(_: mirrored.Strategy) -> None:
+    fit(mirrored.MirroredStrategy(seed=0, virtual_towers=4))
+
+
+@mistake(r"RuntimeError: model.fit with shard_optimizer=True: the steps of torch's optimizers are shared out")
+def sharded_optimizer(_: mirrored.Strategy) -> None:
+    fit(mirrored.MirroredStrategy(seed=0, shard_optimizer=True))
+
+
+def errors_of(names: list[str]) -> list[str]:
+    """What a tower says to mistakes, one after the other."""
+    return [error_of(MISTAKES[name][0]) for name in names]
+
+
+def error_of(mistake: Mistake) -> str:
     try:
         mistake(begin())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def errors_of(mistakes: list[Callable[[mirrored.Strategy], None]]) -> list[str]:
-    return [error_of(mistake) for mistake in mistakes]
-
-
-def error_with(**settings: Any) -> str:
-    """What ``fit`` says to a strategy of such settings."""
-    try:
-        dense(mirrored.MirroredStrategy(seed=0, **settings)).fit(numbers(8), classes(), verbose=0)
-    except RuntimeError as error:
-        return str(error)
     return "nothing"
 
 
@@ -366,15 +375,12 @@ def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, An
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             if self.model.optimizer.iterations == killed_in:
-                assert checkpoints.manager is not None
                 checkpoints.manager.wait()
                 if strategy.is_chief:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-    x: Any = numbers(8).astype("float32")
-    y: Any = classes()
-    batch_size: int | None = 16
-    validation: Any = (x[:30], y[:30])
+    x, y, batch_size = numbers(8).astype("float32"), classes(), 16
+    validation = (x[:30], y[:30])
     if kind == "loader":
         x = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=16, shuffle=True)
         y = batch_size = None
@@ -386,7 +392,6 @@ def fit_with_checkpoints(folder: str, kind: str, killed_in: int) -> dict[str, An
         keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
         keras.callbacks.EarlyStopping("loss", patience=3, restore_best_weights=True),
     ]
-    history = model.fit(
-        x, y, batch_size=batch_size, epochs=5, validation_data=validation, callbacks=callbacks, verbose=0
-    )
+    settings = {"epochs": 5, "callbacks": callbacks, "verbose": 0}
+    history = model.fit(x, y, batch_size=batch_size, validation_data=validation, **settings)
     return {"weights": model.get_weights(), "epochs": history.epoch, "history": history.history}

@@ -64,12 +64,23 @@ def seen(model: keras.Model, history: Any = None, **more: Any) -> dict[str, Any]
     return found | {key: np.array(value) for key, value in more.items()}
 
 
-def dense(strategy: mirrored.Strategy, **settings: Any) -> keras.Model:
+def fitted(model: keras.Model, *data: Any, **settings: Any) -> dict[str, Any]:
+    """What is seen of a model after two epochs."""
+    history = model.fit(*data, **{"batch_size": BATCH, "epochs": 2, "verbose": 0} | settings)
+    return seen(model, history)
+
+
+def sequential(strategy: mirrored.Strategy, *parts: layers.Layer, **settings: Any) -> keras.Model:
+    """A model of these layers, compiled."""
     with strategy.scope():
-        model = keras.Sequential([layers.Dense(16, "relu"), layers.Dense(3, "softmax")])
-        settings = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | settings
+        model = keras.Sequential(list(parts))
         model.compile(**settings)
     return model
+
+
+def dense(strategy: mirrored.Strategy, **settings: Any) -> keras.Model:
+    settings = {"optimizer": "adam", "loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]} | settings
+    return sequential(strategy, layers.Dense(16, "relu"), layers.Dense(3, "softmax"), **settings)
 
 
 @case
@@ -100,8 +111,7 @@ def convolutional(strategy: mirrored.Strategy) -> dict[str, Any]:
             ]
         )
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-    history = model.fit(numbers(8, 8, 1), classes(), batch_size=BATCH, epochs=3, verbose=0)
-    return seen(model, history)
+    return fitted(model, numbers(8, 8, 1), classes(), epochs=3)
 
 
 @case
@@ -109,14 +119,10 @@ def recurrent(strategy: mirrored.Strategy) -> dict[str, Any]:
     """With a mask, which the loss follows: a tower's entries are not in proportion to its examples."""
     tokens = np.random.default_rng(2).integers(1, 20, (EXAMPLES, 6))
     tokens[np.arange(6) >= np.random.default_rng(3).integers(1, 7, (EXAMPLES, 1))] = 0
-    with strategy.scope():
-        model = keras.Sequential(
-            [layers.Embedding(20, 5, mask_zero=True), layers.LSTM(6, return_sequences=True), layers.Dense(20)]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.RMSprop(0.01), loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
-    history = model.fit(tokens, tokens, batch_size=BATCH, epochs=3, verbose=0)
-    return seen(model, history)
+    parts = layers.Embedding(20, 5, mask_zero=True), layers.LSTM(6, return_sequences=True), layers.Dense(20)
+    settings = {"optimizer": keras.optimizers.RMSprop(0.01), "metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fitted(sequential(strategy, *parts, loss=loss, **settings), tokens, tokens, epochs=3)
 
 
 @case
@@ -151,14 +157,10 @@ def weights_of_samples_and_classes(strategy: mirrored.Strategy) -> dict[str, Any
 
 def _reduction(reduction: str) -> Case:
     def train(strategy: mirrored.Strategy) -> dict[str, Any]:
-        with strategy.scope():
-            model = keras.Sequential([layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction=reduction))
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model = sequential(strategy, layers.Dense(1), optimizer=keras.optimizers.SGD(1e-3), loss=loss)
         weights = np.random.default_rng(6).uniform(size=EXAMPLES)
-        history = model.fit(
-            numbers(4), numbers(1, seed=5), sample_weight=weights, batch_size=BATCH, epochs=2, verbose=0
-        )
-        return seen(model, history)
+        return fitted(model, numbers(4), numbers(1, seed=5), sample_weight=weights)
 
     return train
 
@@ -176,19 +178,17 @@ def regularised(strategy: mirrored.Strategy) -> dict[str, Any]:
             self.add_loss(0.01 * ops.mean(ops.square(x)))
             return x
 
-    with strategy.scope():
-        hidden = layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer=keras.regularizers.L1(0.01))
-        model = keras.Sequential([hidden, Penalty(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
-    return seen(model, history)
+    both, of_activity = keras.regularizers.L1L2(0.01, 0.01), keras.regularizers.L1(0.01)
+    hidden = layers.Dense(8, "relu", kernel_regularizer=both, activity_regularizer=of_activity)
+    model = sequential(strategy, hidden, Penalty(), layers.Dense(1), optimizer="sgd", loss="mse")
+    return fitted(model, numbers(4), numbers(1, seed=5))
 
 
 @case
 def loss_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
     """Which returns the batch's mean, not one value for each example."""
     model = dense(strategy, loss=lambda y, p: ops.mean(keras.losses.sparse_categorical_crossentropy(y, p)))
-    return seen(model, model.fit(numbers(8), classes(), batch_size=BATCH, epochs=2, verbose=0))
+    return fitted(model, numbers(8), classes())
 
 
 @case
@@ -226,16 +226,15 @@ def step_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
         model = Model()
         model.compile(optimizer="adam")
     with torch.device("cpu"):
-        history = model.fit(numbers(4), numbers(1, seed=5), batch_size=BATCH, epochs=2, verbose=0)
-    return seen(model, history)
+        return fitted(model, numbers(4), numbers(1, seed=5))
 
 
 @case
 def fewer_examples_than_towers(strategy: mirrored.Strategy) -> dict[str, Any]:
     model = dense(strategy)
     x, y = numbers(8)[:11], classes()[:11]
-    history = model.fit(x, y, batch_size=3, epochs=2, validation_data=(x[:1], y[:1]), verbose=0)
-    return seen(model, history, predictions=model.predict(x, batch_size=2, verbose=0))
+    found = fitted(model, x, y, batch_size=3, validation_data=(x[:1], y[:1]))
+    return found | {"predictions": model.predict(x, batch_size=2, verbose=0)}
 
 
 @case
@@ -249,13 +248,12 @@ def metrics_that_are_no_means(strategy: mirrored.Strategy) -> dict[str, Any]:
         keras.metrics.RootMeanSquaredError(name="rmse"),
         keras.metrics.SensitivityAtSpecificity(0.5, name="sensitivity"),
     ]
-    with strategy.scope():
-        model = keras.Sequential([layers.Dense(1, "sigmoid")])
-        model.compile("sgd", "binary_crossentropy", metrics=names)
+    output = layers.Dense(1, "sigmoid")
+    model = sequential(strategy, output, optimizer="sgd", loss="binary_crossentropy", metrics=names)
     x, y = numbers(4), (numbers(1, seed=5) > 0).astype("float64")
-    history = model.fit(x, y, batch_size=BATCH, epochs=2, validation_data=(x, y), verbose=0)
+    found = fitted(model, x, y, validation_data=(x, y))
     evaluated = model.evaluate(x, y, verbose=0, return_dict=True)
-    return seen(model, history, **{f"evaluated {key}": value for key, value in evaluated.items()})
+    return found | {f"evaluated {key}": np.array(value) for key, value in evaluated.items()}
 
 
 @case
@@ -265,8 +263,8 @@ def metrics_of_ones_own(strategy: mirrored.Strategy) -> dict[str, Any]:
         keras.utils.set_random_seed(7)
         model = dense(strategy, metrics=[Quotient(), Gathered(strategy), Mixed(strategy), mean_of_the_batch])
         x, y = numbers(8), classes()
-        history = model.fit(x, y, batch_size=size, epochs=2, validation_data=(x[:30], y[:30]), verbose=0)
-        found |= {f"{key} by {size}": value for key, value in seen(model, history).items() if "weight" not in key}
+        results = fitted(model, x, y, batch_size=size, validation_data=(x[:30], y[:30]))
+        found |= {f"{key} by {size}": value for key, value in results.items() if "weight" not in key}
     return found
 
 
@@ -277,9 +275,9 @@ def _tensors() -> TensorDataset:
 @case
 def loader(strategy: mirrored.Strategy) -> dict[str, Any]:
     model = dense(strategy)
-    data = DataLoader(_tensors(), batch_size=BATCH, shuffle=True)
-    history = model.fit(data, epochs=2, validation_data=DataLoader(_tensors(), batch_size=BATCH), verbose=0)
-    return seen(model, history, predictions=model.predict(DataLoader(_tensors(), batch_size=BATCH), verbose=0))
+    data, in_order = (DataLoader(_tensors(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False))
+    found = fitted(model, data, batch_size=None, validation_data=in_order)
+    return found | {"predictions": model.predict(in_order, verbose=0)}
 
 
 class _Stream(IterableDataset[Any]):
@@ -290,22 +288,18 @@ class _Stream(IterableDataset[Any]):
 @case
 def loader_of_a_stream(strategy: mirrored.Strategy) -> dict[str, Any]:
     """It has no length, for which the progress bar asks."""
-    model = dense(strategy)
-    return seen(model, model.fit(DataLoader(_Stream(), batch_size=BATCH), epochs=2, verbose=1))
+    return fitted(dense(strategy), DataLoader(_Stream(), batch_size=BATCH), batch_size=None, verbose=1)
 
 
 @case
 def distributed_dataset(strategy: mirrored.Strategy) -> dict[str, Any]:
-    model = dense(strategy)
     data = strategy.distribute_dataset(_tensors(), 4, shuffle=True, seed=3)
-    return seen(model, model.fit(data, epochs=2, verbose=0))
+    return fitted(dense(strategy), data, batch_size=None)
 
 
 @case
 def tensors(strategy: mirrored.Strategy) -> dict[str, Any]:
-    model = dense(strategy)
-    x, y = torch.from_numpy(numbers(8)), torch.from_numpy(classes())
-    return seen(model, model.fit(x, y, batch_size=BATCH, epochs=2, shuffle="batch", steps_per_epoch=4, verbose=0))
+    return fitted(dense(strategy), *_tensors().tensors, shuffle="batch", steps_per_epoch=4)
 
 
 @case
@@ -318,8 +312,7 @@ def py_dataset(strategy: mirrored.Strategy) -> dict[str, Any]:
             rows = slice(BATCH * index, BATCH * index + BATCH)
             return numbers(8)[rows] + 0.1 * np.random.normal(size=(1, 8)), classes()[rows]
 
-    model = dense(strategy)
-    return seen(model, model.fit(Data(), epochs=2, verbose=0, class_weight={0: 1.0, 1: 2.0, 2: 1.0}))
+    return fitted(dense(strategy), Data(), batch_size=None, class_weight={0: 1.0, 1: 2.0, 2: 1.0})
 
 
 @case
@@ -329,11 +322,8 @@ def generator(strategy: mirrored.Strategy) -> dict[str, Any]:
             rows = np.random.permutation(EXAMPLES)[:13]
             yield numbers(8)[rows], classes()[rows]
 
-    model = dense(strategy)
-    history = model.fit(
-        batches(), epochs=2, steps_per_epoch=5, validation_data=batches(), validation_steps=2, verbose=0
-    )
-    return seen(model, history)
+    steps = {"steps_per_epoch": 5, "validation_steps": 2}
+    return fitted(dense(strategy), batches(), batch_size=None, validation_data=batches(), **steps)
 
 
 @case
@@ -357,8 +347,8 @@ def optimizers_of_all_kinds(strategy: mirrored.Strategy) -> dict[str, Any]:
     ]
     for number, setting in enumerate(settings):
         model = dense(strategy, optimizer=keras.optimizers.Adam(0.01, **setting))
-        history = model.fit(numbers(8), classes(), batch_size=BATCH, epochs=2, verbose=0)
-        found |= {f"{number} {key}": value for key, value in seen(model, history).items() if "weight" not in key}
+        results = fitted(model, numbers(8), classes())
+        found |= {f"{number} {key}": value for key, value in results.items() if "weight" not in key}
         found |= {f"{number} {index}": value for index, value in enumerate(model.get_weights())}
     return found
 

@@ -11,19 +11,12 @@ import keras
 import numpy as np
 from keras import layers
 
-import mirrored
-
-TOWERS = ["cpu:0", "cpu:1"]
-
-
-def _strategy() -> mirrored.Strategy:
-    import mirrored.keras
-
-    return mirrored.MirroredStrategy()
+import mirrored.keras
+from tests.support.jobs import launch
 
 
 def _variables() -> dict[str, Any]:
-    strategy = _strategy()
+    strategy = mirrored.MirroredStrategy()
     with strategy.scope():
         dense = layers.Dense(2)
         dense.build([4, 2])
@@ -50,7 +43,7 @@ def _variables() -> dict[str, Any]:
 
 
 def test_variables_are_mirrored_and_each_tower_has_its_own_output() -> None:
-    first, second = mirrored.launch(_variables, devices=TOWERS)
+    first, second = launch(_variables)
     np.testing.assert_array_equal(first["kernel"], second["kernel"])
     np.testing.assert_array_equal(first["output"], np.zeros((8, 2)))
     np.testing.assert_allclose(second["output"], np.ones((8, 4)) @ second["kernel"], atol=1e-6)
@@ -59,7 +52,7 @@ def test_variables_are_mirrored_and_each_tower_has_its_own_output() -> None:
 
 
 def _batches() -> list[list[tuple[int, ...]]]:
-    strategy = _strategy()
+    strategy = mirrored.MirroredStrategy()
     shapes: list[list[tuple[int, ...]]] = []
 
     class Model(keras.Model):
@@ -77,28 +70,5 @@ def _batches() -> list[list[tuple[int, ...]]]:
 
 
 def test_batches_are_cut_into_halves() -> None:
-    for shapes in mirrored.launch(_batches, devices=TOWERS):
+    for shapes in launch(_batches):
         assert shapes == [[(8, 16), (8, 4), (8,)]] * 6 + [[(2, 16), (2, 4), (2,)]]
-
-
-def _regularised() -> tuple[list[float], Any]:
-    strategy = _strategy()
-    with strategy.scope():
-        inputs = layers.Input(shape=(1,))
-        layer = layers.Dense(
-            1,
-            use_bias=False,
-            kernel_initializer=keras.initializers.Constant(1),
-            kernel_regularizer=keras.regularizers.L1L2(l1=0.01, l2=0.01),
-        )
-        model = keras.Model(inputs, layer(inputs))
-        model.compile(loss="mse", optimizer="sgd")
-    history = model.fit(np.ones((12, 1)), np.zeros((12, 1)), batch_size=12, epochs=1, verbose=0)
-    return history.history["loss"], layer.kernel.numpy()
-
-
-def test_fit_with_a_regulariser() -> None:
-    (one,) = mirrored.launch(_regularised, devices=["cpu:0"])
-    for loss, kernel in mirrored.launch(_regularised, devices=TOWERS):
-        np.testing.assert_allclose(loss, one[0], rtol=1e-6)
-        np.testing.assert_allclose(kernel, one[1], rtol=1e-6)

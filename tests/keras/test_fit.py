@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mirrored
 from tests.keras import cases
-from tests.support.waiting import HANG
+from tests.support.jobs import launch
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +17,7 @@ Results = dict[str, dict[str, Any]]
 
 def on_towers(count: int, names: list[str]) -> list[Results]:
     """The results of some cases on each tower; they share the towers, as Keras takes long to load."""
-    devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(cases.run_all, (names,), devices=devices, timeout=HANG)
+    return launch(cases.run_all, names, count=count)
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,8 @@ def one() -> Results:
 
 OF_SHARES = [
     *("shuffled", "recurrent", "weights_of_samples_and_classes", "loss_of_ones_own", "fewer_examples_than_towers"),
-    *(
-        "metrics_that_are_no_means",
-        "metrics_of_ones_own",
-        "loader",
-        "distributed_dataset",
-        "generator",
-        "single_batches",
-    ),
+    *("metrics_that_are_no_means", "metrics_of_ones_own", "loader", "distributed_dataset", "generator"),
+    "single_batches",
 ]
 """Cases in which it matters how many towers get fewer examples than others, or none: five towers do no others."""
 

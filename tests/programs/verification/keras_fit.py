@@ -60,8 +60,12 @@ def times_towers(y, predicted):
 
 
 strategy = mirrored.MirroredStrategy(seed=0)
-with strategy.scope():
-    model = Model()
+with strategy.scope(sync_batch_norm="sync" in KIND):
+    if "sequential" in KIND:
+        first, norm = keras.layers.Dense(16), keras.layers.BatchNormalization()
+        model = keras.Sequential([keras.Input((8,)), first, norm, keras.layers.Dropout(0.5), keras.layers.Dense(3)])
+    else:
+        model = Model()
     loss = sum_of_squares if "sum" in KIND else "mse"
     model.compile(keras.optimizers.SGD(0.01), loss, metrics=["mae", *([times_towers] if KIND == "metric" else [])])
 x = np.random.normal(size=(48, 8)).astype("float32")
