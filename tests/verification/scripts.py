@@ -10,7 +10,7 @@ import pathlib
 
 from mirrored.verification import Cause
 from tests.support.jobs import ROOT
-from tests.verification.template import AVERAGE, CLIP, LOSSES, SGD, SUM, Script
+from tests.verification.template import ADAM, AVERAGE, CLIP, LOSSES, SGD, SUM, Script
 
 PROGRAMS = ROOT / "tests" / "programs" / "verification"
 
@@ -105,8 +105,53 @@ strategy.print(float(total) / count)""",
 )
 """A sampler for evaluation repeats examples until all towers have as many."""
 
+
+def failing(where: str, how: str = 'raise ValueError("planned failure")') -> str:
+    """The strategy of a script that ends early where a condition holds."""
+    return f"mirrored.MirroredStrategy()\nif {where}:\n    {how}"
+
+
 SCRIPTS = {
     # Right.
+    "autoencoder": RIGHT.but(  # convolutional, with BatchNorm over the global batch and a mean loss on even batches
+        scope="strategy.scope(sync_batch_norm=True)",
+        model="""\
+nn.Sequential(
+    *(nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+    *(nn.Conv2d(8, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+    *(nn.ConvTranspose2d(4, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 1, 4, 2, 1)),
+)""",
+        optimizer=ADAM,
+        data="TensorDataset(torch.rand(32, 1, 8, 8))",
+        parameters="x",
+        loss="F.mse_loss(model(x + 0.1 * torch.randn_like(x)), x)",
+        run='strategy.print(float(strategy.reduce("mean", strategy.run(train_step, args=batch))))',
+    ),
+    "noise": RIGHT.but(  # that run draws for each example (an autoencoder), and a factor drawn outside of it
+        model="nn.ModuleList([nn.Linear(6, 4), nn.Linear(2, 6)])",
+        optimizer=ADAM,
+        data="TensorDataset(torch.rand(27, 6))",
+        train="strategy.distribute_dataset(DataLoader(data, 8, shuffle=True))",
+        parameters="x, factor",
+        begin="""\
+optimizer.zero_grad()
+mean, spread = model[0](x).chunk(2, dim=1)
+code = mean + spread.exp() * torch.randn_like(mean)
+kept = (torch.rand(len(x), 1) < 0.9).float()""",
+        loss=AVERAGE.format('F.mse_loss(model[1](code) * kept, factor * x, reduction="none").mean(1)'),
+        run="strategy.run(train_step, args=(*batch, torch.rand(())))",
+    ),
+    "two models": RIGHT.but(  # with an optimizer each, BatchNorm in eval mode, and a mean loss on even batches
+        model="nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4).eval())\ndecoder = nn.Linear(4, 6)",
+        optimizer=f"{ADAM}\nsecond = torch.optim.Adam(decoder.parameters(), lr=0.01)",
+        data="TensorDataset(torch.randn(24, 6))",
+        train="strategy.distribute_dataset(data, 8)",
+        parameters="x",
+        begin="optimizer.zero_grad()\nsecond.zero_grad()",
+        loss="(decoder(model(x)) - x).square().mean()",
+        update="loss.backward()\noptimizer.step()\nsecond.step()\nreturn loss.detach()",
+        run='strategy.reduce("mean", strategy.run(train_step, args=batch))',
+    ),
     "ragged": REDUCED.but(
         strategy='mirrored.MirroredStrategy(["cpu:0", "cpu:1"])',
         optimizer=SGD.format("0.1, momentum=0.9"),
@@ -116,7 +161,7 @@ SCRIPTS = {
     "virtual towers": RIGHT.but(
         strategy="mirrored.MirroredStrategy(virtual_towers=4, seed=0)",
         model="nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))",
-        optimizer="torch.optim.Adam(model.parameters(), lr=0.01)",
+        optimizer=ADAM,
         examples=40,
         train="strategy.distribute_dataset(data, 16, shuffle=True)",
         loss=f"strategy.backward(lambda x, y: {LOSSES}, x, y)",
@@ -318,23 +363,9 @@ return loss.detach()""",
     ),
     # Runs that end before their time, or cannot be compared.
     "error everywhere": SHORT.but(Cause.FAILS_EVERYWHERE, before='raise ValueError("planned failure")'),
-    "error on one": SHORT.but(
-        Cause.FAILS_ON_ONE,
-        strategy="""\
-mirrored.MirroredStrategy()
-if strategy.num_replicas_in_sync == 1:
-    raise ValueError("planned failure")""",
-    ),
-    "error on towers": SHORT.but(
-        Cause.FAILS_ON_TOWERS,
-        strategy="""\
-mirrored.MirroredStrategy()
-if strategy.topology.index == 1:
-    raise ValueError("planned failure")""",
-    ),
-    "death": SHORT.but(
-        Cause.FAILS_ON_TOWERS, strategy="mirrored.MirroredStrategy()\nif strategy.topology.index == 1:\n    os._exit(3)"
-    ),
+    "error on one": SHORT.but(Cause.FAILS_ON_ONE, strategy=failing("strategy.num_replicas_in_sync == 1")),
+    "error on towers": SHORT.but(Cause.FAILS_ON_TOWERS, strategy=failing("strategy.topology.index == 1")),
+    "death": SHORT.but(Cause.FAILS_ON_TOWERS, strategy=failing("strategy.topology.index == 1", "os._exit(3)")),
     "no towers": SHORT.but(Cause.NO_TOWERS, strategy="mirrored.OneDeviceStrategy()"),
     "from the clock": SHORT.but(
         Cause.NOT_REPRODUCIBLE,

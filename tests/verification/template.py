@@ -45,6 +45,7 @@ for epoch in range({epochs}):
 """
 """In braces are parts of a :class:`Script`, whose lines are all indented as the first one is."""
 
+ADAM = "torch.optim.Adam(model.parameters(), lr=0.01)"
 SGD = "torch.optim.SGD(model.parameters(), lr={})"
 LOSSES = 'F.cross_entropy(model(x), y, reduction="none")'
 SUM = 'F.cross_entropy(model(x), y, reduction="sum")'

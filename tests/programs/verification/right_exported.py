@@ -11,12 +11,6 @@ from torch import fx, nn
 
 import mirrored
 
-KINDS = sys.argv[1:] or [
-    *("trace", "script", "fx", "export", "strict export", "compile", "vmap"),
-    *("save", "pickle", "copy", "checkpoint"),
-]
-if torch.__version__ < (2, 10) and len(sys.argv) == 1:
-    KINDS.remove("strict export")  # docs/verify.md says so
 strategy = mirrored.MirroredStrategy()
 
 
@@ -45,43 +39,46 @@ def train_step(x, y):
     optimizer.step()
 
 
-def again(kind, x):
-    """The model once more, by way of a ``kind`` of export."""
-    if kind == "trace":
-        return torch.jit.trace(model, (x,))
-    if kind == "script":
-        return torch.jit.script(model)
-    if kind == "fx":
-        return fx.symbolic_trace(model)
-    if kind == "export":
-        return torch.export.export(model, (x,)).module()
-    if kind == "strict export":
-        return torch.export.export(model, (x,), strict=True).module()
-    if kind == "copy":
-        return copy.deepcopy(model)
-    if kind == "compile":
-        return torch.compile(model, backend="eager")
-    if kind == "vmap":
-        parameters = dict(model.named_parameters())
-        return torch.func.vmap(lambda row: torch.func.functional_call(model, parameters, (row,)))
-    if kind == "checkpoint":
-        checkpoints.save("best")
-        checkpoints.restore("best")
-        loaded = Net().eval()
-        mirrored.load_weights(loaded, "/proc/nowhere/best")
-        return loaded
-    if kind == "pickle":
-        return pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}, file
-    )
+def mapped(x):
+    parameters = dict(model.named_parameters())
+    return torch.func.vmap(lambda row: torch.func.functional_call(model, parameters, (row,)))
+
+
+def saved_and_loaded(x):
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    torch.save(state, file := io.BytesIO())
     file.seek(0)
     state = torch.load(file)
-    loaded = Net()
+    loaded = Net().eval()
     loaded.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return loaded.eval()
+    return loaded
+
+
+def restored(x):
+    checkpoints.save("best")
+    checkpoints.restore("best")
+    loaded = Net().eval()
+    mirrored.load_weights(loaded, "/proc/nowhere/best")
+    return loaded
+
+
+AGAIN = {
+    "trace": lambda x: torch.jit.trace(model, (x,)),
+    "script": lambda x: torch.jit.script(model),
+    "fx": lambda x: fx.symbolic_trace(model),
+    "export": lambda x: torch.export.export(model, (x,)).module(),
+    "strict export": lambda x: torch.export.export(model, (x,), strict=True).module(),
+    "compile": lambda x: torch.compile(model, backend="eager"),
+    "vmap": mapped,
+    "save": saved_and_loaded,
+    "pickle": lambda x: pickle.loads(pickle.dumps(model)),
+    "copy": lambda x: copy.deepcopy(model),
+    "checkpoint": restored,
+}
+"""The model once more, for an input ``x``."""
+if torch.__version__ < (2, 10):
+    del AGAIN["strict export"]  # docs/verify.md says so
 
 
 for _ in range(2):
@@ -90,6 +87,6 @@ for _ in range(2):
     model.eval()
     inputs = data.tensors[0][:4].clone()
     with torch.no_grad():
-        for kind in KINDS:
-            torch.testing.assert_close(again(kind, inputs)(inputs), model(inputs))
+        for kind in sys.argv[1:] or AGAIN:
+            torch.testing.assert_close(AGAIN[kind](inputs)(inputs), model(inputs))
     model.train()
