@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
 import re
 import subprocess
@@ -13,7 +11,8 @@ import time
 
 from tests.faults.faults import DEATHS, Fault
 from tests.faults.play import PROGRAM
-from tests.support.clusters import free_ports
+from tests.support.clusters import free_ports, tf_configs
+from tests.support.jobs import start_program
 from tests.support.waiting import HANG
 
 STARTERS = ("mirrored run", "launch", "torchrun", "TF_CONFIG")
@@ -44,16 +43,8 @@ def _play(starter: str, fault: Fault) -> tuple[float, list[int], list[str]]:
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place, "run")
         words = [*PROGRAM, str(folder), "--deadline", "60", "--fault", str(fault)]
-        jobs = [
-            subprocess.Popen(
-                [sys.executable, *command],
-                env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for command, variables in _commands(starter, words)
-        ]
+        commands = _commands(starter, words)
+        jobs = [start_program(words, env=variables, stdout=subprocess.DEVNULL) for words, variables in commands]
         errors = [job.communicate(timeout=HANG)[1] for job in jobs]
         ended = time.time()
         begun = pathlib.Path(f"{folder}.fault")
@@ -70,6 +61,5 @@ def _commands(starter: str, words: list[str]) -> list[tuple[list[str], dict[str,
         return [([*told, "--launch", "3"], {})]
     if starter == "torchrun":
         return [(["-m", "torch.distributed.run", "--nproc-per-node", "3", *told], {})]
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    configs = [{"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}} for index in (0, 1)]
-    return [([*words, "--towers", str(2 - i)], {"TF_CONFIG": json.dumps(config)}) for i, config in enumerate(configs)]
+    configs = tf_configs([f"127.0.0.1:{port}" for port in free_ports(2)])
+    return [([*words, "--towers", str(2 - i)], {"TF_CONFIG": config}) for i, config in enumerate(configs)]

@@ -15,6 +15,7 @@ from tests.faults.faults import PHASES, Fault
 from tests.faults.play import PROGRAM, differences, launched, play
 from tests.support.clusters import start_workers
 from tests.support.commands import Command, start_command
+from tests.support.jobs import end_of
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
@@ -76,8 +77,7 @@ def test_told_to_end_it_finishes_the_step_and_saves(tmp_path: pathlib.Path, towe
     process = start(towers, tmp_path / "run", "--fault", f"until told:forward:{towers - 1}:5", "--every", "100")
     wait_until((tmp_path / "run.fault").exists)
     process.send_signal(signal.SIGTERM if towers == 2 else signal.SIGINT)
-    output, errors = process.communicate()
-    assert process.returncode == 75, errors
+    output, errors = end_of(process, 75)
     assert not output
     (saved,) = (tmp_path / "run").glob("step-*")
     step = int(saved.name[5:])

@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import make_data, make_mlp, parameters_of, towers
+from tests.support.children import in_a_child
+from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG
 from towers.health.deadlock import Beat, find_cycle
 from towers.health.peers import Status, Wait
 
 pytestmark = pytest.mark.slow
-
-BACKENDS: dict[str, dict[str, Any]] = {
-    "shared memory": {},
-    "gloo": {"communication": mirrored.CommunicationOptions(implementation="gloo")},
-    "sharded": {"shard_optimizer": True},
-}
 
 
 class Training:
@@ -109,7 +103,7 @@ MISTAKES: dict[str, tuple[Callable[[Training], None], str]] = {
 
 
 def make_a_mistake(name: str, backend: str) -> None:
-    MISTAKES[name][0](Training(mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **BACKENDS[backend])))
+    MISTAKES[name][0](Training(mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **SETTINGS[backend])))
 
 
 CASES = [(name, "shared memory") for name in MISTAKES]
@@ -168,15 +162,14 @@ def test_towers_that_can_go_on_are_left_alone() -> None:
     assert find_cycle(waits, waits) is None  # no heartbeat since: stopped
     assert find_cycle(waits, later(t1=beat_of(2, None, a=4, b=3))) is None  # it computes
     assert find_cycle(waits, later(t1=beat_of(2, ("b", 4), a=4, b=4))) is None  # it has gone on
-    assert (
-        find_cycle(waits, later(t1=beat_of(2, ("a", 5), a=5, b=2))) is None
-    )  # both wait for the third, which computes
+    both_for_the_third = beat_of(2, ("a", 5), a=5, b=2)
+    assert find_cycle(waits, later(t1=both_for_the_third)) is None  # which computes
     assert find_cycle(waits, later(t1=beat_of(2, ("b", 3), b=3))) is None  # nothing is known of its part in "a"
 
 
 def catch_and_go_on(backend: str, inside: bool) -> None:
     """The last tower's backward fails in a hook, the script catches it and goes on with the next batch."""
-    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **BACKENDS[backend])
+    strategy = mirrored.MirroredStrategy(seed=0, mirror_check_interval=None, **SETTINGS[backend])
     job = Training(strategy)
 
     def fail(_: Tensor) -> None:
@@ -200,7 +193,7 @@ def catch_and_go_on(backend: str, inside: bool) -> None:
         strategy.reduce("sum", 1.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SETTINGS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_exception_in_backward_that_a_script_catches_ends_all(backend: str, inside: bool) -> None:
     words = "out of step|tower 1 broke off|ended in an exception|deadlock|ended while"
@@ -210,33 +203,21 @@ def test_an_exception_in_backward_that_a_script_catches_ends_all(backend: str, i
 
 def train_beside_a_fork(backend: str) -> tuple[str, list[Tensor]]:
     """A forked child calls backward() between two steps, also with gradients of the last step in place."""
-    job = Training(mirrored.MirroredStrategy(seed=0, **BACKENDS[backend]))
+    job = Training(mirrored.MirroredStrategy(seed=0, **SETTINGS[backend]))
     said = ""
     for number, batch in enumerate(job.data, start=1):
         if number == 3:
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                try:
-                    job.model(batch[0]).sum().backward()
-                    os.write(writer, b"nothing was raised")
-                except RuntimeError as error:
-                    os.write(writer, f"{type(error).__name__}: {error}".encode())
-                finally:
-                    os._exit(0)
-            os.close(writer)
-            os.waitpid(child, 0)
-            said = os.read(reader, 1000).decode()
+            said = in_a_child(lambda: job.model(batch[0]).sum().backward())  # noqa: B023
             assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in job.model.parameters())
         job.strategy.run(job.step, args=batch)
     return said, parameters_of(job.model)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SETTINGS)
 def test_a_backward_of_a_forked_child_is_refused_and_does_no_harm(backend: str) -> None:
     expected = towers(train_undisturbed, count=1)[0]
     for said, parameters in mirrored.launch(train_beside_a_fork, (backend,), towers=2, timeout=HANG):
-        assert said.startswith("ForkedError: a collective (backward() of a mirrored model")
+        assert "ForkedError: a collective (backward() of a mirrored model" in said
         for a, b in zip(parameters, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

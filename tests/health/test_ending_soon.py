@@ -1,11 +1,13 @@
-"""How soon a tower that has failed ends."""
+"""How soon a tower that has failed ends, and processes that others hold up: agents, and towers with groups to leave."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import pathlib
+import shlex
 import signal
+import subprocess
 import sys
 import threading
 
@@ -14,15 +16,14 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.stopping import StopSignals
-from tests.support.jobs import towers
+from tests.support.jobs import ROOT, run_program, towers
 from tests.support.patience import patient_launch
-from tests.support.waiting import forever
+from tests.support.waiting import HANG, forever
 from towers.health import failure
+from towers.launching.job import Job, agent_command
 
 
-def test_threads_of_a_failed_tower_have_less_time_than_the_end_of_its_interpreter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_threads_of_a_failed_tower_have_less_time_than_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, at_exit, now = [], [], [100.0]
     monkeypatch.setattr(failure.faulthandler, "dump_traceback_later", lambda seconds, **_: asked.append(seconds))
     monkeypatch.setattr(failure.atexit, "register", at_exit.append)
@@ -59,10 +60,7 @@ def test_a_consequence_waits_for_the_launcher_unless_that_has_told_it_to_end(mon
     waited: list[float] = []
     monkeypatch.setattr(failure.clock, "sleep", waited.append)
     for told in (False, True):
-        with (
-            contextlib.suppress(mirrored.PeerLostError),
-            StopSignals([signal.SIGUSR1], 30.0),
-        ):
+        with contextlib.suppress(mirrored.PeerLostError), StopSignals([signal.SIGUSR1], 30.0):
             if told:
                 signal.raise_signal(signal.SIGUSR1)
             raise (error := mirrored.PeerLostError("gone"))
@@ -76,7 +74,6 @@ def test_a_report_says_when_the_exception_came(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(failure.clock, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     assert failure._report(mirrored.PeerLostError("gone"), str(tmp_path / "report"))
     report = failure.FailureReport.read(tmp_path / "report")
-    assert report is not None
     assert (report.time, report.consequence, now) == (1000.0, True, [1002.0])
 
 
@@ -85,10 +82,7 @@ def test_a_report_says_when_the_exception_came(monkeypatch: pytest.MonkeyPatch, 
     [
         (mirrored.PeerLostError("gone"), True),
         (torch.distributed.DistNetworkError("Broken pipe"), True),
-        (
-            RuntimeError("[/pytorch/third_party/gloo/transport/tcp/pair.cc:5] Connection closed by peer"),
-            True,
-        ),
+        (RuntimeError("[/pytorch/third_party/gloo/transport/tcp/pair.cc:5] Connection closed by peer"), True),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
         (RuntimeError("Caught ConnectionResetError in DataLoader worker process 0.\nConnection reset by peer"), False),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), False),
@@ -109,3 +103,62 @@ def test_a_stuck_tower_of_launch_ends_so_that_the_others_see_it() -> None:
     with patient_launch(), pytest.raises(mirrored.TowerFailedError, match="ValueError: boom") as caught:
         towers(raise_beside_a_thread)
     assert {failed.tower: failed.consequence for failed in caught.value.failures} == {0: True, 1: False}
+
+
+LEAVING = """
+import threading
+from torch.distributed import TCPStore
+from towers.launching.agent import leave
+
+store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+
+def ask() -> None:
+    while True:
+        store.check(["failure"])
+        asked.release()
+
+asked = threading.Semaphore(0)
+for _ in range(4):
+    threading.Thread(target=ask, daemon=True).start()
+for _ in range(100):
+    asked.acquire()
+print("last words", flush=False)
+leave(3)
+"""
+
+
+@pytest.mark.slow
+def test_threads_in_a_store_do_not_abort_an_agent_that_ends() -> None:
+    """With ``sys.exit`` in the place of ``leave`` this is exit code 134 in five of five runs."""
+    result = run_program(["-c", LEAVING])
+    assert (result.returncode, result.stdout, result.stderr) == (3, "last words\n", "")
+
+
+SAID = "towers: the process groups could not be destroyed within 0 s"
+ENDS = {
+    "raise ValueError('boom')": (1, "ValueError: boom"),
+    "raise KeyboardInterrupt": (130, "KeyboardInterrupt"),
+    "": (0, SAID),
+    "sys.exit(3)": (3, SAID),
+    "sys.exit('no data')": (1, SAID),
+    "communicator.health.exit_code = 75": (75, SAID),
+}
+
+
+@pytest.mark.slow
+def test_a_tower_that_cannot_shut_down_its_groups_ends(tmp_path: pathlib.Path) -> None:
+    """NCCL, whose groups wait for other towers, is played by what sleeps; one program plays all ends."""
+    result = run_program([str(ROOT / "tests" / "programs" / "shutdowns.py"), str(tmp_path), *ENDS], timeout=HANG)
+    ends = {}
+    for number, (how, code) in enumerate(zip(ENDS, result.stdout.split(), strict=True)):
+        assert (tmp_path / f"{number}.out").read_text() == "last words\n", how
+        last = (tmp_path / f"{number}.err").read_text().splitlines()[-1]
+        ends[how] = (int(code), last[: len(ENDS[how][1])])
+    assert ends == ENDS
+
+
+@pytest.mark.slow
+def test_a_job_that_nobody_listens_to_ends_well() -> None:
+    """Its starter has closed its outputs, as some schedulers do."""
+    command = shlex.join(agent_command(Job(1), [sys.executable, "-c", "import sys"]))
+    assert subprocess.run(["sh", "-c", f"exec {command} >&- 2>&-"], timeout=HANG).returncode == 0

@@ -21,21 +21,27 @@ from tests.support.waiting import HANG, wait_until
 pytestmark = pytest.mark.slow
 
 HERE = "in step 3, in the step's function"
+BOOM = f"towers: tower 1 failed {HERE}: ValueError: boom"
+EARLY = "tower 1 ended with exit code"
 RESET = "Connection reset by peer"
 
 
 @pytest.mark.parametrize(
     ("towers", "words", "code", "last"),
     [
-        (3, "raise 1 3 forward", 1, f"towers: tower 1 failed {HERE}: ValueError: boom"),
+        (3, "raise 1 3 forward", 1, BOOM),
         (2, "raise 0 2 data", 1, "towers: tower 0 failed after step 2, loading data: ValueError: boom"),
         (2, "die 1 3 optimizer", 137, "towers: tower 1 was ended by SIGKILL in step 3, optimizer.step()"),
+        (2, "exit0 1 3 forward", 1, f"towers: first of all, {EARLY} 0 {HERE}, while others went on"),
+        (2, "exit75 1 3 forward", 1, f"towers: {EARLY} 75 {HERE}, and others did not, so nothing was saved together"),
+        # An exception ends all, whatever else the tower still does.
+        *((2, f"{how} 1 3 forward", 1, BOOM) for how in ("thread", "pool", "atexit")),
+        (2, "text 1 3 forward", 1, f"towers: tower 1 failed {HERE}: NoText: (its text cannot be had: RuntimeError)"),
     ],
 )
 @pytest.mark.row(42)
 def test_the_last_line_names_the_tower_and_its_place(towers: int, words: str, code: int, last: str) -> None:
-    result, _ = unwell(towers, *words.split())
-    assert result.returncode == code
+    result, _ = unwell(towers, *words.split(), code=code)
     assert result.stderr.splitlines()[-1] == last
 
 
@@ -65,9 +71,11 @@ def test_launch_says_where_a_killed_tower_was() -> None:
 @pytest.mark.parametrize(
     ("tower", "words", "end"),
     [
-        (0, "raise 0 3 forward", "failed in step 3, in the step's function: ValueError: boom"),
-        (1, "die 1 3 forward", "was ended by SIGKILL in step 3, in the step's function"),
+        (0, "raise 0 3 forward", f"failed {HERE}: ValueError: boom"),
+        (1, "die 1 3 forward", f"was ended by SIGKILL {HERE}"),
         (1, "reset 1 2 data", f"failed after step 2, loading data: ConnectionResetError: [Errno 104] {RESET}"),
+        (1, "exit0 1 3 forward", f"ended with exit code 0 {HERE}"),
+        (1, "exit75 1 3 forward", f"ended with exit code 75 {HERE}"),
     ],
 )
 def test_every_worker_names_the_tower_that_failed_first(tower: int, words: str, end: str) -> None:
@@ -75,47 +83,19 @@ def test_every_worker_names_the_tower_that_failed_first(tower: int, words: str, 
     errors = [process.communicate(timeout=HANG)[1] for process in processes]
     for error in errors:
         assert f"tower {tower} on {socket.gethostname()} (worker {tower}) {end}" in error.splitlines()[-1]
-    assert 0 not in [process.returncode for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [1, 1] if words.startswith("exit") else 0 not in codes, errors
 
 
-@pytest.mark.parametrize("how", ["thread", "pool", "atexit", "disk", "text"])
-def test_an_exception_ends_all_whatever_the_tower_still_does(how: str) -> None:
-    result, _ = unwell(2, how, "1", "3", "forward")
-    assert result.returncode == 1
-    what = "NoText: (its text cannot be had: RuntimeError)" if how == "text" else "ValueError: boom"
-    if how == "disk":  # the report could not be written: the tower has printed it itself
-        assert re.search(rf"^\[tower 1\] .*{what}$", result.stderr, re.MULTILINE)
-        assert result.stderr.splitlines()[-1] == f"towers: tower 1 ended with exit code 1 {HERE}"
-    else:
-        assert result.stderr.splitlines()[-1] == f"towers: tower 1 failed {HERE}: {what}"
+def test_an_exception_whose_report_cannot_be_written_is_printed_by_its_tower() -> None:
+    result, _ = unwell(2, "disk", "1", "3", "forward")
+    assert re.search(r"^\[tower 1\] .*ValueError: boom$", result.stderr, re.MULTILINE)
+    assert result.stderr.splitlines()[-1] == f"towers: {EARLY} 1 {HERE}"
 
 
 def test_an_exception_ends_a_stuck_tower_of_the_users_torchrun() -> None:
     result, _ = unwell(2, "thread", "1", "3", "forward", starter=TORCHRUN)
-    assert result.returncode == 1
-    assert "ValueError: boom" in result.stderr
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_a_tower_that_ends_early_is_named(code: int) -> None:
-    result, _ = unwell(2, f"exit{code}", "1", "3", "forward")
-    assert result.returncode == 1
-    last = result.stderr.splitlines()[-1]
-    if code == 0:
-        assert last == f"towers: first of all, tower 1 ended with exit code 0 {HERE}, while others went on"
-    else:
-        nothing = "and others did not, so nothing was saved together"
-        assert last == f"towers: tower 1 ended with exit code 75 {HERE}, {nothing}"
-
-
-@pytest.mark.parametrize("code", [0, 75])
-def test_every_worker_fails_when_a_tower_ends_early(code: int) -> None:
-    workers = start_workers(UNWELL, f"exit{code}", "1", "3", "forward")
-    errors = [worker.communicate(timeout=HANG)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [1, 1], errors
-    name = f"tower 1 on {socket.gethostname()} (worker 1) ended with exit code {code} {HERE}"
-    for error in errors:
-        assert name in error.splitlines()[-1]
+    assert "ValueError: boom" in result.stderr[result.stderr.index("Root Cause") :]
 
 
 def has_ended(process: int) -> bool:
@@ -127,7 +107,7 @@ def has_ended(process: int) -> bool:
 
 
 def test_what_a_tower_has_started_ends_with_the_job() -> None:
-    result, _ = unwell(2, "child", "1", "3", "forward")
+    result, _ = unwell(2, "child", "1", "3", "forward", code=137)
     child = re.search(r"child (\d+)", result.stderr)
     assert child
     wait_until(lambda: has_ended(int(child[1])))
@@ -143,8 +123,7 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
         "if strategy.is_chief:\n"
         "    strategy.reduce('sum', 1)\n"
     )
-    result = run_program([str(script)])
-    assert result.returncode == 1
+    result = run_program([str(script)], code=1)
     last = result.stderr.splitlines()[-1]
     assert last.startswith(
         "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.commands import start_command
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, start_program
 from tests.support.prefetching import told_to_end
 from tests.support.unwell import unwell
 from tests.support.waiting import wait_until
@@ -36,7 +34,7 @@ TOLD = str(ROOT / "tests" / "programs" / "told.py")
     ],
 )
 def test_a_job_ends_soon_after_a_tower_has(words: str, limit: float, promise: Promise) -> None:
-    result, took = unwell(3, *words.split())
+    result, took = unwell(3, *words.split(), code=None)
     assert result.returncode != 0
     promise(took, limit)
 
@@ -72,9 +70,7 @@ def test_a_job_that_has_saved_ends_soon_though_a_pool_of_each_tower_goes_on(
 
 
 def test_towers_end_soon_after_the_death_of_their_torchrun(promise: Promise) -> None:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    process = start_program(["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"])
     towers = [int(word) for word in process.stdout.readline().split()]
     began = time.monotonic()
     process.kill()

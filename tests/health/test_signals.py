@@ -8,21 +8,21 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.commands import Command, command_line, start_command
-from tests.support.jobs import ROOT
-from tests.support.prefetching import told_to_end
+from tests.support.jobs import ROOT, end_of, start_program
+from tests.support.prefetching import PREFETCHES, told_to_end, wait_for_line
+from tests.support.sockets import family
 from tests.support.waiting import HANG, wait_until
 from towers.health.failure import EXIT_PREEMPTED
 
 pytestmark = pytest.mark.slow
 
+WAITS = str(ROOT / "tests" / "programs" / "waits.py")
 TOLD = str(ROOT / "tests" / "programs" / "told.py")
 Told = tuple[Command, list[int]]
 
@@ -39,25 +39,20 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
 
 
 @pytest.mark.parametrize("told", ["agree"], indirect=True)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_towers_that_are_told_to_end_may_save(told: Told, number: signal.Signals) -> None:
-    process, _ = told
-    process.send_signal(number)
-    out, error = process.communicate(timeout=HANG)
-    assert out.splitlines() == ["saved"]
-    assert process.returncode == EXIT_PREEMPTED
-    said = rf"towers: preempted by {number.name}: the towers ended after step \d+, with exit code 75"
-    assert re.fullmatch(said, error.splitlines()[-1])
-
-
-@pytest.mark.parametrize("told", ["agree"], indirect=True)
-def test_a_tower_that_alone_is_told_takes_the_others_along(told: Told) -> None:
+@pytest.mark.parametrize(
+    ("tower", "number", "said"),
+    [
+        (None, signal.SIGTERM, r"by SIGTERM: the towers ended after step \d+, with exit code 75"),
+        (None, signal.SIGINT, r"by SIGINT: the towers ended after step \d+, with exit code 75"),
+        (1, signal.SIGTERM, ": .*"),  # which takes the others along
+    ],
+)
+def test_towers_that_are_told_to_end_may_save(told: Told, tower: int | None, number: signal.Signals, said: str) -> None:
     process, ids = told
-    os.kill(ids[1], signal.SIGTERM)
-    out, error = process.communicate(timeout=HANG)
+    os.kill(process.pid if tower is None else ids[tower], number)
+    out, error = end_of(process, EXIT_PREEMPTED)
     assert out.splitlines() == ["saved"]
-    assert process.returncode == EXIT_PREEMPTED
-    assert re.fullmatch(r"towers: preempted: .*", error.splitlines()[-1])
+    assert re.fullmatch(f"towers: preempted ?{said}", error.splitlines()[-1])
 
 
 @pytest.mark.parametrize("told", ["stubborn"], indirect=True)
@@ -67,27 +62,15 @@ def test_a_second_signal_ends_all_at_once(told: Told) -> None:
     assert process.stdout.readline() == "told\n"
     assert process.poll() is None
     process.terminate()
-    process.communicate(timeout=HANG)
-    assert process.returncode == -signal.SIGTERM
+    end_of(process, -signal.SIGTERM)
     wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in ids))
 
 
 @pytest.mark.parametrize("told", ["stubborn-fail"], indirect=True)
 def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     process, _ = told
-    _, error = process.communicate(timeout=HANG)
-    assert process.returncode == 1
+    _, error = end_of(process, 1)
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
-
-
-def test_towers_of_a_killed_torchrun_end() -> None:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", TOLD, "stubborn"]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    towers = [int(word) for word in process.stdout.readline().split()]
-    process.kill()
-    process.wait()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
 
 
 @pytest.fixture
@@ -102,13 +85,12 @@ def test_a_program_that_launches_passes_signals_on(
     saves: bool, tmp_path: pathlib.Path, short_path: pathlib.Path
 ) -> None:
     folder, temporary = tmp_path / "run", short_path
-    words = [str(ROOT / "tests" / "programs" / "told_launch.py"), str(folder) if saves else "none"]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
-    assert process.stdout is not None
-    towers = [int(word) for word in process.stdout.readline().split()]
+    words = [PREFETCHES, str(folder), "nothing", "nowhere", "launch"] if saves else [WAITS, "launch"]
+    process = start_program(words, env={"TMPDIR": str(temporary)})
+    wait_for_line(process.stdout, "step 3\n" if saves else "ready\n")
+    towers = family(process.pid)[1:]
     process.terminate()
-    assert process.wait(HANG) == (EXIT_PREEMPTED if saves else -signal.SIGTERM)
+    end_of(process, EXIT_PREEMPTED if saves else -signal.SIGTERM)
     wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
     assert not list(temporary.glob("towers-*"))
     assert saves == any(folder.glob("step-*"))
@@ -154,14 +136,13 @@ def _in_a_terminal(terminal: str, *words: str) -> int | None:
 def test_a_closed_terminal_lets_the_towers_save(tmp_path: pathlib.Path) -> None:
     """The program has a terminal of its own, which is closed while it trains."""
     ours, theirs = pty.openpty()
-    program = str(ROOT / "tests" / "programs" / "until_told.py")
-    process = Command(_in_a_terminal, os.ttyname(theirs), "mirrored", "run", "--towers", "2", program, str(tmp_path))
+    words = ["mirrored", "run", "--towers", "2", PREFETCHES, str(tmp_path), "nothing", "nowhere"]
+    process = Command(_in_a_terminal, os.ttyname(theirs), *words)
     said = b""
     while b"step 3" not in said:
         assert select.select([ours], [], [], HANG)[0], said
         said += os.read(ours, 1000)
     os.close(theirs)
     os.close(ours)
-    process.communicate(timeout=HANG)
-    assert process.returncode == EXIT_PREEMPTED
+    end_of(process, EXIT_PREEMPTED)
     assert list(tmp_path.glob("step-*"))

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 
 def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     result, _ = unwell(3, "stop", "1", "3", "forward", "timeout_seconds=3")
-    assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
     assert re.search(r"tower 1 has sent no heartbeat for \d+ s \(stopped, or its host is gone\)", last)
@@ -168,15 +167,5 @@ def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text
 
 def test_under_the_users_torchrun_the_others_say_where_it_hangs() -> None:
     result, _ = unwell(2, "sleep", "1", "3", "forward", "timeout_seconds=2", starter=TORCHRUN)
-    assert result.returncode == 1
     assert re.search(r"; tower 1 is in step 3, in the step's function, for \d+ s\. ", result.stderr)
     assert "forever()" in result.stderr
-
-
-@pytest.mark.parametrize(("seconds", "good"), [(0, False), (math.nan, False), (math.inf, True), (5, True)])
-def test_the_step_deadline_may_be_infinite(seconds: float, good: bool) -> None:
-    if good:
-        mirrored.CommunicationOptions(step_timeout_seconds=seconds)
-        return
-    with pytest.raises(ValueError, match="step_timeout_seconds is .* \\(math.inf: no limit\\)"):
-        mirrored.CommunicationOptions(step_timeout_seconds=seconds)

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 
 from tests.support.commands import start_command
-from tests.support.waiting import HANG
+from tests.support.jobs import end_of
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
 from towers.launching import play_cluster
@@ -25,7 +25,6 @@ def test_a_second_attempt_finds_nothing_of_the_first(tmp_path: pathlib.Path) -> 
     FailureReport.of(ValueError("boom")).write(variables[ERROR_FILE])
     StatusRecord(variables[STATUS_RECORD], create=True)
     report = first.report_of(0)
-    assert report is not None
     assert report.text == "ValueError: boom"
     assert first.status_of(0) is not None
     assert second.report_of(0) is second.status_of(0) is None
@@ -63,8 +62,7 @@ def test_a_cluster_that_is_told_to_end_lets_its_workers_save(tmp_path: pathlib.P
     lines = {process.stdout.readline(), process.stdout.readline()}
     assert lines == {"ready\n", "[worker 1] ready\n"}
     process.terminate()
-    process.communicate(timeout=HANG)
-    assert process.returncode == EXIT_PREEMPTED
+    end_of(process, EXIT_PREEMPTED)
 
 
 STUBBORN = """

@@ -34,7 +34,6 @@ def test_killed_agents_leave_nothing_after_a_new_start(tmp_path: pathlib.Path) -
     environment = {"TMPDIR": str(tmp_path)}
     for _ in range(2):
         job = start_program([*words, "wait"], env=environment)
-        assert job.stdout is not None
         tower = json.loads(job.stdout.readline())["pid"]
         job.kill()
         wait_until(lambda tower=tower: not os.path.exists(f"/proc/{tower}"))  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 
 import pytest
 import torch
 
 import mirrored
-from tests.support.jobs import ROOT, run_program
+from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import HANG, forever, wait_until
 from towers import launch
 
@@ -43,17 +45,21 @@ def test_results_come_in_tower_order_and_by_value() -> None:
     assert tensor.tolist() == [1, 1]
 
 
-def environment(name: str) -> str | None:
-    return os.environ.get(name)
-
-
 def test_the_callers_environment_is_the_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_VARIABLE", "first")
-    assert launch(environment, ("A_VARIABLE",)) == ["first", "first"]
-    monkeypatch.setenv("A_VARIABLE", "second")
-    assert launch(environment, ("A_VARIABLE",)) == ["second", "second"]
-    monkeypatch.delenv("A_VARIABLE")
-    assert launch(environment, ("A_VARIABLE",)) == [None, None]
+    for text in ("first", "second", None):
+        monkeypatch.setenv("A_VARIABLE", text) if text else monkeypatch.delenv("A_VARIABLE")
+        assert launch(os.getenv, ("A_VARIABLE",)) == [text, text]
+
+
+@contextlib.contextmanager
+def start_method(name: str | None) -> Iterator[None]:
+    """Inside, processes are started so."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(name, force=True)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def load_with_a_worker() -> tuple[str, list[int]]:
@@ -63,12 +69,8 @@ def load_with_a_worker() -> tuple[str, list[int]]:
 
 def test_loader_workers_start_as_the_callers_would() -> None:
     """From a fork server of each tower's own they would take seconds to come, and not take what does not pickle."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("fork", force=True)
-    try:
+    with start_method("fork"):
         assert launch(load_with_a_worker) == [("fork", [0, 1, 4])] * 2
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
 
 def decide_on_a_start_method() -> str:
@@ -77,14 +79,10 @@ def decide_on_a_start_method() -> str:
 
 
 def test_towers_of_a_caller_without_a_start_method_have_none_either() -> None:
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
-    try:
+    with start_method(None):
         for _ in range(2):
             assert launch(decide_on_a_start_method) == ["spawn", "spawn"]
             assert multiprocessing.get_start_method(allow_none=True) is None
-    finally:
-        multiprocessing.set_start_method(before, force=True)
 
 
 def fail_on(which: int, how: str) -> int:
@@ -115,7 +113,7 @@ def test_the_failing_towers_traceback(how: str, words: str) -> None:
         assert "raise KeyError" in str(error)
 
 
-def lose_a_peer(strategy: mirrored.Strategy | None = None) -> None:
+def lose_a_peer() -> None:
     strategy = mirrored.MirroredStrategy()
     if tower() == 1:
         raise ValueError("the first cause")
@@ -131,12 +129,9 @@ def test_the_first_cause_is_told_not_its_consequences() -> None:
     assert all(failure.consequence for failure in others)
 
 
-def test_a_job_that_takes_too_long_is_ended() -> None:
+def test_a_job_has_a_time_limit_or_none() -> None:
     with pytest.raises(mirrored.TowerFailedError, match=r"not done after 1 s \(not done: towers 0, 1\)"):
         launch(forever, timeout=1)
-
-
-def test_a_job_may_have_no_time_limit() -> None:
     assert launch(tower, timeout=float("inf")) == [0, 1]
 
 
@@ -238,9 +233,7 @@ def test_nothing_is_left_running(number: int, tmp_path: pathlib.Path) -> None:
     """SIGTERM is sent in tests/health/test_signals.py."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = start_program([str(script), str(tmp_path)], stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     towers = [int(file.read_text()) for file in files]
@@ -262,14 +255,10 @@ NOTEBOOK = """
 """
 
 
-def test_functions_from_a_notebook_cell() -> None:
-    """A program given with -c has a __main__ without a file, as a notebook kernel has."""
-    result = run_program(["-c", textwrap.dedent(NOTEBOOK)], cwd=str(ROOT))
-    assert result.stdout == "[22, 22]\n", result.stderr
-
-
-def test_functions_from_standard_input() -> None:
-    result = run_program(["-"], cwd=str(ROOT), stdin=textwrap.dedent(NOTEBOOK))
+@pytest.mark.parametrize("words", [["-c", textwrap.dedent(NOTEBOOK)], ["-"]], ids=["-c", "standard input"])
+def test_functions_from_a_notebook_cell(words: list[str]) -> None:
+    """Such a program has a __main__ without a file, as a notebook kernel has."""
+    result = run_program(words, cwd=str(ROOT), stdin=textwrap.dedent(NOTEBOOK))
     assert result.stdout == "[22, 22]\n", result.stderr
 
 
@@ -350,21 +339,16 @@ def test_output_that_nobody_reads_stops_no_tower(monkeypatch: pytest.MonkeyPatch
 
 def test_a_fork_server_that_has_used_cuda_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "uses_cuda.py").write_text("import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n")
-    (tmp_path / "script.py").write_text(
-        textwrap.dedent(
-            """
-            import os
-            from multiprocessing import forkserver
-            import mirrored
+    program = """
+        import os
+        from multiprocessing import forkserver
+        import mirrored
 
-            if __name__ == "__main__":
-                forkserver.set_forkserver_preload(["uses_cuda"])
-                forkserver.ensure_running()
-                print(mirrored.launch(os.getenv, ("RANK",), devices=["cpu:0"]))
-                mirrored.launch(os.getenv, ("RANK",), devices=["cuda:0"])
-            """
-        )
-    )
-    result = run_program([str(tmp_path / "script.py")], env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
+        forkserver.set_forkserver_preload(["uses_cuda"])
+        forkserver.ensure_running()
+        print(mirrored.launch(os.getenv, ("RANK",), devices=["cpu:0"]))
+        mirrored.launch(os.getenv, ("RANK",), devices=["cuda:0"])
+    """
+    result = run_program(["-c", textwrap.dedent(program)], env={"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"})
     assert result.stdout == "['0']\n"
     assert "CannotStartError: the fork server that towers come from has used CUDA" in result.stderr

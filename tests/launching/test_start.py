@@ -20,7 +20,7 @@ import mirrored
 from mirrored import cli
 from tests.support.clusters import free_port, torchrun_variables
 from tests.support.commands import run_command
-from tests.support.jobs import ROOT, run_program, start_program
+from tests.support.jobs import ROOT, end_of, run_program, start_program
 from tests.support.waiting import HANG, wait_until
 from towers import CannotStartError
 from towers.collectives import process_group
@@ -84,23 +84,19 @@ def state_of(process: int) -> str:
 def test_the_process_itself_becomes_the_launcher() -> None:
     """No parent is left waiting: job control and signals reach the process that was started, and with it the towers."""
     # A process group of its own, as a shell gives to each job: the kernel stops none that has no parent to wake it.
-    command, pipe = [sys.executable, REPORT, "two", "wait"], subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=os.setpgrp)
-    assert process.stdout is not None
+    process = start_program([REPORT, "two", "wait"], preexec_fn=os.setpgrp)
     tower = json.loads(process.stdout.readline())["pid"]
     assert f"\nPPid:\t{process.pid}\n" in pathlib.Path(f"/proc/{tower}/status").read_text()
     for number, wanted in 2 * [(signal.SIGTSTP, {"T"}), (signal.SIGCONT, {"R", "S"})]:
         process.send_signal(number)
         wait_until(lambda wanted=wanted: {state_of(process.pid), state_of(tower)} <= wanted)  # type: ignore[misc]
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=HANG)
-    assert process.returncode == -signal.SIGINT
+    end_of(process, -signal.SIGINT)
     wait_until(lambda: not os.path.exists(f"/proc/{tower}"))
 
 
 def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
-    result = run_command(["mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"])
-    assert result.returncode == 0, result.stderr
+    result = run_command(["mirrored", "run", "--towers", "3", "--log-dir", str(tmp_path), REPORT, "chatter"], code=0)
     report_line, talk = result.stdout.splitlines()
     assert json.loads(report_line)["towers"] == 3
     assert talk == "tower 0 talks"
@@ -116,8 +112,7 @@ def test_the_terminal_shows_one_program(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_first_exception_comes_last_and_whole() -> None:
-    result = run_command([*RUN, REPORT, "fail"])
-    assert result.returncode == 1
+    result = run_command([*RUN, REPORT, "fail"], code=1)
     text = result.stderr[result.stderr.index("towers: tower 1 failed:\n") :]
     assert text.splitlines()[1] == "Traceback (most recent call last):"
     assert 'raise ValueError("planned failure")' in text
@@ -150,15 +145,8 @@ def test_changes_of_a_jobs_state_are_logged() -> None:
 
 
 def test_the_exit_code_of_a_tower_is_that_of_the_job() -> None:
-    result = run_command([*RUN, REPORT, "exit"])
-    assert result.returncode == 7
+    result = run_command([*RUN, REPORT, "exit"], code=7)
     assert result.stderr.splitlines()[-1] == "towers: tower 1 ended with exit code 7 before its first step"
-
-
-def test_under_the_users_torchrun_the_failure_is_named_too() -> None:
-    result = run_command(["torchrun", *TORCHRUN[2:], REPORT, "fail"])
-    assert result.returncode == 1
-    assert "ValueError: planned failure" in result.stderr[result.stderr.index("Root Cause") :]
 
 
 @pytest.mark.parametrize(
@@ -236,8 +224,7 @@ def test_the_same_towers_however_started_reach_the_same_loss() -> None:
     }
     losses = {}
     for way, words in ways.items():
-        result = run_program(words, timeout=HANG)
-        assert result.returncode == 0, f"{way}: {result.stderr}"
+        result = run_program(words, timeout=HANG, code=0)
         losses[way] = final_loss(result.stdout)
     losses["launch"] = final_loss(mirrored.launch(train, devices=["cpu:0", "cpu:1"])[0])
     for way, loss in losses.items():
@@ -276,11 +263,9 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
     first, second = start(0), start(1)
     try:
         for process in (first, second):
-            assert process.stdout is not None
             assert json.loads(process.stdout.readline())["towers"] == 2
         refused = start(1)
-        _, text = refused.communicate(timeout=HANG)
-        assert refused.returncode == 1
+        _, text = end_of(refused, 1)
         assert "HandshakeError: tower 1 is already taken by a process on" in text
         assert first.poll() is second.poll() is None, "the others go on"
     finally:
@@ -364,36 +349,22 @@ def ignores(process: int, number: signal.Signals) -> bool:
 
 def test_nohup_is_kept(tmp_path: pathlib.Path) -> None:
     """A job whose starter ignores SIGHUP goes on after it, with several towers as with one."""
-    command = ["nohup", sys.executable, REPORT, "two", f"until={tmp_path / 'end'}"]
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=pipe, stderr=null, text=True, start_new_session=True)
-    assert process.stdout is not None
+    words = [REPORT, "two", f"until={tmp_path / 'end'}"]
+    process = start_program(words, before=["nohup"], stderr=subprocess.DEVNULL, start_new_session=True)
     assert json.loads(process.stdout.readline())["towers"] == 2
     # The agent ignores it again some time after its towers have started: torch's handlers came between.
     wait_until(lambda: ignores(process.pid, signal.SIGHUP))
     process.send_signal(signal.SIGHUP)
     (tmp_path / "end").touch()
-    process.communicate(timeout=HANG)
-    assert process.returncode == 0
-
-
-def test_nothing_is_left_when_the_launcher_is_killed() -> None:
-    process = start_program([REPORT, "two", "wait"])
-    assert process.stdout is not None
-    tower = json.loads(process.stdout.readline())["pid"]
-    process.kill()
-    process.communicate(timeout=HANG)
-    wait_until(lambda: not os.path.exists(f"/proc/{tower}"))
+    end_of(process, 0)
 
 
 def test_a_log_directory_that_cannot_be_made_is_said_in_a_line() -> None:
-    result = run_command([*RUN, "--log-dir", "/proc/nope", REPORT])
-    assert result.returncode == 1
+    result = run_command([*RUN, "--log-dir", "/proc/nope", REPORT], code=1)
     assert len(result.stderr.splitlines()) == 1
     assert "/proc/nope" in result.stderr
 
 
 def test_a_module_that_cannot_be_found_again_is_refused() -> None:
-    result = run_program(["-m", "programs.moved", "two"], cwd=str(ROOT / "tests"))
-    assert result.returncode == 1
+    result = run_program(["-m", "programs.report", "two", "moved"], cwd=str(ROOT / "tests"), code=1)
     assert "make the strategy before os.chdir" in result.stderr

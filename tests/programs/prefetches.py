@@ -1,7 +1,7 @@
 """Started by the tests: trains until all towers are told to end, beside a thread, a pool or an exit handler that never
 ends.
 
-    prefetches.py FOLDER thread|pool|handler 1|all [launch]
+    prefetches.py FOLDER thread|pool|handler|nothing 1|all|nowhere [launch]
 
 The number is that of the tower that has it.
 """

@@ -9,6 +9,8 @@ import time
 import mirrored
 from tests.support.waiting import forever
 
+if "moved" in sys.argv:
+    os.chdir("/")
 strategy = mirrored.MultiWorkerMirroredStrategy(devices=["cpu:0", "cpu:1"] if "two" in sys.argv else None)
 tower = strategy.topology.index
 report = {

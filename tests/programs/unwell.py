@@ -41,6 +41,20 @@ class NoText(Exception):
         raise RuntimeError("no text")
 
 
+ERRORS = {
+    "raise": ValueError("boom"),
+    "reset": ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+    "text": NoText(),
+}
+BESIDE = {
+    "thread": lambda: threading.Thread(target=forever).start(),
+    "pool": lambda: concurrent.futures.ThreadPoolExecutor().submit(forever),
+    "atexit": lambda: atexit.register(forever),
+    "disk": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+}
+SIGNALS = {"child": signal.SIGKILL, "die": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
 def something_happens(now: str) -> None:
     if (strategy.health.step, now) != (int(step), phase):
         return
@@ -54,28 +68,16 @@ def something_happens(now: str) -> None:
         say("it happens")
     if how in ("exit0", "exit75"):
         os._exit(int(how[4:]))
-    if how == "thread":
-        threading.Thread(target=forever).start()
-    if how == "pool":
-        concurrent.futures.ThreadPoolExecutor().submit(forever)
-    if how == "atexit":
-        atexit.register(forever)
-    if how == "disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    if how == "reset":
-        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-    if how == "text":
-        raise NoText
-    if how in ("raise", "thread", "pool", "atexit", "disk"):
+    if how in ERRORS:
+        raise ERRORS[how]
+    if how in BESIDE:
+        BESIDE[how]()
         raise ValueError("boom")
     if how == "child":
         child = subprocess.Popen(["sleep", "infinity"])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if how in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[how])
     if how == "sleep":
         forever()
 
