@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-import mirrored
 import towers.backend  # noqa: F401  (registers it in every rank)
+from tests.support.jobs import launch
 from tests.support.waiting import HANG
 
 
@@ -16,8 +16,7 @@ def ranks(
     fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = HANG
 ) -> Any:
     """``fn(*args)`` on ``count`` ranks of a default group; the results in order."""
-    devices = [f"cpu:{i}" for i in range(count)]
-    return mirrored.launch(_in_group, (fn, args, backend), devices=devices, timeout=timeout)
+    return launch(_in_group, fn, args, backend, count=count, timeout=timeout)
 
 
 def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:

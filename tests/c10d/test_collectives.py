@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,9 +23,7 @@ from tests.support.waiting import HANG, wait_until
 from towers.c10d import mailbox
 from towers.c10d.group import Group
 from towers.c10d.store import StorePeerGroup
-from towers.errors import (
-    TowersError,
-)
+from towers.errors import TowersError
 from towers.system.timeouts import Deadline
 
 OPERATIONS = {
@@ -40,61 +39,50 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, torch.zeros_like(tensor)], dim=-1)[..., 0]
 
 
-def collectives_at_random(rounds: int) -> None:
+def collectives_at_random(generator: torch.Generator) -> None:
     """All ranks draw all ranks' values, so each knows the reference."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
 
     def pick(among: Any) -> Any:
         return among[int(torch.randint(len(among), (), generator=generator))]
 
-    for number in range(rounds):
-        dtype = pick(DTYPES)
-        shape = pick([(), (1,), (0,), (7,), (5, 3), (1000, 31), (300_001,)])
-        name = pick(list(OPERATIONS)) if not dtype.is_complex else "sum"
-        op, root, lay = OPERATIONS[name], pick(range(size)), pick([strided, torch.clone])
-        drawn = [random_tensor(generator, (size, *shape), dtype) for _ in range(size)]
-        mine, firsts = drawn[rank], [values[0] for values in drawn]
-        where = f"round {number}: {dtype} {shape} {name} root {root} {lay.__name__}"
+    dtype = pick(DTYPES)
+    shape = pick([(), (1,), (0,), (7,), (5, 3), (1000, 31), (300_001,)])
+    name = pick(list(OPERATIONS)) if not dtype.is_complex else "sum"
+    op, root, lay = OPERATIONS[name], pick(range(size)), pick([strided, torch.clone])
+    drawn = [random_tensor(generator, (size, *shape), dtype) for _ in range(size)]
+    mine, firsts, own = drawn[rank], [values[0] for values in drawn], [values[rank] for values in drawn]
+    where = f"{dtype} {shape} {name} root {root} {lay.__name__}"
 
-        def close(found: Tensor, parts: list[Tensor], name: str = name, where: str = where) -> None:
-            assert agrees(found, fixed_order(parts, name), size), where
+    def zeros() -> Tensor:
+        return lay(torch.zeros_like(mine[0]))
 
-        value = lay(mine[0])
-        dist.all_reduce(value, op)
-        close(value, firsts)
-        value = lay(mine[0])
-        dist.reduce(value, root, op)
-        close(value, firsts) if rank == root else None
-        assert rank == root or torch.equal(value, mine[0]), where
-        value = lay(mine[0])
-        dist.broadcast(value, root)
-        assert torch.equal(value, firsts[root]), where
-        rows = [lay(torch.zeros_like(mine[0])) for _ in range(size)]
-        dist.all_gather(rows, mine[0])
-        assert all(map(torch.equal, rows, firsts)), where
-        gathered = torch.zeros_like(mine)
-        dist.all_gather_into_tensor(gathered, lay(mine[0]))
-        assert torch.equal(gathered, torch.stack(firsts)), where
-        rows = [torch.zeros_like(mine[0]) for _ in range(size)]
-        dist.gather(lay(mine[0]), rows if rank == root else None, root)
-        assert rank != root or all(map(torch.equal, rows, firsts)), where
-        value = lay(torch.zeros_like(mine[0]))
-        dist.scatter(value, list(mine.unbind(0)) if rank == root else None, root)
-        assert torch.equal(value, drawn[root][rank]), where
-        value = lay(torch.zeros_like(mine[0]))
-        dist.reduce_scatter(value, list(lay(mine).unbind(0)), op)
-        close(value, [values[rank] for values in drawn])
-        value = torch.zeros_like(mine[0])
-        if shape:
-            dist.reduce_scatter_tensor(value, mine, op)
-            close(value, [values[rank] for values in drawn])
-        rows = [lay(torch.zeros_like(mine[0])) for _ in range(size)]
-        dist.all_to_all(rows, list(lay(mine).unbind(0)))
-        assert all(torch.equal(row, values[rank]) for row, values in zip(rows, drawn, strict=True)), where
-        value = torch.zeros_like(mine)
-        dist.all_to_all_single(value, lay(mine))
-        assert torch.equal(value, torch.stack([values[rank] for values in drawn])), where
+    def after(call: Callable[[Any], object], value: Any) -> Any:
+        """What a collective has written to."""
+        call(value)
+        return value
+
+    def reduced(found: Tensor, parts: list[Tensor]) -> None:
+        assert agrees(found, fixed_order(parts, name), size), where
+
+    def equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+        assert all(map(torch.equal, found, expected)), where
+
+    reduced(after(lambda value: dist.all_reduce(value, op), lay(mine[0])), firsts)
+    value = after(lambda value: dist.reduce(value, root, op), lay(mine[0]))
+    reduced(value, firsts) if rank == root else equal([value], [mine[0]])
+    equal([after(lambda value: dist.broadcast(value, root), lay(mine[0]))], [firsts[root]])
+    equal(after(lambda rows: dist.all_gather(rows, mine[0]), [zeros() for _ in drawn]), firsts)
+    equal(after(lambda rows: dist.all_gather_into_tensor(rows, lay(mine[0])), torch.zeros_like(mine)), firsts)
+    rows = [torch.zeros_like(mine[0]) for _ in drawn] if rank == root else None
+    equal(after(lambda rows: dist.gather(lay(mine[0]), rows, root), rows) or firsts, firsts)
+    rows = list(mine.unbind(0)) if rank == root else None
+    equal([after(lambda value: dist.scatter(value, rows, root), zeros())], [drawn[root][rank]])
+    reduced(after(lambda value: dist.reduce_scatter(value, list(lay(mine).unbind(0)), op), zeros()), own)
+    if shape:
+        reduced(after(lambda value: dist.reduce_scatter_tensor(value, mine, op), torch.zeros_like(mine[0])), own)
+    equal(after(lambda rows: dist.all_to_all(rows, list(lay(mine).unbind(0))), [zeros() for _ in drawn]), own)
+    equal(after(lambda rows: dist.all_to_all_single(rows, lay(mine)), torch.zeros_like(mine)), own)
 
 
 def uneven() -> None:
@@ -148,7 +136,9 @@ def operations() -> None:
 
 
 def all_collectives() -> None:
-    collectives_at_random(25)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(25):
+        collectives_at_random(generator)
     uneven()
     operations()
 
@@ -185,11 +175,10 @@ def messages() -> None:
         assert bool((tensor == sources[-1]).all())
     assert sorted(sources) == [other for other in range(size) if other != rank]
     dist.barrier()  # else what comes next could be received above
-    pair = [
-        dist.P2POp(dist.irecv, arriving[0], before),
-        dist.P2POp(dist.isend, torch.full((4,), 5.0 + rank), after),
-    ]
-    for work in dist.batch_isend_irecv(pair):
+    sent = torch.full((4,), 5.0 + rank)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, arriving[0], before), dist.P2POp(dist.isend, sent, after)]
+    ):
         work.get_future().wait()
     assert bool((arriving[0] == 5 + before).all())
     dist.send(torch.full((3,), 8.0 + rank), after)

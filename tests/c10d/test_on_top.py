@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,23 +28,22 @@ class WithEmbedding(nn.Module):
         return self.mlp(x + self.rows((x.sum(1).abs() * 10).long() % 7))
 
 
-@contextlib.contextmanager
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        yield
+def take_steps(model: nn.Module, share: int, first: int) -> None:
+    """Train on so many examples of each batch of 16, from its ``first`` one on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, classes = make_data(dtype=torch.float32)
+    for start in range(first, 64, 16):
+        own = slice(start, start + share)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[own]), classes[own]).backward()
+        optimizer.step()
 
 
 def train() -> list[Tensor]:
-    with seeded():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
         model = nn.parallel.DistributedDataParallel(WithEmbedding(), find_unused_parameters=True, bucket_cap_mb=0.0001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
-        optimizer.step()
+    take_steps(model, 8, 8 * dist.get_rank())
     return parameters_of(model)
 
 
@@ -88,13 +85,7 @@ def sharded() -> list[Tensor]:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = fully_shard(make_mlp(torch.float32), mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        part = slice(start + 8 * dist.get_rank(), start + 8 * dist.get_rank() + 8)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[part]), classes[part]).backward()
-        optimizer.step()
+    take_steps(model, 8, 8 * dist.get_rank())
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
 
 
@@ -102,12 +93,7 @@ def test_sharded_training_gives_the_numbers_of_one_process() -> None:
     ours, others = ranks(sharded)
     assert_close(ours, others, 0.0)
     model = make_mlp(torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, classes = make_data(dtype=torch.float32)
-    for start in range(0, 64, 16):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[start : start + 16]), classes[start : start + 16]).backward()
-        optimizer.step()
+    take_steps(model, 16, 0)
     assert_close(ours, parameters_of(model), 1e-6)
 
 
@@ -117,7 +103,6 @@ def test_the_backend_is_found_by_its_name() -> None:
     digests = []
     for backend in ("gloo", "towers_shm"):
         program = str(ROOT / "tests" / "programs" / "ddp_by_name.py")
-        done = run_program(["-m", "torch.distributed.run", "--nproc-per-node=2", program, backend])
-        assert done.returncode == 0, done.stderr
+        done = run_program(["-m", "torch.distributed.run", "--nproc-per-node=2", program, backend], code=0)
         digests.append(done.stdout)
     assert digests[0] == digests[1] != ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from towers.collectives.shared_memory import regions
 
 def die_while_others_wait(strategy: mirrored.Strategy) -> None:
     record = strategy.health.record
-    assert record is not None
     if strategy.topology.index == 1:
         others = [record.of_peer(tower) for tower in (0, 2)]
         wait_until(lambda: all(other is not None and other.read().call for other in others))
@@ -49,6 +48,15 @@ def interrupted(number: int, frame: object) -> None:
     raise InterruptError
 
 
+def result_of(call: Callable[[], object]) -> str:
+    """What comes of a collective: "done", or what it raises."""
+    try:
+        call()
+        return "done"
+    except (InterruptError, towers_errors.TowersError) as error:
+        return str(error) or type(error).__name__
+
+
 def interrupt_when_it_waits(strategy: mirrored.Strategy) -> None:
     wait_until(lambda: strategy.health.waits is not None)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
@@ -66,11 +74,10 @@ def go_on_after_an_interrupt(strategy: mirrored.Strategy, size: int) -> list[obj
     found: list[object] = []
     for value in range(1, 5):
         total = torch.full((size,), float(value))
-        try:
-            comm.all_reduce(total)
-            found.append(total.unique().tolist())
-        except (InterruptError, towers_errors.TowersError) as error:
-            found.append(str(error) or type(error).__name__)
+        found.append(result_of(lambda total=total: comm.all_reduce(total)))
+        if found[-1] == "done":
+            found[-1] = total.unique().tolist()
+        else:
             say(f"tower {comm.index} is interrupted")
     meet("the end")  # of a tower that has ended the others would say that
     return found
@@ -91,26 +98,19 @@ def test_after_a_collective_was_broken_off_there_is_no_other(size: int) -> None:
 def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
     """Tower 0 fails between two stages of what towers do together; both go on with all-reduces."""
     comm = strategy.communicator
-    own: Any = comm.all_gather(torch.zeros(1))  # all have come to this line
+    comm.all_gather(torch.zeros(1))  # all have come to this line
     if comm.index == 0:
         if where == "average":
             regions.add_by_tree = regions.reduce_into = interrupted_call
         else:
             values.all_reduce_together = values.join = interrupted_call
     region = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
-    found = []
-    for _ in range(3):
-        try:
-            if where == "average":
-                comm.submit_average(region).wait()
-            elif where == "reduce":
-                own = strategy.reduce("sum", torch.ones(1000))
-            else:
-                own = strategy.gather(torch.ones(1000))
-            found.append("done")
-        except (InterruptError, towers_errors.TowersError) as error:
-            found.append(str(error) or type(error).__name__)
-    del own
+    calls = {
+        "average": lambda: comm.submit_average(region).wait(),
+        "reduce": lambda: strategy.reduce("sum", torch.ones(1000)),
+        "gather": lambda: strategy.gather(torch.ones(1000)),
+    }
+    found = [result_of(calls[where]) for _ in range(3)]
     meet("the end")
     return found
 
@@ -131,16 +131,9 @@ def test_what_fails_between_two_stages_is_broken_off(where: str) -> None:
 def go_on_in_different_collectives(strategy: mirrored.Strategy) -> list[str]:
     """Tower 0 sends a message, tower 1 is in an all-reduce; both go on with messages."""
     comm = strategy.communicator
-    found = []
-    for number in range(3):
-        try:
-            if number == 0 and comm.index == 1:
-                comm.all_reduce(torch.ones(32, dtype=torch.float64))
-            else:
-                comm.all_gather_bytes(b"here")
-            found.append("done")
-        except towers_errors.TowersError as error:
-            found.append(str(error))
+    message = lambda: comm.all_gather_bytes(b"here")  # noqa: E731
+    first = message if comm.index == 0 else lambda: comm.all_reduce(torch.ones(32, dtype=torch.float64))
+    found = [result_of(call) for call in (first, message, message)]
     meet("the end")
     return found
 

@@ -7,27 +7,23 @@ import torch
 from torch import Tensor
 
 import mirrored
-from tests.support.jobs import failures, towers
+from tests.support.jobs import GLOO, failures, towers
 
 
-def through_all_reduce(strategy: mirrored.Strategy, op: str) -> tuple[float, float]:
+def through_all_reduce(strategy: mirrored.Strategy) -> list[tuple[float, float]]:
     r = strategy.topology.index
 
-    def step() -> tuple[float, float]:
+    def step(op: str) -> tuple[float, float]:
         x = torch.tensor([1.0, 3.0][r], requires_grad=True)
         y = mirrored.get_replica_context().all_reduce(op, x) * [1.0, 3.0][r]
         y.backward()
         return float(y.detach()), float(x.grad)
 
-    return strategy.run(step)
+    return [strategy.run(step, args=(op,)) for op in ("sum", "mean")]
 
 
-def test_gradient_of_an_all_sum_is_the_all_sum_of_gradients() -> None:
-    assert towers(through_all_reduce, "sum") == [(4, 4), (12, 4)]
-
-
-def test_gradient_of_an_all_mean_is_the_all_mean_of_gradients() -> None:
-    assert towers(through_all_reduce, "mean") == [(2, 2), (6, 2)]
+def test_gradients_of_an_all_sum_and_an_all_mean_are_those_of_the_gradients() -> None:
+    assert towers(through_all_reduce) == [[(4, 4), (2, 2)], [(12, 4), (6, 2)]]
 
 
 def through_all_gather(strategy: mirrored.Strategy) -> tuple[list[float], list[float]]:
@@ -144,8 +140,7 @@ def test_merge_call_is_in_cross_replica_context() -> None:
 
 def gather_rows_at_once(device: str) -> list[str]:
     """What GPUs do, on two CPU towers: the backend's gathering into one tensor."""
-    options = mirrored.CommunicationOptions(implementation="gloo")
-    communicator = mirrored.MirroredStrategy(communication=options).communicator
+    communicator = mirrored.MirroredStrategy(**GLOO).communicator
     if device == "gpu":
         communicator.backend = "nccl"
         Tensor.is_cuda = property(lambda tensor: True)

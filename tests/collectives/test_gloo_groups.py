@@ -1,4 +1,4 @@
-"""Groups that Gloo connects."""
+"""Groups that Gloo connects: forming and leaving them, and waiting for their collectives, which may end at any time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import mirrored
+from tests.support.jobs import GLOO
 from tests.support.late import take_turns
+from tests.support.meeting import say, wait_for
+from tests.support.waiting import HANG, wait_until
 from towers.collectives import process_group
-
-pytestmark = pytest.mark.slow
+from towers.collectives.process_group import ProcessGroupCommunicator
 
 
 def leave_channels() -> None:
-    options = mirrored.CommunicationOptions(implementation="gloo")
-    communicator = mirrored.MirroredStrategy(communication=options).communicator
+    communicator = mirrored.MirroredStrategy(**GLOO).communicator
     channels: list[Any] = []
 
     def leave() -> None:
@@ -29,6 +31,39 @@ def leave_channels() -> None:
     take_turns([0, 1] * 3, lambda: channels.append(communicator.channel()), leave)
 
 
+@pytest.mark.slow
 def test_a_tower_that_leaves_once_it_has_a_channel_cuts_nobody_off() -> None:
     """As one does whose script ends when it has made its strategy, which makes a channel at last."""
     mirrored.launch(leave_channels, devices=["cpu:0", "cpu:1"])
+
+
+class DescheduledAfterMoment:
+    """A real collective, whose process stands still from the end of a moment until the collective has ended."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.wait = work.wait
+        self.moments = 0
+
+    def is_completed(self) -> bool:
+        self.moments += 1
+        say("a moment has passed")
+        wait_until(self._work.is_completed)
+        return True
+
+
+def reduce_just_after_a_moment() -> tuple[float, int]:
+    comm = mirrored.MirroredStrategy(**GLOO).communicator
+    assert isinstance(comm, ProcessGroupCommunicator)
+    total = torch.ones(3)
+    comm.barrier()
+    if comm.index == 1:
+        wait_for("a moment has passed")
+    work = DescheduledAfterMoment(dist.all_reduce(total, async_op=True))
+    comm.wait_for(work, comm.count)
+    return float(total.sum()), work.moments
+
+
+def test_a_collective_that_ends_just_after_a_moment_is_done() -> None:
+    found = mirrored.launch(reduce_just_after_a_moment, devices=["cpu:0", "cpu:1"], timeout=HANG)
+    assert found == [(6.0, 1), (6.0, 0)]

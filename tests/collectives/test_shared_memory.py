@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 import mirrored
-from tests.support.jobs import ROOT, assert_close, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import GLOO, ROOT, assert_close, make_data, make_mlp, parameters_of, start_program, towers
 from tests.support.reference import DTYPES, FLOAT8, agrees, fixed_order, random_tensor
 from tests.support.shared_memory import left, names
+from tests.support.steps import averaging_step
 from tests.support.waiting import HANG, wait_until
 from towers import errors as towers_errors
 from towers.collectives.hierarchical import HierarchicalCommunicator
@@ -30,9 +30,8 @@ def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
     """All towers draw all towers' values, so each knows the reference; returns the digests of the results."""
     comm = strategy.communicator
     assert isinstance(comm, (SharedMemoryCommunicator, HierarchicalCommunicator))
-    dtypes = [
-        dtype for dtype in DTYPES if dtype != torch.int16 or isinstance(comm, SharedMemoryCommunicator)
-    ]  # not Gloo's
+    shared = isinstance(comm, SharedMemoryCommunicator)
+    dtypes = [dtype for dtype in DTYPES if shared or dtype != torch.int16]  # which Gloo has not
     generator = torch.Generator().manual_seed(comm.size)
     sizes = (0, 1, 3, 17, 1000, 8192, 8193, 100_000, 700_001)
     digests = []
@@ -46,17 +45,18 @@ def reduce_at_random(strategy: mirrored.Strategy, rounds: int) -> list[str]:
         assert agrees(mine, fixed_order(parts, op), comm.size), (dtype, size, op)
         strided = torch.stack([parts[comm.index]] * 2, dim=1)[:, 0]
         comm.all_reduce(strided, op)
-        assert torch.equal(strided, mine), (
+        differing = strided != mine
+        assert not differing.any(), (
             dtype,
             size,
             op,
-            (strided != mine).nonzero()[:5],
-            strided[strided != mine][:5],
-            mine[strided != mine][:5],
+            differing.nonzero()[:5],
+            strided[differing][:5],
+            mine[differing][:5],
         )
         gathered = comm.all_gather(parts[comm.index])
         assert all(torch.equal(row, part) for row, part in zip(gathered, parts, strict=True))
-        if isinstance(comm, SharedMemoryCommunicator):
+        if shared:
             exchange_rows(comm, generator, dtype, size % 100_000, op)
         source = int(torch.randint(comm.size, (), generator=generator))
         copy = parts[comm.index].clone()
@@ -76,19 +76,14 @@ def exchange_rows(
     assert torch.equal(given, torch.stack([row[comm.index] for row in rows]))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: int) -> None:
-    first, *others = towers(reduce_at_random, 60, count=count)
+@pytest.mark.parametrize(("count", "rounds"), [(2, 60), (3, 60), (8, 4)])  # the last: more than there are cores
+def test_random_collectives_equal_a_reference_and_each_other_to_the_bit(count: int, rounds: int) -> None:
+    first, *others = towers(reduce_at_random, rounds, count=count)
     assert all(other == first for other in others)
 
 
 def test_random_collectives_give_the_same_bits_in_every_run() -> None:
     assert towers(reduce_at_random, 30) == towers(reduce_at_random, 30)
-
-
-def test_more_towers_than_cores() -> None:
-    first, *others = towers(reduce_at_random, 4, count=8)
-    assert all(other == first for other in others)
 
 
 def reduce_8_bits(strategy: mirrored.Strategy) -> None:
@@ -154,25 +149,15 @@ def train(strategy: mirrored.Strategy) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     inputs, classes = make_data(dtype=torch.float32)
 
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
-        mirrored.compute_average_loss(losses).backward()
-        optimizer.step()
-
+    step = averaging_step(model, optimizer)
     for batch in strategy.distribute_dataset(torch.utils.data.TensorDataset(inputs, classes), 16):
         strategy.run(step, args=batch)
     return [*parameters_of(model), torch.tensor(strategy.communicator.backend == "shared memory")]
 
 
-def train_by(implementation: str) -> list[Tensor]:
-    options = mirrored.CommunicationOptions(implementation=implementation)
-    return train(mirrored.MirroredStrategy(seed=0, communication=options))
-
-
 def test_training_gives_the_numbers_of_gloo() -> None:
-    [*ours, shared], _ = mirrored.launch(train_by, ("shared_memory",), devices=["cpu:0", "cpu:1"])
-    [*gloo, not_shared], _ = mirrored.launch(train_by, ("gloo",), devices=["cpu:0", "cpu:1"])
+    [*ours, shared], _ = towers(train)
+    [*gloo, not_shared], _ = towers(train, settings=GLOO)
     assert shared
     assert not not_shared
     assert_close(ours, gloo, 1e-6)
@@ -180,8 +165,8 @@ def test_training_gives_the_numbers_of_gloo() -> None:
 
 def test_nothing_is_left_when_all_are_killed(tmp_path: pathlib.Path) -> None:
     before = names()
-    command = [sys.executable, str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=ROOT)
+    words = [str(ROOT / "tests" / "programs" / "reduces.py"), str(tmp_path)]
+    process = start_program(words, stdout=None, stderr=subprocess.DEVNULL, start_new_session=True)
     files = [tmp_path / "0", tmp_path / "1"]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     running = [int(file.read_text()) for file in files]
@@ -224,9 +209,9 @@ def on_hosts(hosts: str, what: str) -> object:
     os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
     strategy = mirrored.MirroredStrategy(seed=0)
     assert isinstance(strategy.communicator, HierarchicalCommunicator)
-    return {"reduce": reduce_at_random, "average": average_regions, "train": train}[what](
-        strategy, *{"reduce": (20,), "average": (None,), "train": ()}[what]
-    )
+    if what == "train":
+        return train(strategy)
+    return reduce_at_random(strategy, 20) if what == "reduce" else average_regions(strategy, None)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abba", "abbbc"])
