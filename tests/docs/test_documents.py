@@ -41,6 +41,8 @@ DOCUMENTS = sorted(
 )
 WITHIN = pathlib.Path(__file__).parent / "within"
 PLACE = "# The document's lines come here.\n"
+IMPORTS = "import torch, torch.nn.functional as F, mirrored\nfrom torch import nn\n"
+"""What every program of tests/docs/within/ begins with."""
 
 _BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _KEY = r"(within|equal|run by|name|beside|needs|prints): "
@@ -66,7 +68,7 @@ class Program:
         if "within" not in self.words:
             return self.text
         before, after = (WITHIN / self.words["within"]).read_text().split(PLACE)
-        return before + self.text + after
+        return IMPORTS + before + self.text + after
 
 
 def programs_of(document: pathlib.Path) -> list[Program]:
@@ -123,8 +125,7 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         return
     if words.get("run by") == "python":
         (tmp_path / "program.py").write_text(program.source())
-        result = run_program(["program.py"], timeout=HANG, cwd=str(tmp_path))
-        assert result.returncode == 0, result.stderr
+        result = run_program(["program.py"], timeout=HANG, cwd=str(tmp_path), code=0)
         assert words.get("prints", "") in result.stdout
         return
     (first, printed), (second, _) = run_on(2, program, tmp_path)
@@ -268,6 +269,7 @@ def test_the_commands_exist() -> None:
         for command in re.findall(r"\bscripts/\w+\b(?![./])", document.read_text()):
             path = ROOT / command
             assert path.is_dir() or path.stat().st_mode & 0o100, f"{document}: {command}"
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100
     known: dict[str, set[str]] = {}
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
         patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser, words: note(parser, known))

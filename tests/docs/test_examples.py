@@ -1,4 +1,4 @@
-"""The examples, as a newcomer runs them, on real data."""
+"""What a newcomer runs: the README's program, what two pages add to it, and the examples, on real data."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def is_png(path: pathlib.Path) -> bool:
 @pytest.mark.slow
 def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--output", str(tmp_path)]
-    result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")])
-    assert result.returncode == 0, result.stderr
+    result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")], code=0)
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
     assert match, result.stdout
     assert float(match[1]) >= 97
@@ -44,8 +43,7 @@ def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
-    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)])
-    assert result.returncode == 0, result.stderr
+    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], code=0)
     assert re.search(r"final losses: discriminator [0-9.]+, generator [0-9.]+", result.stdout)
     assert "2 towers of 2 workers on cpu" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png", "epoch0002.png"]
@@ -53,8 +51,7 @@ def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
 
 def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "keras_digits.py"), "--epochs", "3"]
-    result = run_command([*words, "--output", str(tmp_path)])
-    assert result.returncode == 0, result.stderr
+    result = run_command([*words, "--output", str(tmp_path)], code=0)
     assert len(re.findall(r"^Epoch 3/3$", result.stdout, re.MULTILINE)) == 1
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
     assert match, result.stdout
@@ -65,8 +62,7 @@ def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
 
 def test_keras_transfer_on_two_towers() -> None:
     program = str(EXAMPLES / "keras_transfer.py")
-    result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"])
-    assert result.returncode == 0, result.stderr
+    result = run_command(["mirrored", "run", "--towers", "2", program, "--epochs", "3"], code=0)
     accuracies = [float(text) for text in re.findall(r": ([0-9.]+)% of \d+ held-out digits", result.stdout)]
     assert len(accuracies) == 3
     assert min(accuracies) >= 50
@@ -88,6 +84,58 @@ def test_help(name: str) -> None:
 
 def test_a_failing_worker_ends_the_cluster() -> None:
     program = str(ROOT / "tests" / "programs" / "report.py")
-    result = run_command(["mirrored", "cluster", program, "fail"])
-    assert result.returncode == 1
+    result = run_command(["mirrored", "cluster", program, "fail"], code=1)
     assert "[worker 1] ValueError: planned failure" in result.stderr
+
+
+README = (ROOT / "README.md").read_text()
+
+
+def first_program(text: str) -> str:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+
+
+PROGRAM = first_program(README)
+EXACT, SAVED = (first_program((ROOT / "docs" / page).read_text()) for page in ("exactness.md", "checkpoints.md"))
+
+
+def losses_of(program: str, tmp_path: pathlib.Path) -> list[list[float]]:
+    """What the program prints on one and on two towers."""
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    found = []
+    one = run_program([str(script)], cwd=str(tmp_path))
+    two = run_command(["mirrored", "run", "--towers", "2", str(script)], cwd=str(tmp_path))
+    for result in (one, two):
+        assert result.returncode == 0, result.stderr
+        found.append([float(loss) for loss in re.findall(r"epoch \d: loss ([0-9.e-]+)", result.stdout)])
+        assert len(found[-1]) == 5
+        assert found[-1][-1] < found[-1][0]
+    return found
+
+
+def test_the_script_runs_on_one_and_on_two_towers(tmp_path: pathlib.Path) -> None:
+    losses_of(PROGRAM, tmp_path)
+
+
+def test_what_is_said_about_virtual_towers_gives_the_same_bits(tmp_path: pathlib.Path) -> None:
+    first, step = EXACT.split("...\n")
+    program = re.sub(r"strategy = .*\n", first, PROGRAM)
+    program = re.sub(r"def train_step.*?\n\n\n", step + "\n\n", program, flags=re.DOTALL)
+    program = re.sub(r'strategy\.reduce\("sum", (strategy\.run\(train_step, .*\))\)', r"\1", program)
+    program = program.replace(":.4f}", "!r}")
+    assert program.count("strategy.backward(") == 1
+    one, two = losses_of(program, tmp_path)
+    assert one == two
+
+
+def test_what_is_said_about_checkpoints_goes_on(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM[: PROGRAM.index("for epoch")] + SAVED)
+    words = ["mirrored", "run", "--towers", "2", str(script)]
+    errors = []
+    for _ in range(2):
+        result = run_command(words, cwd=str(tmp_path), code=0)
+        errors.append(result.stderr)
+    assert "goes on from" not in errors[0]
+    assert "goes on from results/run/step-00000080, after step 80" in errors[1]

@@ -5,11 +5,6 @@ import os
 import pathlib
 import time
 
-import torch
-from torch import nn
-
-import mirrored
-
 cluster = {"chief": ["127.0.0.1:9"], "evaluator": ["127.0.0.1:10"]}
 os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "evaluator", "index": 0}})
 strategy = mirrored.MultiWorkerMirroredStrategy()

@@ -1,9 +1,5 @@
 """A checkpoint of one model, and another model; the lines of a document load the one into the other."""
 
-from torch import nn
-
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 saved = nn.ModuleDict({"encoder": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
 mirrored.CheckpointManager(strategy, "results/run", {"model": saved}).save("best", wait=True)

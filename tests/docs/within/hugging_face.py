@@ -1,10 +1,7 @@
 """A script that trains a small GPT-2; the lines of a document stand before its steps."""
 
-import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-
-import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
 tokenizer = PreTrainedTokenizerFast(

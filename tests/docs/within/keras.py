@@ -5,10 +5,6 @@ import os
 os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
-import torch
-import torch.nn.functional as F
-
-import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
 inputs = torch.randn(100, 20)

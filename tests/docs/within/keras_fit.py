@@ -5,8 +5,6 @@ import mirrored.keras  # isort: split
 import keras
 import numpy as np
 
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():
     model = keras.Sequential([keras.layers.Input((20,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(3)])

@@ -1,10 +1,5 @@
 """A script with a model and a test set; the lines of a document evaluate it."""
 
-import torch
-from torch import nn
-
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():
     model = nn.Linear(20, 3)

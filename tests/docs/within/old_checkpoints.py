@@ -1,10 +1,6 @@
 """A model, and files of another whose names begin with ``module.``; the lines of a document load one of them."""
 
-import torch
 from safetensors.torch import save_file
-from torch import nn
-
-import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():

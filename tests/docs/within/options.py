@@ -1,10 +1,5 @@
 """A script whose strategy is made by the lines of a document."""
 
-import torch
-from torch import nn
-
-import mirrored
-
 torch.manual_seed(0)
 # The document's lines come here.
 

@@ -1,9 +1,6 @@
 """Batches that come ready made; the lines of a document share them out."""
 
-import torch
 from torch.utils.data import DataLoader
-
-import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
 batches = [[torch.randn(8, 5), torch.ones(8)] for _ in range(3)]

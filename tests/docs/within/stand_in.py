@@ -1,10 +1,5 @@
 """A script whose last batch leaves a tower without examples; the lines of a document are its step."""
 
-import torch
-from torch import nn
-
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():
     model = nn.Linear(20, 3)

@@ -1,10 +1,5 @@
 """A script with images; the lines of a document make a model and train it."""
 
-import torch
-import torch.nn.functional as F
-
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 images = torch.randn(19, 1, 32, 32)
 train = strategy.distribute_dataset((images, torch.arange(19) % 3), 8, shuffle=True)

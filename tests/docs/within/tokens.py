@@ -1,11 +1,6 @@
 """A script that trains on padded sequences; the lines of a document are its step."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-
-import mirrored
 
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():

@@ -1,11 +1,5 @@
 """A script that trains a small network; the lines of a document stand in its middle."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-import mirrored
-
 strategy = mirrored.MirroredStrategy(seed=0)
 with strategy.scope():
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 3))

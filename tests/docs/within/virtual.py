@@ -1,11 +1,5 @@
 """A script with virtual towers; the lines of a document make the strategy and the step."""
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-import mirrored
-
 # The document's lines come here.
 
 with strategy.scope():
