@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import grimp
 
 from tests.support.jobs import ROOT, run_program
+from tests.verification.template import Script
 
 PRODUCT, CORE = 19_155, 8_637
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They only fall."""
@@ -31,31 +32,15 @@ ASSEMBLERS = {
 }
 """The modules of the core that may import annexes, when a script asks for them."""
 
-DEFAULT_RUN = """
-import sys
-
-import mirrored
-import torch
-import torch.nn.functional as F
-
-strategy = mirrored.MirroredStrategy(devices=["cpu:0", "cpu:1"])
-with strategy.scope():
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step(x, y):
-    optimizer.zero_grad()
-    loss = mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-for x, y in strategy.distribute_dataset((torch.ones(7, 4), torch.zeros(7).long()), 3, shuffle=True):
-    strategy.reduce("sum", strategy.run(step, args=(x, y)))
-strategy.print(*(name for name in sys.modules if name.partition(".")[0] in ("mirrored", "towers")))
-"""
+DEFAULT_RUN = Script(
+    strategy='mirrored.MirroredStrategy(devices=["cpu:0", "cpu:1"])',
+    examples=7,
+    data="(inputs, targets)",
+    train="strategy.distribute_dataset(data, 3, shuffle=True)",
+    epochs="1",
+    run='strategy.reduce("sum", strategy.run(train_step, args=batch))',
+    end="import sys\n\nstrategy.print(*sys.modules)",
+)
 """What most scripts do, on two CPU towers."""
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -86,10 +71,9 @@ def core() -> frozenset[str]:
     """The core: the modules that two towers of a script with default options load, and those of their agent."""
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder, "script.py")
-        script.write_text(DEFAULT_RUN)
-        towers = run_program([str(script)])
-    agent = run_program(["-c", "import sys, towers.launching.agent; print(*sys.modules)"])
-    assert towers.returncode == agent.returncode == 0, towers.stderr + agent.stderr
+        script.write_text(DEFAULT_RUN.text())
+        towers = run_program([str(script)], code=0)
+    agent = run_program(["-c", "import sys, towers.launching.agent; print(*sys.modules)"], code=0)
     names = towers.stdout.split() + [name for name in agent.stdout.split() if name.partition(".")[0] == "towers"]
     return frozenset(names) & {name_of(path) for path in modules()}
 

@@ -22,8 +22,9 @@ from mirrored.doctor.findings import Check, ok
 from mirrored.doctor.launchers import check_launcher, check_tf_config, check_variables
 from mirrored.doctor.network import check_interfaces
 from mirrored.doctor.resources import check_cores
+from tests.support.clusters import torchrun_variables
 from tests.support.commands import Command
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, start_program
 from tests.support.waiting import HANG
 from towers.system.timeouts import clock, run_with_timeout
 
@@ -37,8 +38,9 @@ def findings(check: Check, severity: Severity, **environ: str) -> dict[str, Find
     return {finding.subject: finding for finding in check(environ) if finding.severity is severity}
 
 
-def cluster(*addresses: str, index: int) -> str:
-    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})
+def cluster(*addresses: str, index: int) -> dict[str, str]:
+    """The variable of a worker."""
+    return {"TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}})}
 
 
 def doctor(*words: str, **environ: str) -> tuple[int | None, str, str]:
@@ -68,13 +70,8 @@ def test_two_towers_of_this_machine_work_together() -> None:
 
 
 def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
-    environ = {
-        "GLOO_SOCKET_IFNAME": "eth77",
-        "TF_CONFIG": cluster(f"{NOWHERE}:4000", "127.0.0.1:4001", index=1),
-        "RANK": "1",
-        "CUDA_LAUNCH_BLOCKING": "1",
-    }
-    code, output, _ = doctor(**environ)
+    variables = {"GLOO_SOCKET_IFNAME": "eth77", "RANK": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    code, output, _ = doctor(**variables, **cluster(f"{NOWHERE}:4000", "127.0.0.1:4001", index=1))
     assert code == 1
     words = [line.split(maxsplit=1) for line in output.splitlines() if line and not line.startswith(" ")]
     severities = [severity for severity, _ in words if severity in ("ok", "note", "warning", "problem")]
@@ -89,9 +86,30 @@ def test_faults_come_last_with_their_fix_and_make_it_fail() -> None:
     assert last.endswith("4 problems, 1 warning")
 
 
-def test_a_wrong_tf_config_is_named_as_training_would() -> None:
-    found = findings(check_tf_config, Severity.PROBLEM, TF_CONFIG=cluster("a:1", "b:2", index=7))
-    assert "task.index is 7" in found["TF_CONFIG"].what
+ONE_OF_TWO = torchrun_variables(RANK="1", MASTER_PORT="1")
+ONE_OF_THREE = cluster("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", index=2)
+ELSEWHERE = {**cluster("127.0.0.1:1", "203.0.113.7:2", index=1), "GLOO_SOCKET_IFNAME": "lo"}
+FAULTS = [
+    # A wrong TF_CONFIG is named as training would; an address of another machine is noticed.
+    (check_tf_config, Severity.PROBLEM, cluster("a:1", "b:2", index=7), "TF_CONFIG", "task.index is 7"),
+    (check_tf_config, Severity.WARNING, ELSEWHERE, "TF_CONFIG", "no interface of this machine"),
+    (check_tf_config, Severity.PROBLEM, ELSEWHERE, "TF_CONFIG", "leads here to this machine itself"),
+    (check_tf_config, Severity.PROBLEM, ELSEWHERE, "GLOO_SOCKET_IFNAME", "cannot be reached"),
+    # Variables that contradict each other or are left over.
+    (check_launcher, Severity.PROBLEM, ONE_OF_TWO | ONE_OF_THREE, "launcher", "contradict each other"),
+    (check_launcher, Severity.PROBLEM, {**ONE_OF_TWO, "MASTER_ADDR": NOWHERE}, "launcher", "does not resolve"),
+    (check_launcher, Severity.WARNING, {"LOCAL_RANK": "0"}, "launcher", "LOCAL_RANK set, but not"),
+    (check_launcher, Severity.NOTE, {"SLURM_JOB_ID": "7"}, "launcher", "no task of srun"),
+    (check_cores, Severity.WARNING, {"OMP_NUM_THREADS": "4096"}, "OMP_NUM_THREADS", ""),
+    (check_cores, Severity.PROBLEM, {"OMP_NUM_THREADS": "all"}, "OMP_NUM_THREADS", ""),
+]
+
+
+@pytest.mark.parametrize(("check", "severity", "variables", "subject", "words"), FAULTS)
+def test_a_fault_is_found(
+    check: Check, severity: Severity, variables: dict[str, str], subject: str, words: str
+) -> None:
+    assert words in findings(check, severity, **variables)[subject].what
 
 
 @pytest.fixture
@@ -100,28 +118,26 @@ def taken() -> Iterator[tuple[int, int]]:
     program = (
         "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
+    process = start_program(["-c", program], stdin=subprocess.PIPE)
     yield int(process.stdout.readline()), process.pid
-    process.communicate(b"\n")
+    process.communicate("\n")
 
 
 def test_the_chief_is_told_who_has_its_port(taken: tuple[int, int]) -> None:
     port, process = taken
-    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=0)}
-    found = findings(check_tf_config, Severity.PROBLEM, **environ)
+    found = findings(check_tf_config, Severity.PROBLEM, **cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=0))
     assert f"in use by process {process} ({sys.executable} -c import socket" in found["chief's port"].what
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = torchrun_variables(MASTER_PORT=str(port))
     assert "in use" in findings(check_launcher, Severity.PROBLEM, **environ)["chief's port"].what
 
 
 def test_a_chief_that_answers_or_has_not_been_started(taken: tuple[int, int]) -> None:
     port, _ = taken
-    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
+    environ = cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)
     assert findings(check_tf_config, Severity.OK, **environ)["chief"].what.endswith("answers")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    environ = {"TF_CONFIG": cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)}
+    environ = cluster(f"127.0.0.1:{port}", "127.0.0.1:2", index=1)
     assert "nothing listens" in findings(check_tf_config, Severity.WARNING, **environ)["chief"].what
 
 
@@ -135,27 +151,8 @@ def test_a_chief_that_does_not_answer_is_a_problem() -> None:
             waiting = opened.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex((host, port))
-        environ = {"TF_CONFIG": cluster(f"{host}:{port}", "127.0.0.1:2", index=1)}
-        found = findings(check_tf_config, Severity.PROBLEM, **environ)
+        found = findings(check_tf_config, Severity.PROBLEM, **cluster(f"{host}:{port}", "127.0.0.1:2", index=1))
     assert "cannot be reached: timed out" in found["chief"].what
-
-
-def test_an_address_of_another_machine_is_noticed() -> None:
-    environ = {"TF_CONFIG": cluster("127.0.0.1:1", "203.0.113.7:2", index=1), "GLOO_SOCKET_IFNAME": "lo"}
-    assert "no interface of this machine" in findings(check_tf_config, Severity.WARNING, **environ)["TF_CONFIG"].what
-    found = findings(check_tf_config, Severity.PROBLEM, **environ)
-    assert "leads here to this machine itself" in found["TF_CONFIG"].what
-    assert "cannot be reached" in found["GLOO_SOCKET_IFNAME"].what
-
-
-def test_variables_that_contradict_each_other_or_are_left_over() -> None:
-    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    both = {**environ, "TF_CONFIG": cluster("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", index=2)}
-    assert "contradict each other" in findings(check_launcher, Severity.PROBLEM, **both)["launcher"].what
-    nowhere = {**environ, "MASTER_ADDR": NOWHERE}
-    assert "does not resolve" in findings(check_launcher, Severity.PROBLEM, **nowhere)["launcher"].what
-    assert "LOCAL_RANK set, but not" in findings(check_launcher, Severity.WARNING, LOCAL_RANK="0")["launcher"].what
-    assert "no task of srun" in findings(check_launcher, Severity.NOTE, SLURM_JOB_ID="7")["launcher"].what
 
 
 def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
@@ -167,9 +164,8 @@ def test_nccls_variable_chooses_by_beginnings_and_whole_names() -> None:
         ("^" + ",".join(names), "leaves none"),
         ("^=" + ",".join(name for name in names if name != "lo"), "chooses lo"),
     ):
-        assert (
-            chosen in findings(check_interfaces, Severity.WARNING, NCCL_SOCKET_IFNAME=named)["NCCL_SOCKET_IFNAME"].what
-        )
+        found = findings(check_interfaces, Severity.WARNING, NCCL_SOCKET_IFNAME=named)
+        assert chosen in found["NCCL_SOCKET_IFNAME"].what
 
 
 def test_towers_that_cannot_be_started_are_a_problem_of_the_machine(tmp_path: pathlib.Path) -> None:
@@ -186,8 +182,6 @@ def test_variables_that_change_results_or_speed() -> None:
     assert [f.severity for f in check_variables(set_to_do_nothing)] == [Severity.OK]
     found = {f.subject: f.severity for f in check_variables({"NCCL_ALGO": "Tree", "CUDA_LAUNCH_BLOCKING": "1"})}
     assert found == {"NCCL_ALGO": Severity.NOTE, "CUDA_LAUNCH_BLOCKING": Severity.WARNING}
-    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.WARNING, OMP_NUM_THREADS="4096")
-    assert "OMP_NUM_THREADS" in findings(check_cores, Severity.PROBLEM, OMP_NUM_THREADS="all")
 
 
 @pytest.mark.parametrize(
@@ -236,11 +230,9 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPa
 
 def printed(check: str) -> list[str]:
     """A program that prints what a check finds, each with its severity, and how to run it."""
-    program = "import os, mirrored.doctor.resources as r\n"
-    program += (
-        f"for f in [*r.{check}(os.environ), *r.check_dev_shm(os.environ)]: print(f.severity.name, f.subject, f.what)"
-    )
-    return [sys.executable, "-c", program]
+    found = f"*r.{check}(os.environ), *r.check_dev_shm(os.environ)"
+    program = f"for f in [{found}]: print(f.severity.name, f.subject, f.what)"
+    return [sys.executable, "-c", f"import os, mirrored.doctor.resources as r\n{program}"]
 
 
 def test_no_room_where_a_training_writes(tmp_path: pathlib.Path) -> None:

@@ -1,4 +1,5 @@
-"""The project installed from a clone and from a wheel, in environments that have what it requires and nothing else."""
+"""The project installed from a clone and from a wheel, in environments that have what it requires and nothing else; and
+what ``scripts/setup`` takes for installed: the extras that are, and no others."""
 
 from __future__ import annotations
 
@@ -20,8 +21,6 @@ from packaging.requirements import Requirement
 import mirrored
 from tests.support.jobs import ROOT
 from tests.support.waiting import HANG
-
-pytestmark = pytest.mark.slow
 
 _PARTS = ("mirrored", "towers", "pyproject.toml", "README.md", "LICENSE")
 
@@ -97,13 +96,15 @@ def install(python: pathlib.Path, *words: str) -> None:
     assert "does not provide the extra" not in said
 
 
-def run(words: list[str], cwd: pathlib.Path | None = None) -> str:
+def run(words: list[str], cwd: pathlib.Path | None = None, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it holds this folder
+    environment |= variables
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_found_from_the_folder_that_holds_the_clone(
     clone: pathlib.Path, python: pathlib.Path
 ) -> None:
@@ -127,6 +128,7 @@ for package in (mirrored, towers):
 """
 
 
+@pytest.mark.slow
 def test_a_wheel_has_all_that_the_project_needs(wheel: pathlib.Path, python: pathlib.Path) -> None:
     requirements = metadata_of(wheel).requires
     provide(python, required(requirements))
@@ -162,6 +164,7 @@ BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle
 """By extra: the package that a part of ours imports, or lets torch import."""
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_required_or_brought_by_an_extra(wheel: pathlib.Path) -> None:
     metadata = metadata_of(wheel)
     always = {each.name for each in required(metadata.requires)}
@@ -181,3 +184,24 @@ def imports(path: pathlib.Path) -> set[str]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "installs"),
+    [("test", "examples", False), ("test", "docs", False), ("examples", "test", True), ("docs", "examples", True)],
+)
+def test_an_extra_is_installed_when_no_other_holds_it(
+    tmp_path: pathlib.Path, first: str, then: str, installs: bool
+) -> None:
+    """pip writes down what it is asked for, in place of an installation."""
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >>asked\n')
+    python.chmod(0o755)
+    for extra in (first, then):
+        run([str(tmp_path / "scripts" / "setup"), extra], PYTHON=sys.executable)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split(" ")[-1] for line in asked] == [f".[{first}]", f".[{then}]"][: 1 + installs]
