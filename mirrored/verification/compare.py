@@ -198,32 +198,39 @@ class RunComparison:
         without: Mapping[str, Collection[int]] | None = None,
     ) -> tuple[float, str]:
         """The largest relative difference among tensors, and which one has it; ``without`` some sampled elements."""
-        size = max((sketch.rms for sketch in one.values() if sketch is not None), default=0.0)
+        size = _size_of(one)
+        ignored = without if without is not None and not self.exact else {}
         worst = (0.0, "")
         for name in {**one, **many}:
-            a, b = one.get(name), many.get(name)
-            if a is None and b is None:
-                continue
-            amount = math.inf
-            if a is not None and b is not None:
-                distance = a.distance(b, without.get(name, ()) if without and not self.exact else ())
-                scale = max(a.norm, _SMALL * size * math.sqrt(a.numel))
-                if a.digest != b.digest and _is_whole(a.dtype):
-                    distance = math.inf
-                if self.exact and distance == 0.0 and a.digest != b.digest:
-                    distance = math.ulp(a.norm)
-                amount = distance / scale if distance and scale else 0.0 if not distance else math.inf
+            amount = self._amount(one.get(name), many.get(name), size, ignored.get(name, ()))
             if amount > worst[0]:
                 worst = (amount, name)
         return worst
 
+    def _amount(self, one: Sketch | None, many: Sketch | None, size: float, ignored: Collection[int]) -> float:
+        """The distance of a tensor from one tower's, relative to its norm or a fraction of ``size`` in each element.
+
+        Two tensors that are not finite do not differ.
+        """
+        if one is None or many is None:
+            return 0.0 if one is many else math.inf
+        if one.digest == many.digest or not (math.isfinite(one.norm) or math.isfinite(many.norm)):
+            return 0.0
+        if _is_whole(one.dtype) or not math.isfinite(one.norm):
+            return math.inf
+        distance = one.distance(many, ignored)
+        if self.exact and not distance:
+            distance = math.ulp(one.norm)
+        scale = max(one.norm, _SMALL * size * math.sqrt(one.numel))
+        return distance / scale if scale else math.inf if distance else 0.0
+
     def _note_noise(self, one: Step, many: Step) -> None:
         """Note the sampled elements that differ and whose gradients are rounding alone; see the note above."""
-        largest = max((sketch.rms for sketch in one.gradients.values() if sketch is not None), default=0.0)
+        size = _size_of(one.gradients)
         for name, sketch in one.gradients.items():
             other = many.gradients.get(name)
             if sketch is not None and other is not None:
-                limit = max(self.tolerance * sketch.rms, _NOISE * largest)
+                limit = max(self.tolerance * sketch.rms, _NOISE * size)
                 pairs = enumerate(zip(sketch.sample, other.sample, strict=False))
                 self._noisy[name].update(i for i, (a, b) in pairs if a != b and max(abs(a), abs(b)) < limit)
 
@@ -241,6 +248,11 @@ def _usual_tolerance_of(one: Trace) -> float:
 def usual_tolerance(dtype: str) -> float:
     """The largest relative difference of two numbers of a dtype that counts as rounding, unless more is shown."""
     return _TOLERANCES.get(dtype, _COARSE)
+
+
+def _size_of(tensors: Mapping[str, Sketch | None]) -> float:
+    """The largest root mean square among tensors that are finite."""
+    return max((s.rms for s in tensors.values() if s is not None and math.isfinite(s.norm)), default=0.0)
 
 
 def _is_whole(dtype: str) -> bool:

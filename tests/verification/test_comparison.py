@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import re
 
@@ -102,6 +103,9 @@ def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) ->
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), False),
         (torch.tensor(10**7), torch.tensor(10**7 + 1), False),
         (torch.zeros(2), torch.zeros(3), False),
+        (torch.tensor([math.nan, 2.0]), torch.tensor([1.0, 2.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([math.inf, 2.0]), False),
+        (torch.tensor([math.nan, 2.0]), torch.tensor([math.nan, 2.1]), True),
     ],
 )
 def test_buffers_are_compared_as_parameters_are(one: Tensor, many: Tensor, same: bool) -> None:
