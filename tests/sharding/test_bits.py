@@ -116,15 +116,8 @@ def test_the_bits_of_the_unsharded_step_on_two_hosts() -> None:
     assert_same_training("AdamW", both(train_awkward, ["AdamW"], count=3, hosts="aab"))
 
 
-@pytest.fixture(scope="module")
-def features() -> tuple[list[Any], list[Any]]:
-    return both(with_feature, list(FEATURES))
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_plain_pytorch_has_the_same_bits(name: str, features: tuple[list[Any], list[Any]]) -> None:
-    for ours, expected in zip(*features, strict=True):
-        assert_same_bits(ours[name], expected[name])
+def test_plain_pytorch_has_the_same_bits() -> None:
+    equal_unsharded(with_feature, list(FEATURES))
 
 
 def changes(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
@@ -171,18 +164,8 @@ def changes(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     return [*parameters_of(model), *parameters_of(other), *tensors(optimizer), *tensors(rest)]
 
 
-CHANGES = ("thawed", "another group", "another model", "another dtype", "state again")
-
-
-@pytest.fixture(scope="module")
-def changed() -> tuple[list[Any], list[Any]]:
-    return both(changes, CHANGES)
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_changes_between_steps(what: str, changed: tuple[list[Any], list[Any]]) -> None:
-    for ours, expected in zip(*changed, strict=True):
-        assert_same_bits(ours[what], expected[what])
+def test_changes_between_steps() -> None:
+    equal_unsharded(changes, ("thawed", "another group", "another model", "another dtype", "state again"))
 
 
 def test_two_models_with_two_optimizers() -> None:

@@ -56,7 +56,13 @@ def _in_turn(
     assert (strategy.engine.attached(OptimizerSharder) is not None) is settings["shard_optimizer"]
     if not names:
         return fn(strategy, *args)
-    return {name: fn(mirrored.MirroredStrategy(**settings), name) for name in names}
+    results = {}
+    for name in names:
+        try:
+            results[name] = fn(mirrored.MirroredStrategy(**settings), name)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+    return results
 
 
 def assert_same_state(ours: dict[str, Any], expected: dict[str, Any]) -> None:
