@@ -88,39 +88,33 @@ def test_layers_equal_the_single_device(count: int) -> None:
         compare(list(results), expected, sizes)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, norm: nn.Module, reentrant: bool) -> None:
+class Around(nn.Module):
+    """Calls a function with a layer, and the input."""
+
+    def __init__(self, call: Callable[[nn.Module, Tensor], Any], norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm, self.reentrant = norm, reentrant
+        self.norm, self.call = norm or fresh(), call
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.norm, x, use_reentrant=self.reentrant)
-
-
-class Twice(nn.Module):
-    """Several forwards before the backward, one of them without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.norm(x * x)
-        return self.norm(x) * self.norm(x.exp())
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.norm, x)
 
 
-class GradientPenalty(nn.Module):
+def checkpointed(norm: nn.Module, x: Tensor) -> Any:
+    return checkpoint(norm, x, use_reentrant=False)
+
+
+def several_forwards(norm: nn.Module, x: Tensor) -> Tensor:
+    """Before the backward, one of them without gradients."""
+    with torch.no_grad():
+        norm(x * x)
+    return norm(x) * norm(x.exp())
+
+
+def gradient_penalty(norm: nn.Module, x: Tensor) -> Tensor:
     """The gradient of the output with respect to the input is part of the output: second derivatives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x).pow(3)
-        [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope.square()
+    y = norm(x).pow(3)
+    [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y + slope.square()
 
 
 class Plainer(nn.BatchNorm2d):
@@ -214,10 +208,10 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "large eps": lambda: fresh(eps=2.0),
     "lazy": lambda: nn.LazyBatchNorm2d(dtype=torch.float64),
     "two layers": lambda: nn.Sequential(fresh(), nn.Tanh(), fresh()),
-    "checkpoint": lambda: Checkpointed(fresh(), reentrant=False),
-    "reentrant checkpoint": lambda: Checkpointed(fresh(), reentrant=True),
-    "several forwards": Twice,
-    "gradient penalty": GradientPenalty,
+    "checkpoint": lambda: Around(checkpointed),
+    "reentrant checkpoint": lambda: Around(lambda norm, x: checkpoint(norm, x, use_reentrant=True)),
+    "several forwards": lambda: Around(several_forwards),
+    "gradient penalty": lambda: Around(gradient_penalty),
     "subclass": Plainer,
     "with activation": WithActivation,
     "with activation, cumulative": lambda: WithActivation(momentum=None),
@@ -226,7 +220,7 @@ VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "by the class": ByTheClass,
     "always frozen": lambda: AlwaysFrozen(3, dtype=torch.float64),
     "lazy with a forward": lambda: LazyCut(dtype=torch.float64),
-    "checkpoint with activation": lambda: Checkpointed(WithActivation(), reentrant=False),
+    "checkpoint with activation": lambda: Around(checkpointed, WithActivation()),
     "deepcopy": lambda: nn.Sequential(*(copy.deepcopy(layer) for layer in [fresh()] * 2)),
     "compiled": lambda: torch.compile(nn.Sequential(fresh(), nn.Tanh()), backend="eager"),
 }
