@@ -70,7 +70,7 @@ class Participant:
         """The numbers by which messages call these towers, which need not be all there are."""
         return range(self.size)
 
-    def check_whole(self) -> None:
+    def check_in_step(self) -> None:
         """Check that this tower is in step.
 
         Raises:
@@ -92,7 +92,7 @@ class Participant:
         self._broken = error
 
 
-class WholeCall:
+class InStep:
     """Around several collectives, or the stages of one: a tower that leaves by an exception is out of step for good.
 
     Errors that all towers raise at the same stage (:class:`DisagreementError`, :class:`ArgumentError`) do no harm.
@@ -104,19 +104,19 @@ class WholeCall:
         self._target = target
 
     def __enter__(self) -> None:
-        self._target.check_whole()
+        self._target.check_in_step()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, (DisagreementError, ArgumentError)):
             self._target.break_off(error)
 
 
-def whole(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
-    """:class:`WholeCall` around a method."""
+def in_step(collective: Callable[Concatenate[_C, _P], _R]) -> Callable[Concatenate[_C, _P], _R]:
+    """:class:`InStep` around a method."""
 
     @functools.wraps(collective)
     def wrapper(self: _C, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with WholeCall(self):
+        with InStep(self):
             return collective(self, *args, **kwargs)
 
     return wrapper
@@ -222,7 +222,7 @@ class Communicator(PeerGroup):
         """Send row i to tower i; returns the rows received, in tower order: shape ``(size, *row)``."""
         return self.all_gather(rows)[:, self.index].contiguous()
 
-    @whole
+    @in_step
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
         """Add up flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
 
@@ -245,7 +245,7 @@ class Communicator(PeerGroup):
     def channel(self) -> Communicator:
         """A second communicator of the same towers, whose collectives are never matched with this one's."""
 
-    @whole
+    @in_step
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Deferred, Pending, whole
+from towers.collectives.communicator import Communicator, Deferred, Pending, in_step
 from towers.collectives.process_group import ProcessGroupCommunicator
 
 
@@ -38,7 +38,7 @@ class HierarchicalCommunicator(Communicator):
         self._across = group.among([towers[0] for towers in hosts])
         self._queue: list[tuple[Tensor, Pending]] = []
 
-    @whole
+    @in_step
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         dense = tensor.contiguous()
         self._local.all_reduce(dense, op)
@@ -58,7 +58,7 @@ class HierarchicalCommunicator(Communicator):
         self._queue.append((tensor, self._local.submit_average(tensor)))
         return Deferred(self.finish_submitted)
 
-    @whole
+    @in_step
     def finish_submitted(self) -> None:
         """Average all that was submitted; see [Note: two levels] for the weights."""
         queue, self._queue = self._queue, []
@@ -73,7 +73,7 @@ class HierarchicalCommunicator(Communicator):
                 crossing[number].wait()
             self._local.broadcast(tensor)
 
-    @whole
+    @in_step
     def all_gather(self, tensor: Tensor) -> Tensor:
         rows = self._local.all_gather(tensor)
         largest = max(len(towers) for towers in self._hosts)
@@ -88,11 +88,11 @@ class HierarchicalCommunicator(Communicator):
             gathered[towers] = everywhere[host, : len(towers)]
         return gathered
 
-    @whole
+    @in_step
     def all_to_all(self, rows: Tensor) -> Tensor:
         return self._group.all_to_all(rows)
 
-    @whole
+    @in_step
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         host = next(number for number, towers in enumerate(self._hosts) if source in towers)
         if host == self._host:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator, Deferred, Pending, whole
+from towers.collectives.communicator import Communicator, Deferred, Pending, in_step
 from towers.system.host_copy import HostCopy, on_device
 
 
@@ -75,7 +75,7 @@ class HostStagedCommunicator(Communicator):
         tensor.record_stream(self._stream)
         return Deferred(self.finish_submitted)
 
-    @whole
+    @in_step
     def finish_submitted(self) -> None:
         """Average all that was submitted: while one bucket is averaged, the next come and the last goes back."""
         queue, self._queue = self._queue, []
@@ -87,9 +87,9 @@ class HostStagedCommunicator(Communicator):
     def channel(self) -> Communicator:
         return HostStagedCommunicator(self._hosts.channel(), self.device)
 
-    def check_whole(self) -> None:
-        super().check_whole()
-        self._hosts.check_whole()
+    def check_in_step(self) -> None:
+        super().check_in_step()
+        self._hosts.check_in_step()
 
     def break_off(self, error: BaseException) -> None:
         super().break_off(error)

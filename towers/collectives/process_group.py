@@ -119,7 +119,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _begin(self) -> Any:
         """Count one more collective of this tower; returns c10d's group."""
-        self.check_whole()
+        self.check_in_step()
         self.count += 1
         return self._group
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, WholeCall, as_bytes
+from towers.collectives.communicator import Communicator, InStep, as_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
 
@@ -161,7 +161,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 
     _check_equal(call, described, fixed)
     results = []
-    with WholeCall(comm):
+    with InStep(comm):
         for i, leaf in enumerate(values):
             shapes = [leaves[i][1] for leaves in described]
             results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
@@ -252,7 +252,7 @@ def _combine_here(op: str, local: list[Tensor], bodies: list[bytes]) -> list[Ten
 
 def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
     """Reduce the towers' contributions, by one collective a dtype."""
-    with WholeCall(comm):
+    with InStep(comm):
         return all_reduce_together(comm, "sum" if op == "mean" else op, local)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, WholeCall
+from towers.collectives.communicator import Communicator, InStep
 from towers.errors import DisagreementError
 from towers.gradients.sparse import average_rows, has_rows, to_dense, without_rows
 from towers.system.memory_layout import gradient_dtype
@@ -56,7 +56,7 @@ def average(
         raise _difference(comm, call, [[name_of(t), *kind] for t, kind in zip(tensors, kinds, strict=True)])
     means: list[Tensor | None] = [None] * len(tensors)
     dense: dict[int, Tensor] = {}
-    with WholeCall(comm):
+    with InStep(comm):
         for i, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
             if all(present[i] == "0" for _, present, _ in towers):
                 continue

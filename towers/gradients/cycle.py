@@ -200,7 +200,7 @@ class Cycle:
 
     def open(self) -> None:
         """A backward has its first gradient."""
-        self._channel.check_whole()  # before anything is written where others may read it
+        self._channel.check_in_step()  # before anything is written where others may read it
         if compiled_autograd_runs():  # it calls hooks, but not what is queued for the end of a backward
             raise TowersError(
                 f"compiled autograd runs this backward() on tower {self._channel.index}, and does not say when it is "

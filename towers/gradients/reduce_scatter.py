@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from towers.collectives.arithmetic import chunk_of
-from towers.collectives.communicator import Communicator, WholeCall
+from towers.collectives.communicator import Communicator, InStep
 from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import Bucket, DenseSlot
 from towers.gradients.cycle import AllReduce
@@ -42,7 +42,7 @@ class ReduceScatter(AllReduce):
         """All buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        with WholeCall(self._regions.barrier):
+        with InStep(self._regions.barrier):
             return self._reduce(buckets)
 
     def _reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -92,7 +92,7 @@ class ReduceScatter(AllReduce):
         """
         if not self._reduced:
             return
-        with WholeCall(self._regions.barrier):
+        with InStep(self._regions.barrier):
             self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
             reduced, self._reduced = self._reduced, []
             for bucket, tensors in reduced:

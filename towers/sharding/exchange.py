@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, WholeCall, as_bytes
+from towers.collectives.communicator import Communicator, InStep, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.cycle import AllReduce, Reduction
@@ -190,7 +190,7 @@ class SharedParameters(Exchange):
         def spread() -> None:
             """Write this tower's shards into the others' parameters; gather those of buckets that have no region."""
             without = set()
-            with WholeCall(self._regions.barrier):
+            with InStep(self._regions.barrier):
                 for bucket, key in keys.items():
                     tensors = self._regions.map_peers(key)
                     if tensors is None:  # no room for a region on some tower

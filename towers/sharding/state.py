@@ -159,7 +159,7 @@ class ReadableState:
 
     def map_peers(self) -> None:
         """After a barrier: map the blocks of all towers, which all call this."""
-        self._blocks = self._regions.blocks(self._key)
+        self._blocks = self._regions.map_blocks(self._key)
         if self._regions.newly_mapped:
             self._regions.barrier.wait()
             self._regions.close_files()

@@ -135,9 +135,9 @@ class Barrier(Participant):
         Raises:
             PeerLostError: a tower that had not arrived has ended, or has left a failure notice.
             CollectiveTimeoutError: a tower did not arrive before the deadline.
-            TowersError: see :meth:`check_whole`.
+            TowersError: see :meth:`check_in_step`.
         """
-        self.check_whole()
+        self.check_in_step()
         self.count += 1
         try:
             for address in self._outbox:
@@ -169,7 +169,7 @@ class Barrier(Participant):
             DisagreementError: on all towers, when tags differ.
             PeerLostError, CollectiveTimeoutError: see :meth:`wait`.
         """
-        self.check_whole()
+        self.check_in_step()
         self.tags.write(self.count + 1, tag)
         self.wait()
         tags = self.tags.compare()

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import check_reducible, chunk_of, reduce_into
-from towers.collectives.communicator import Communicator, Deferred, PeerGroup, Pending, as_bytes, keep_from_forks, whole
+from towers.collectives.communicator import (
+    Communicator,
+    Deferred,
+    PeerGroup,
+    Pending,
+    as_bytes,
+    in_step,
+    keep_from_forks,
+)
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
 from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
@@ -82,7 +90,7 @@ class SharedMemoryCommunicator(Communicator):
         self._queue.append(tensor)
         return Deferred(self.finish_submitted)
 
-    @whole
+    @in_step
     def finish_submitted(self) -> None:
         """Average all that was submitted. Towers reduce on the cores that they compute on: nothing could overlap."""
         queue, self._queue = self._queue, []
@@ -90,7 +98,7 @@ class SharedMemoryCommunicator(Communicator):
             for tensor in self.regions.average(queue):
                 self.all_reduce(tensor.mul_(1.0 / self.size))
 
-    @whole
+    @in_step
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
         super().sum_by_tree(self.regions.sum_by_tree(tensors))
 
@@ -118,7 +126,7 @@ class SharedMemoryCommunicator(Communicator):
         self._all_reduce_flat(dense.view(-1), op)
         copy_back(dense, tensor)
 
-    @whole
+    @in_step
     def _all_reduce_flat(self, flat: Tensor, op: str) -> None:
         if flat.nbytes <= _ALONE:
             slots = self._slots(flat.dtype, flat.numel())
@@ -145,7 +153,7 @@ class SharedMemoryCommunicator(Communicator):
         self.all_gather_into(gathered.unbind(0), tensor)
         return gathered
 
-    @whole
+    @in_step
     def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
         """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
         mine = as_bytes(tensor)
@@ -158,7 +166,7 @@ class SharedMemoryCommunicator(Communicator):
             for row, slot in zip(rows, slots, strict=True):
                 row[start : start + _HALF].copy_(slot)
 
-    @whole
+    @in_step
     def reduce_scatter(self, rows: Tensor, op: str = "sum") -> Tensor:
         """Reduce one row for each tower over all towers; returns this tower's row.
 
@@ -180,13 +188,13 @@ class SharedMemoryCommunicator(Communicator):
             at += piece.numel()
         return result
 
-    @whole
+    @in_step
     def all_to_all(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows, memory_format=torch.contiguous_format)
         self._exchange([as_bytes(row) for row in rows], [as_bytes(row) for row in received], received[0].nbytes)
         return received
 
-    @whole
+    @in_step
     def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
         """Give ``given[i]`` to tower i, and fill ``taken[i]`` with what tower i gives to this one.
 
@@ -227,7 +235,7 @@ class SharedMemoryCommunicator(Communicator):
         self._broadcast_bytes(as_bytes(dense), source)
         copy_back(dense, tensor)
 
-    @whole
+    @in_step
     def _broadcast_bytes(self, data: Tensor, source: int) -> None:
         for piece in data.split(_HALF) if data.numel() else ():
             slot = self._slots(torch.uint8, piece.numel())[source]
@@ -240,8 +248,8 @@ class SharedMemoryCommunicator(Communicator):
     def barrier(self) -> None:
         self._barrier.wait()
 
-    def check_whole(self) -> None:
-        self._barrier.check_whole()
+    def check_in_step(self) -> None:
+        self._barrier.check_in_step()
 
     def break_off(self, error: BaseException) -> None:
         self._barrier.break_off(error)

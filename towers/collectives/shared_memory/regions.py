@@ -34,22 +34,29 @@ TABLE_BYTES = 8 * _ENTRY * KEYS
 """Size of the table in which a tower publishes its regions."""
 
 _PIECE = 2**18  # bytes of a region that are reduced at a time: as many as two towers' fit into a core's cache
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Region:
     """The memory of all towers under one key.
 
     Attributes:
-        segment: this tower's own memory.
-        tensors: every tower's memory, as far as it is mapped here, and which ``versions`` of it that is.
+        segment, address: this tower's own memory; 0 where there is none.
+        numel, dtype: what it was allocated for.
+        blocks: every tower's memory, as bytes: None where there is none, empty where it could not be allocated.
+        versions: which versions of them are mapped here.
+        tensors: every tower's memory as this tower's was allocated; None when some tower has less.
         pieces: the chunk that this tower reduces, of every tower, piece by piece.
     """
 
-    def __init__(self, key: int, numel: int, dtype: torch.dtype, towers: int) -> None:
-        self.key, self.numel, self.dtype = key, numel, dtype
+    def __init__(self, key: int, towers: int) -> None:
+        self.key = key
         self.segment: Segment | None = None
-        self.tensors: list[Tensor] = [torch.empty(0, device="cpu")] * towers
+        self.address = self.numel = 0
+        self.dtype = torch.uint8
+        self.blocks: list[Tensor | None] = [None] * towers
         self.versions = [0] * towers
+        self.tensors: list[Tensor] | None = None
         self.pieces: list[list[Tensor]] = []
 
 
@@ -74,8 +81,7 @@ class Regions:
         self._processes = list(processes)
         self._regions: dict[int, _Region] = {}
         self._mapped: list[_Region] = []
-        self._blocks: dict[tuple[int, int], tuple[int, Tensor | None]] = {}
-        self._said = False
+        self._warned = False
         self.newly_mapped = False
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -83,26 +89,34 @@ class Regions:
 
         The others map what was allocated last. It lives as long as a tensor of it does on any tower.
         """
+        nbytes = numel * dtype.itemsize
         if key >= KEYS:
-            self._say_once(numel * dtype.itemsize, f"all {KEYS} places for shared regions are used")
+            self._warn_once(nbytes, f"all {KEYS} places for shared regions are used")
             return None
-        region = self._regions.get(key)
-        if region is None:
-            region = self._regions[key] = _Region(key, numel, dtype, self._size)
+        region = self._region(key)
         entry = self._tables[self._index][_ENTRY * key : _ENTRY * (key + 1)]
+        entry[0], entry[2] = entry[0] + 1, _REFUSED
+        region.segment, region.address, region.blocks[self._index] = None, 0, _NOTHING
         try:
-            segment = Segment.create(numel * dtype.itemsize, reserve=True)
+            segment = Segment.create(nbytes, reserve=True)
         except OSError as error:
-            entry[0], entry[2] = entry[0] + 1, _REFUSED
-            self._say_once(numel * dtype.itemsize, str(error))
+            self._warn_once(nbytes, str(error))
             return None
-        entry[0], entry[1], entry[2] = entry[0] + 1, segment.file, segment.nbytes
-        region.segment, region.tensors[self._index] = segment, segment.tensor(dtype, numel)
-        return segment.tensor(dtype, numel)  # another tensor: callers count the views of theirs
+        entry[1], entry[2] = segment.file, segment.nbytes
+        region.segment, region.numel, region.dtype = segment, numel, dtype
+        region.blocks[self._index] = segment.tensor(torch.uint8, segment.nbytes)
+        tensor = segment.tensor(dtype, numel)  # another one than the block: callers count the views of theirs
+        region.address = tensor.data_ptr()
+        return tensor
 
-    def _say_once(self, nbytes: int, why: str) -> None:
-        if not self._said:
-            self._said = True
+    def _region(self, key: int) -> _Region:
+        if (region := self._regions.get(key)) is None:
+            region = self._regions[key] = _Region(key, self._size)
+        return region
+
+    def _warn_once(self, nbytes: int, why: str) -> None:
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "a shared region of %.3g MB cannot be allocated (%s): its contents go a slower way, and the "
                 "state_dict() of a sharded optimizer may need all towers to call it",
@@ -111,16 +125,14 @@ class Regions:
             )
 
     def piece(self, key: int, start: int, numel: int) -> Tensor | None:
-        """A part of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
+        """A piece of this tower's memory under ``key``, as a tensor with a storage of its own, if there is any."""
         region = self._regions.get(key)
-        if region is None or region.segment is None or self._tables[self._index][_ENTRY * key + 2] <= 0:
+        if region is None or region.segment is None:
             return None
         return region.segment.tensor(region.dtype, numel, start * region.dtype.itemsize)
 
     def release(self, key: int) -> None:
         """Forget what was allocated under ``key``."""
-        for tower in range(self._size):
-            self._blocks.pop((key, tower), None)
         if self._regions.pop(key, None) is not None:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
@@ -133,62 +145,43 @@ class Regions:
         return self._reduce(tensors, add_by_tree)
 
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
-        at = {region.tensors[self._index].data_ptr(): region for region in self._regions.values()}
-        regions = [at.get(tensor.data_ptr()) for tensor in tensors]
+        at = {region.address: region for region in self._regions.values()}
         self.barrier.wait()
-        within = [region if region is not None and self._map_together(region) else None for region in regions]
-        for region in within:
-            if region is not None:
-                for pieces in region.pieces:
-                    first, *others = pieces
-                    reduce(first, pieces)
-                    for other in others:
-                        other.copy_(first)
+        others = []
+        for tensor in tensors:
+            region = at.get(tensor.data_ptr())
+            if region is None or self._map(region).tensors is None:
+                others.append(tensor)
+                continue
+            for pieces in region.pieces:
+                total, *copies = pieces
+                reduce(total, pieces)
+                for copy in copies:
+                    copy.copy_(total)
         self.barrier.wait()
         self.close_files()
-        return [tensor for tensor, region in zip(tensors, within, strict=True) if region is None]
+        return others
 
     def map_peers(self, key: int) -> list[Tensor] | None:
         """Every tower's memory under ``key``; None, on all towers, when some tower has none.
 
         All towers call it after a barrier, and :meth:`close_files` after the next one.
         """
-        region = self._regions.get(key)
-        return region.tensors if region is not None and self._map_together(region) else None
+        return self._map(self._region(key)).tensors if key < KEYS else None
 
-    def blocks(self, key: int) -> list[Tensor | None]:
+    def map_blocks(self, key: int) -> list[Tensor | None]:
         """What every tower has allocated under ``key``, as bytes, of any size; None where that is nothing.
 
-        As :meth:`map_peers`, for keys that are not used with it. Empty where the memory could not be allocated.
+        As :meth:`map_peers`. Empty where the memory could not be allocated.
         """
-        found: list[Tensor | None] = []
-        if key >= KEYS:
-            return [torch.empty(0, dtype=torch.uint8, device="cpu")] * self._size
-        for tower, table in enumerate(self._tables):
-            version, file, nbytes = table[_ENTRY * key : _ENTRY * (key + 1)]
-            known, block = self._blocks.get((key, tower), (0, None))
-            if version != known:
-                self.newly_mapped = True
-                if nbytes == 0:  # its owner has released it
-                    block = None
-                elif nbytes == _REFUSED:
-                    block = torch.empty(0, dtype=torch.uint8, device="cpu")
-                elif tower == self._index:
-                    region = self._regions[key]
-                    block = region.tensors[tower]
-                    self._mapped.append(region)
-                else:
-                    block = self._open(tower, file).tensor(torch.uint8, nbytes)
-                self._blocks[key, tower] = version, block
-            found.append(block)
-        return found
+        return list(self._map(self._region(key)).blocks) if key < KEYS else [_NOTHING] * self._size
 
     def average_range(self, tensors: Sequence[Tensor], start: int, end: int) -> None:
         """Average a range of all towers' ``tensors``, in this tower's; the bits are those of :meth:`average`."""
         step = _PIECE // tensors[self._index].element_size()
         for at in range(start, end, step):
-            parts = [tensor[at : min(at + step, end)] for tensor in tensors]
-            reduce_into(parts[self._index], parts, "sum", scale=1.0 / self._size)
+            pieces = [tensor[at : min(at + step, end)] for tensor in tensors]
+            reduce_into(pieces[self._index], pieces, "sum", scale=1.0 / self._size)
 
     def close_files(self) -> None:
         """After a barrier: close the files of what all towers have mapped before it."""
@@ -198,32 +191,36 @@ class Regions:
         self._mapped = []
         self.newly_mapped = False
 
-    def _map_together(self, region: _Region) -> bool:
-        reached = self._map(region)
-        if reached and region.segment is not None and region.segment.file >= 0:
-            self._mapped.append(region)
-        return reached
-
-    def _map(self, region: _Region) -> bool:
-        """Map the other towers' regions where they are new. False, on all towers, when some tower has none."""
+    def _map(self, region: _Region) -> _Region:
+        """Map what towers have under a key where it is new."""
         changed = False
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * region.key : _ENTRY * (region.key + 1)]
-            if nbytes < region.numel * region.dtype.itemsize:
-                return False
             if version == region.versions[tower]:
                 continue
-            if tower != self._index:
-                region.tensors[tower] = self._open(tower, file).tensor(region.dtype, region.numel)
-            region.versions[tower] = version
-            changed = True
+            region.versions[tower], changed = version, True
+            if tower == self._index:
+                self._mapped.append(region)
+            elif nbytes > 0:
+                region.blocks[tower] = self._open(tower, file).tensor(torch.uint8, nbytes)
+            else:
+                region.blocks[tower] = _NOTHING if nbytes == _REFUSED else None
         if changed:
             self.newly_mapped = True
-            start, end = chunk_of(region.numel, region.dtype.itemsize, self._size, self._index)
-            step = _PIECE // region.dtype.itemsize
-            columns = [tensor[start:end].split(step) for tensor in region.tensors] if start < end else []
-            region.pieces = [list(piece) for piece in zip(*columns, strict=True)]
-        return True
+            self._cut(region)
+        return region
+
+    def _cut(self, region: _Region) -> None:
+        """Cut all towers' memory as this tower's was allocated."""
+        itemsize = region.dtype.itemsize
+        nbytes = region.numel * itemsize
+        enough = [block for block in region.blocks if block is not None and block.nbytes >= nbytes > 0]
+        region.tensors, region.pieces = None, []
+        if len(enough) == self._size:
+            region.tensors = [block[:nbytes].view(region.dtype) for block in enough]
+            start, end = chunk_of(region.numel, itemsize, self._size, self._index)
+            columns = [tensor[start:end].split(_PIECE // itemsize) for tensor in region.tensors if start < end]
+            region.pieces = [list(pieces) for pieces in zip(*columns, strict=True)]
 
     def _open(self, tower: int, file: int) -> Segment:
         try:
