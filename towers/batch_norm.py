@@ -36,7 +36,7 @@ def normalise(
 
     Args:
         gather: what the towers communicate by.
-        name: of the layer, for messages; the same on all towers.
+        name: what messages call the layer; the same on all towers.
         x: shape ``(n, channels, *any)``, floating point; ``n`` and ``any`` may differ between towers and be 0.
         weight, bias: shape ``(channels,)``, or None.
         running: mean and (unbiased) variance to be updated in place; left alone when all shares are empty.

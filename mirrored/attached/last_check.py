@@ -20,7 +20,7 @@ from towers.errors import MirrorError
 from towers.health import failure
 from towers.health.status import Health
 from towers.joining.store import LARGEST, Message
-from towers.mirroring.equality import Difference, Held, compare, describe, groups_of
+from towers.mirroring.equality import Difference, Held, describe, differences, groups_of
 
 _WHAT = "held"
 
@@ -76,7 +76,7 @@ def _differences(messages: Sequence[Message], held: Sequence[Held]) -> list[Diff
     if len(set(digests)) == 1:
         return []
     if all(message["held"] is not None for message in messages):
-        return compare([message["held"] for message in messages], held)
+        return differences([message["held"] for message in messages], held)
     if len({message["names"] for message in messages}) > 1:  # some have dropped what others still hold
         return []
     return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]

@@ -174,7 +174,7 @@ class GatherStates:
         state = state.reshape(shapes[self._comm.index]).contiguous()
         if not like:
             return list(self._comm.all_gather(state).unbind())
-        joined = values.join(self._comm, state, shapes, 0)
+        joined = values.concatenate(self._comm, state, shapes, 0)
         return list(joined.split([shape[0] for shape in shapes]))
 
     def join_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:

@@ -139,7 +139,7 @@ class CheckpointManager:
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
             local |= _SAVE
             self._requested_save = True
-        requested = self._requests.exchange(local)
+        requested = self._requests.collect(local)
         if requested & _STOP:
             self._save_last()
             self._end()

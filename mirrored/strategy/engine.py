@@ -37,7 +37,7 @@ from towers.system.uncompiled import Untraced
 
 if TYPE_CHECKING:
     from mirrored.virtual.towers import VirtualTowers
-    from towers.sharding.exchange import Exchange
+    from towers.sharding.transport import ShardTransport
 
 log = get_logger("mirrored")
 
@@ -98,11 +98,11 @@ class Engine:
         if self._several:
             agree(comm, "the strategy", dataclasses.asdict(training))
         channel = comm.channel() if self._several else comm
-        exchange: Exchange | None = None
+        transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
-            from towers.sharding.exchange import exchange_for
+            from towers.sharding.transport import transport_for
 
-            exchange = exchange_for(channel)
+            transport = transport_for(channel)
         watch = None
         if training.nonfinite_gradients != "ignore":
             from towers.gradients.nonfinite import GradientWatch
@@ -113,8 +113,8 @@ class Engine:
         averager = GradientAverager(
             channel,
             communication.bucket_bytes,
-            reduction=exchange.reduction if exchange is not None else None,
-            lazy=exchange.lazy if exchange is not None else None,
+            reduction=transport.reduction if transport is not None else None,
+            lazy=transport.lazy if transport is not None else None,
             announce=functools.partial(announce, comm),
             watch=watch,
         )
@@ -130,7 +130,7 @@ class Engine:
             events.mirrored.append(self.virtual.add)
             events.before_step.append(self.virtual.before_step)
         if self._several:
-            self._attach_to_several_towers(averager, training, exchange)
+            self._attach_to_several_towers(averager, training, transport)
         elif watch is not None:
             events.mirrored.append(self.averager.add)
         self._records = bool(events.mirrored)
@@ -140,15 +140,15 @@ class Engine:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
     def _attach_to_several_towers(
-        self, averager: GradientAverager, training: TrainingOptions, exchange: Exchange | None
+        self, averager: GradientAverager, training: TrainingOptions, transport: ShardTransport | None
     ) -> None:
         comm, recorder, events = self._comm, self.recorder, self.events
         early = EarlyBackwardGuard(comm.index, recorder)
         sharder = None
-        if exchange is not None:
+        if transport is not None:
             from towers.sharding.optimizer import OptimizerSharder
 
-            sharder = OptimizerSharder(averager, exchange)
+            sharder = OptimizerSharder(averager, transport)
         check = MirrorCheck(
             comm,
             training.mirror_check_interval,
@@ -232,7 +232,7 @@ class Engine:
             )
         if self._several:
             with range_("mirrored::mirror"):
-                mirror.compare(self._comm, tensors)
+                mirror.check_equal(self._comm, tensors)
                 mirror.broadcast(self._comm, [named.tensor for named in tensors])
             for _, root in self.recorder.roots():
                 self._prepare_metrics(root)

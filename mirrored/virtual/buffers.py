@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mirrored.virtual.packs import Buffer, Pack, narrow, real, wide
 from towers.errors import MirrorError
-from towers.mirroring.extremes import joined
+from towers.mirroring.extremes import concatenated
 from towers.system.host_copy import HostCopy
 from towers.system.torch_private import own_buffers
 
@@ -87,7 +87,7 @@ class StepBuffers:
     def begin(self) -> None:
         """A step begins: remember the values."""
         if self._doubts:
-            values = joined([doubt.view(1) for doubt in self._doubts.values()])
+            values = concatenated([doubt.view(1) for doubt in self._doubts.values()])
             self._unread.append((list(self._doubts), HostCopy(values)))
         self._doubts, self._firsts, self.written, self.differing = {}, {}, {}, []
         while self._unread and self._unread[0][1].has_come():

@@ -103,7 +103,7 @@ def fail_between(strategy: mirrored.Strategy, where: str) -> list[str]:
         if where == "average":
             regions.add_by_tree = regions.reduce_into = interrupted_call
         else:
-            values.all_reduce_together = values.join = interrupted_call
+            values.all_reduce_together = values.concatenate = interrupted_call
     region = comm.allocate(0, 100_000, torch.float32, comm.device).fill_(1.0)
     calls = {
         "average": lambda: comm.submit_average(region).wait(),

@@ -103,7 +103,7 @@ class Group(dist.ProcessGroup):
                     task(comm)
                     if comm.regions.barrier.count == count:  # without elements to send, nobody waits
                         comm.barrier()
-                self._compare_calls()
+                self._check_calls()
             except (PeerLostError, CollectiveTimeoutError) as error:
                 raise self._fatal(call, error) from None
             except Exception as error:
@@ -130,22 +130,22 @@ class Group(dist.ProcessGroup):
     def _explained(self, call: str, error: Exception) -> Exception:
         """The cause of an error: ranks that make different calls may see any error."""
         try:
-            self._compare_calls()
+            self._check_calls()
         except DisagreementError as reason:
             return self._fatal(call, reason)
         return error
 
-    def _compare_calls(self) -> None:
-        """Compare this call with those of all ranks that are in it.
+    def _check_calls(self) -> None:
+        """Check that all ranks that are in this call have called the same.
 
         Raises:
             DisagreementError: another rank has called something else.
         """
-        calls = self._tags.compare()
+        calls = self._tags.differing()
         for rank, other in enumerate(calls):
-            if other not in (None, mine := calls[self.rank()]):
+            if other not in (None, local := calls[self.rank()]):
                 raise DisagreementError(
-                    f"the ranks called different things: rank {rank} {other}, rank {self.rank()} {mine}; every rank "
+                    f"the ranks called different things: rank {rank} {other}, rank {self.rank()} {local}; every rank "
                     "must make the same calls in the same order"
                 )
 

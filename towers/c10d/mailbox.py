@@ -117,15 +117,15 @@ class Mailbox:
         self._index, self._seconds = comm.index, seconds
         layout = _SegmentLayout(comm.size)
         segments, self._processes = share(comm, layout.total, 2 * comm.size + 1)
-        mine, step = segments[comm.index], semaphores.BYTES
+        own, step = segments[comm.index], semaphores.BYTES
         others = [tower for tower in range(comm.size) if tower != comm.index]
         self._peers = PeerProcesses({tower: self._processes[tower] for tower in others})
         self._senders = {
             to: Sender(
-                mine,
+                own,
                 layout.streams + FIRST * to,
                 segments[to].address + layout.sent + step * comm.index,
-                mine.address + layout.received + step * to,
+                own.address + layout.received + step * to,
                 segments[to].address + layout.doorbell,
             )
             for to in others
@@ -136,12 +136,12 @@ class Mailbox:
                 self._processes[source],
                 segments[source],
                 layout.streams + FIRST * comm.index,
-                mine.address + layout.sent + step * source,
+                own.address + layout.sent + step * source,
                 segments[source].address + layout.received + step * comm.index,
             )
             for source in others
         }
-        self._doorbell = mine.address + layout.doorbell
+        self._doorbell = own.address + layout.doorbell
         self._segments = segments  # keeps the memory at these addresses mapped
         self._unexpected: list[Message] = []
         self._pending: list[ReceiveWork] = []
@@ -177,7 +177,7 @@ class Mailbox:
             self._read()
 
     def wait_for(self, receive: ReceiveWork, seconds: float) -> None:
-        """As :meth:`ReceiveWork.wait`; 0 seconds are as many as a message may take."""
+        """:meth:`ReceiveWork.wait`; 0 seconds are as many as a message may take."""
         seconds = seconds if seconds > 0 else self._seconds
         deadline = Deadline(seconds)
         self._waiting += 1

@@ -145,11 +145,11 @@ class SharedMemoryGroup(Group):
         rows = self._only_list("gather", outputs, tensor) if self.rank() == root else []
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            mine = as_bytes(tensor)
+            local = as_bytes(tensor)
             with outputs_of(rows) as dense:
                 comm.exchange(
-                    [mine if tower == root else mine[:0] for tower in range(comm.size)],
-                    [as_bytes(row) for row in dense] or [mine[:0]] * comm.size,
+                    [local if tower == root else local[:0] for tower in range(comm.size)],
+                    [as_bytes(row) for row in dense] or [local[:0]] * comm.size,
                 )
 
         return self.do("gather", opts, task, rows, f"to {root}")
@@ -161,10 +161,10 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             with outputs_of([tensor]) as (dense,):
-                mine = as_bytes(dense)
+                local = as_bytes(dense)
                 comm.exchange(
-                    [as_bytes(row) for row in rows] or [mine[:0]] * comm.size,
-                    [mine if tower == root else mine[:0] for tower in range(comm.size)],
+                    [as_bytes(row) for row in rows] or [local[:0]] * comm.size,
+                    [local if tower == root else local[:0] for tower in range(comm.size)],
                 )
 
         return self.do("scatter", opts, task, [tensor], f"from {root}")
@@ -219,7 +219,7 @@ class SharedMemoryGroup(Group):
 
         def task(comm: SharedMemoryCommunicator) -> None:
             with outputs_of(outputs) as dense:
-                comm.exchange([as_bytes(part) for part in inputs], [as_bytes(part) for part in dense])
+                comm.exchange([as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in dense])
 
         return self.do("all_to_all", opts, task, outputs)
 

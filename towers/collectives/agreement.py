@@ -4,7 +4,7 @@ Where towers call different collectives, backends answer with garbage, an abort 
 mistake is one error, with the same text, on all towers.
 
 [Note: requests are answered a step later] What a tower asks all to do at a step, such as to save or to stop, is
-exchanged while the next step runs. So no tower waits for it, and all see it at the same step.
+sent while the next step runs. So no tower waits for it, and all see it at the same step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
     Raises:
         DisagreementError: on all towers, naming the first option that differs.
     """
-    towers = [said.details for said in announce(comm, call, options)]
+    towers = [reported.details for reported in announce(comm, call, options)]
     for tower, other in enumerate(towers):
         for name, value in towers[0].items():
             if other[name] != value:
@@ -89,7 +89,7 @@ class StepRequests:
         self._comm = comm
         self._in_flight: tuple[Pending, torch.Tensor] | None = None
 
-    def exchange(self, local: int) -> int:
+    def collect(self, local: int) -> int:
         """Send this tower's requests to all; returns the union of what was sent a call before (with one tower: now).
 
         Args:

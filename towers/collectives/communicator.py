@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=_disown)
 
 
 class Participant:
-    """One tower's part in a sequence of collectives, which can be broken off.
+    """One tower in a sequence of collectives, which it can break off.
 
     Attributes:
         index, size: this tower and how many there are.
@@ -88,7 +88,7 @@ class Participant:
             self._broken = out_of_step(self.towers[self.index], error)
 
     def disown(self, error: ForkedError) -> None:
-        """As of :class:`Shared`."""
+        """This process was forked: it takes part in nothing (:class:`Shared`)."""
         self._broken = error
 
 
@@ -226,16 +226,16 @@ class Communicator(PeerGroup):
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> None:
         """Add up flat tensors over all towers, in place, in the order of :func:`add_by_tree`.
 
-        As many bytes as a ring moves, and a result that does not depend on the way they take: tower i adds up the i-th
-        part of each.
+        It moves as many bytes as a ring, and the result does not depend on their way: tower i adds up the i-th chunk of
+        each.
         """
         for tensor in tensors:
             length = -(-tensor.numel() // self.size)
             rows = tensor.new_zeros((self.size, length))
             rows.view(-1)[: tensor.numel()].copy_(tensor)
-            given = self.all_to_all(rows)
-            add_by_tree(given[0], list(given))
-            tensor.copy_(self.all_gather(given[0]).view(-1)[: tensor.numel()])
+            received = self.all_to_all(rows)
+            add_by_tree(received[0], list(received))
+            tensor.copy_(self.all_gather(received[0]).view(-1)[: tensor.numel()])
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -243,7 +243,7 @@ class Communicator(PeerGroup):
 
     @abstractmethod
     def channel(self) -> Communicator:
-        """A second communicator of the same towers, whose collectives are never matched with this one's."""
+        """A second communicator of the same towers, whose collectives never meet this one's."""
 
     @in_step
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -253,14 +253,14 @@ class Communicator(PeerGroup):
         """
         short = 248
         header = (_MESSAGE + len(data)).to_bytes(8, sys.byteorder)
-        packets = self.all_gather(_as_tensor(header + data[:short].ljust(short, b"\0")))
+        packets = self.all_gather(from_bytes(header + data[:short].ljust(short, b"\0")))
         lengths = [int(row[:8].view(torch.int64)[0]) - _MESSAGE for row in packets]
         if not all(0 <= length < 1 << 40 for length in lengths):
             raise TowersError(f"another tower is in another collective than {self.towers[self.index]}")
         if max(lengths) > short:
-            whole = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-            whole[: len(data)] = _as_tensor(data)
-            return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(whole), lengths, strict=True)]
+            long = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+            long[: len(data)] = from_bytes(data)
+            return [row[:n].numpy().tobytes() for row, n in zip(self.all_gather(long), lengths, strict=True)]
         return [row[8 : 8 + n].numpy().tobytes() for row, n in zip(packets, lengths, strict=True)]
 
     def barrier(self) -> None:
@@ -268,7 +268,8 @@ class Communicator(PeerGroup):
         self.all_gather_bytes(b"")
 
 
-def _as_tensor(data: bytes) -> Tensor:
+def from_bytes(data: bytes) -> Tensor:
+    """A copy of ``data`` as a flat tensor of bytes on the CPU."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

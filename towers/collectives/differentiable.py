@@ -20,7 +20,7 @@ from towers.system import tree as trees
 
 
 def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:
-    """As :func:`towers.collectives.values.reduce` without an axis; "sum" and "mean" are differentiable.
+    """:func:`towers.collectives.values.reduce` without an axis; "sum" and "mean" are differentiable.
 
     Raises:
         RuntimeError: another operation on a tensor that requires a gradient.
@@ -31,7 +31,7 @@ def all_reduce(comm: Communicator, op: str, tree: Any) -> Any:
 
 
 def all_gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
-    """As :func:`towers.collectives.values.gather`, differentiable."""
+    """:func:`towers.collectives.values.gather`, differentiable."""
     return _apart(tree, partial(_AllGather.apply, comm, axis), partial(values.gather, comm, axis=axis))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.agreement import announce
-from towers.collectives.communicator import Communicator, InStep, as_bytes
+from towers.collectives.communicator import Communicator, InStep, as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
 
@@ -85,7 +85,7 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
         return described
 
     call = f"reduce({op!r}, axis={axis})"
-    described, bodies = _exchange(comm, call, trees.structure(tree), prepare, local)
+    described, bodies = _announce_leaves(comm, call, trees.structure(tree), prepare, local)
     _check_equal(call, described, lambda leaf: leaf[:2])
     totals = _combine(comm, op, local) if bodies is None else _combine_here(op, local, bodies)
     results = []
@@ -108,24 +108,24 @@ def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
     Raises:
         DisagreementError: on all towers, before the values are exchanged.
     """
-    mine, wire, body = None, torch.zeros(()), b""
+    local, wire, body = None, torch.zeros(()), b""
     if value is not None:
         wire, _ = _reduce_locally("sum", value.detach(), None)
-        if wire.device.type == "cpu" and wire.nbytes <= _INLINE_BYTES:
+        if wire.device.type == "cpu":
             body = as_bytes(wire).numpy().tobytes()
-        mine = [str(value.dtype).removeprefix("torch."), bool(body)]
-    said = {tower: other for tower, other in enumerate(announce(comm, call, mine, body)) if other.details is not None}
-    if not said:
+        local = [str(value.dtype).removeprefix("torch."), bool(body)]
+    replies = {tower: reply for tower, reply in enumerate(announce(comm, call, local, body)) if reply.details}
+    if not replies:
         return torch.zeros((), device=comm.device)
-    dtypes = {other.details[0] for other in said.values()}
+    dtypes = {reply.details[0] for reply in replies.values()}
     if len(dtypes) > 1:
-        places = ", ".join(f"{other.details[0]} on tower {tower}" for tower, other in said.items())
+        places = ", ".join(f"{reply.details[0]} on tower {tower}" for tower, reply in replies.items())
         raise DisagreementError(f"{call}: the values are of different dtypes: {places}")
     dtype = getattr(torch, dtypes.pop())
     if value is None:
         wire, _ = _reduce_locally("sum", torch.zeros((), dtype=dtype, device=comm.device), None)
-    if all(inline for _, inline in (other.details for other in said.values())):
-        [total] = _combine_here("sum", [wire.cpu()], [other.body for other in said.values()])
+    if all(reply.details[1] for reply in replies.values()):
+        [total] = _combine_here("sum", [wire.cpu()], [reply.body for reply in replies.values()])
     else:
         [total] = _combine(comm, "sum", [wire])
     return total.to(wire.device, dtype)
@@ -136,7 +136,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
 
     Args:
         tree: leaves are tensors or numpy arrays of one dtype; only the size along ``axis`` may differ.
-        axis: which dimension to join; negative counts from the end.
+        axis: which dimension to concatenate; negative counts from the end.
 
     Raises:
         DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
@@ -152,7 +152,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
         return [[str(leaf.tensor.dtype), list(leaf.tensor.shape)] for leaf in values]
 
     call = f"gather(axis={axis})"
-    described, _ = _exchange(comm, call, trees.structure(tree), prepare)
+    described, _ = _announce_leaves(comm, call, trees.structure(tree), prepare)
 
     def fixed(leaf: Any) -> Any:
         dtype, shape = leaf
@@ -164,11 +164,11 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
     with InStep(comm):
         for i, leaf in enumerate(values):
             shapes = [leaves[i][1] for leaves in described]
-            results.append(leaf.give_back(join(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
+            results.append(leaf.give_back(concatenate(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
     return _refill(tree, results)
 
 
-def join(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], axis: int) -> Tensor:
+def concatenate(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], axis: int) -> Tensor:
     """Concatenate tensors whose shapes are known to all towers. Moves bytes, so any dtype will do."""
     sizes = [math.prod(shape) * tensor.element_size() for shape in shapes]
     if not any(sizes):
@@ -176,11 +176,8 @@ def join(comm: Communicator, tensor: Tensor, shapes: Sequence[Sequence[int]], ax
     packed = torch.zeros(max(sizes), dtype=torch.uint8, device=tensor.device)
     packed[: sizes[comm.index]] = as_bytes(tensor)
     gathered = comm.all_gather(packed)
-    parts = [
-        row[:size].view(tensor.dtype).view(list(shape))
-        for row, size, shape in zip(gathered, sizes, shapes, strict=True)
-    ]
-    return torch.cat(parts, dim=axis)
+    rows = zip(gathered, sizes, shapes, strict=True)
+    return torch.cat([row[:size].view(tensor.dtype).view(list(shape)) for row, size, shape in rows], dim=axis)
 
 
 def _dimension(axis: int, tensor: Tensor) -> int:
@@ -247,7 +244,7 @@ def _combine_here(op: str, local: list[Tensor], bodies: list[bytes]) -> list[Ten
     """Reduce the towers' contributions, which rode in the message."""
     combine: Any = {"sum": torch.sum, "mean": torch.sum, "prod": torch.prod, "min": torch.amin, "max": torch.amax}[op]
     towers = [_unpack(body, local) for body in bodies]
-    return [combine(torch.stack(parts), dim=0) for parts in zip(*towers, strict=True)]
+    return [combine(torch.stack(contributions), dim=0) for contributions in zip(*towers, strict=True)]
 
 
 def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
@@ -258,25 +255,33 @@ def _combine(comm: Communicator, op: str, local: list[Tensor]) -> list[Tensor]:
 
 def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Reduce several tensors, with one collective for each dtype and device among them."""
-    results: list[Tensor] = list(tensors)
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
-    for members in groups.values():
-        flat = torch.cat([tensors[i].reshape(-1) for i in members])
+
+    def reduce_flat(flat: Tensor) -> None:
         not_numbers = flat.isnan() if op in ("min", "max") and flat.is_floating_point() else None
         comm.all_reduce(flat, op)
         if not_numbers is not None:  # what a backend's min and max make of NaN differs; torch's is NaN
             anywhere = not_numbers.to(torch.uint8)
             comm.all_reduce(anywhere, "max")
             flat[anywhere.bool()] = math.nan
-        pieces = flat.split([tensors[i].numel() for i in members])
-        for i, piece in zip(members, pieces, strict=True):
+
+    return together(tensors, reduce_flat)
+
+
+def together(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> list[Tensor]:
+    """What ``collective`` makes in place of tensors, flat and one after the other: called once a dtype and device."""
+    results = list(tensors)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+    for members in groups.values():
+        flat = torch.cat([tensors[i].reshape(-1).resolve_conj().resolve_neg() for i in members])
+        collective(flat)
+        for i, piece in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
             results[i] = piece.view(tensors[i].shape)
     return results
 
 
-def _exchange(
+def _announce_leaves(
     comm: Communicator,
     call: str,
     structure: str,
@@ -298,31 +303,27 @@ def _exchange(
             details["inline"] = True
     except Exception as error:
         problem = error
-    said = announce(comm, call, details, body, problem)
-    for tower, other in enumerate(said):
-        if other.details["structure"] != said[0].details["structure"]:
+    replies = announce(comm, call, details, body, problem)
+    for tower, reply in enumerate(replies):
+        if reply.details["structure"] != replies[0].details["structure"]:
             raise DisagreementError(
-                f"the towers called different things: tower {tower} {call} of {other.details['structure']}, "
-                f"tower 0 of {said[0].details['structure']}"
+                f"the towers called different things: tower {tower} {call} of {reply.details['structure']}, "
+                f"tower 0 of {replies[0].details['structure']}"
             )
-    inline = local is not None and all(other.details.get("inline") for other in said)
-    return [other.details["leaves"] for other in said], [other.body for other in said] if inline else None
+    inline = local is not None and all(reply.details.get("inline") for reply in replies)
+    return [reply.details["leaves"] for reply in replies], [reply.body for reply in replies] if inline else None
 
 
 def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
-    tensors, at = [], 0
-    for tensor in like:
-        piece = bytearray(data[at : at + tensor.nbytes])
-        at += tensor.nbytes
-        filled = torch.frombuffer(piece, dtype=tensor.dtype) if piece else tensor.new_empty(0)
-        tensors.append(filled.view(tensor.shape))
-    return tensors
+    pieces = from_bytes(data).split([tensor.nbytes for tensor in like])
+    return [piece.clone().view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 
-def _check_equal(call: str, described: list[list[Any]], part: Callable[[Any], Any]) -> None:
+def _check_equal(call: str, described: list[list[Any]], fixed: Callable[[Any], Any]) -> None:
+    """See that what is ``fixed`` of each leaf's description is the same on all towers."""
     for tower, leaves in enumerate(described):
         for i, (leaf, first) in enumerate(zip(leaves, described[0], strict=True)):
-            if part(leaf) != part(first):
+            if fixed(leaf) != fixed(first):
                 raise DisagreementError(
                     f"{call}: value {i} is {leaf[0]} of shape {tuple(leaf[1])} on tower {tower}, but "
                     f"{first[0]} of shape {tuple(first[1])} on tower 0"

@@ -83,7 +83,7 @@ class GradientAverager(GradientReducer):
         watch: inspects what this tower contributes.
 
     Attributes:
-        keys: of memory in ``channel``.
+        keys: keys of memory in ``channel``.
         layout: the present buckets; another one whenever they are laid out anew.
     """
 

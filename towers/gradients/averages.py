@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, InStep
+from towers.collectives.values import together
 from towers.errors import DisagreementError
 from towers.gradients.sparse import average_rows, has_rows, to_dense, without_rows
 from towers.system.memory_layout import gradient_dtype
@@ -46,12 +48,12 @@ def average(
     """
     kinds = [[str(gradient_dtype(tensor)), list(tensor.shape)] for tensor in tensors]
     digest = hashlib.blake2b(json.dumps(kinds).encode(), digest_size=16).hexdigest()
-    mine = [
+    local = [
         digest,
         _mask([g is not None for g in gradients]),
         _mask([g is not None and not has_rows(g) for g in gradients]),
     ]
-    towers = [tower.details for tower in announce(comm, call, mine)]
+    towers = [tower.details for tower in announce(comm, call, local)]
     if any(other != digest for other, _, _ in towers):
         raise _difference(comm, call, [[name_of(t), *kind] for t, kind in zip(tensors, kinds, strict=True)])
     means: list[Tensor | None] = [None] * len(tensors)
@@ -65,7 +67,7 @@ def average(
             else:
                 nothing = without_rows(tensor.shape, gradient_dtype(tensor), tensor.device)
                 means[i] = average_rows(comm, nothing if gradient is None else gradient)
-        for i, mean in zip(dense, _average_dense(comm, list(dense.values())), strict=True):
+        for i, mean in zip(dense, together(list(dense.values()), partial(_average_flat, comm)), strict=True):
             means[i] = mean
     return means
 
@@ -80,19 +82,9 @@ def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     return to_dense(gradient) if gradient.is_sparse else gradient
 
 
-def _average_dense(comm: Communicator, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Means of dense tensors, by one collective for each dtype and device among them."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, gradient in enumerate(gradients):
-        groups.setdefault((gradient.dtype, gradient.device), []).append(i)
-    means = list(gradients)
-    for members in groups.values():
-        flat = torch.cat([gradients[i].reshape(-1).resolve_conj().resolve_neg() for i in members])
-        real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        comm.submit_average(real.mul_(comm.prescale)).wait()
-        for i, piece in zip(members, flat.split([gradients[i].numel() for i in members]), strict=True):
-            means[i] = piece.view(gradients[i].shape)
-    return means
+def _average_flat(comm: Communicator, flat: Tensor) -> None:
+    real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    comm.submit_average(real.mul_(comm.prescale)).wait()
 
 
 def _difference(comm: Communicator, call: str, described: Sequence[Sequence[object]]) -> DisagreementError:

@@ -22,7 +22,7 @@ class BucketLayout:
         bucket_bytes: size of a bucket.
 
     Attributes:
-        buckets: of the dense gradients.
+        buckets: the dense gradients'.
         dense, sparse, slots: the slots of either kind, and all.
         units: how many buckets and sparse gradients there are.
     """

@@ -20,7 +20,7 @@ import torch
 from towers.collectives.communicator import Communicator
 from towers.errors import NonFiniteGradientError
 from towers.gradients.slots import Slot
-from towers.mirroring.extremes import extremes, joined, what_is_not_finite
+from towers.mirroring.extremes import concatenated, extremes, what_is_not_finite
 from towers.system.log import get_logger
 from towers.system.text import name_towers
 
@@ -59,7 +59,7 @@ class GradientWatch:
             NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.
         """
         self._backward += 1
-        highest = joined(self._highest) if self._highest else torch.zeros(0, device="cpu")
+        highest = concatenated(self._highest) if self._highest else torch.zeros(0, device="cpu")
         local = what_is_not_finite(self._names, highest)
         self._names, self._highest = [], []
         if not self._comm.all_gather(torch.tensor([len(local)], device="cpu")).any():

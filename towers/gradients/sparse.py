@@ -78,8 +78,8 @@ def _gather_rows(channel: Communicator, gradient: Tensor) -> tuple[Tensor, Tenso
     """The indices and rows of all towers, and how many each has."""
     indices, rows = gradient.indices().T.contiguous(), gradient.values()
     counts = channel.all_gather(torch.tensor([indices.shape[0]], device="cpu")).flatten().tolist()
-    all_indices = values.join(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
-    return all_indices, values.join(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0), counts
+    all_indices = values.concatenate(channel, indices, [(n, indices.shape[1]) for n in counts], 0)
+    return all_indices, values.concatenate(channel, rows, [(n, *rows.shape[1:]) for n in counts], 0), counts
 
 
 def add_sparse(left: Tensor, right: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class StreamOrder:
     """Orders what comes for one bucket after what came before (see [Note: one bucket, several streams]).
 
     Args:
-        device: of the bucket, an accelerator.
+        device: the bucket's, an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:

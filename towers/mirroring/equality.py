@@ -1,4 +1,4 @@
-"""Comparing what all towers hold, and saying which towers hold something else (rule R1, docs/rules.md)."""
+"""Finding what is not the same on all towers, and which towers differ (rule R1, docs/rules.md)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Difference:
     """Something that is not the same on all towers.
 
     Attributes:
-        name: as of :class:`Held`.
+        name: its name (:class:`Held`).
         kinds: what it is, on one tower or another.
         groups: towers that hold the same: the largest group first, and of equally large ones that with the first tower.
         values: by tower, what a plain value is; None for tensors.
@@ -61,7 +61,7 @@ class Comparison:
     def __init__(self, held: Sequence[Held], prints: HostCopy | None, differences: Sequence[Difference] = ()) -> None:
         self._labels = [(one.name, one.kind) for one in held]
         self._prints = prints
-        self._found = list(differences)
+        self._differences = list(differences)
 
     def differences(self) -> list[Difference]:
         """What differs, in order; the same on all towers. Waits for a GPU that is still at it."""
@@ -69,8 +69,8 @@ class Comparison:
             rows, self._prints = self._prints.get(), None
             for number in (rows != rows[0]).any(0).nonzero().flatten().tolist():
                 name, kind = self._labels[number]
-                self._found.append(Difference(name, [kind], groups_of(rows[:, number].tolist())))
-        return self._found
+                self._differences.append(Difference(name, [kind], groups_of(rows[:, number].tolist())))
+        return self._differences
 
 
 def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Comparison:
@@ -88,7 +88,7 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
     texts = _texts(far)
     description = json.dumps([[(one.name, one.kind) for one in held], texts])
     digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
-    digests = [said.details for said in announce(comm, call, digest)]
+    digests = [reported.details for reported in announce(comm, call, digest)]
     if all(other == digest for other in digests):
         if not near:
             return Comparison([], None)
@@ -98,7 +98,7 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
     texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
     listing = {one.name: [one.kind, texts[one.name]] for one in held}
     towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(listing).encode())]
-    return Comparison([], None, compare(towers, held))
+    return Comparison([], None, differences(towers, held))
 
 
 Description = dict[str, list[str]]
@@ -106,7 +106,7 @@ Description = dict[str, list[str]]
 
 
 def describe(held: Sequence[Held]) -> Description:
-    """What a tower holds, as :func:`compare` wants it. Waits for a GPU."""
+    """Describe what a tower holds for :func:`differences`. Waits for a GPU."""
     texts = _texts(held)
     return {one.name: [one.kind, texts[one.name]] for one in held}
 
@@ -124,21 +124,21 @@ def _texts(held: Sequence[Held]) -> dict[str, str]:
     return texts
 
 
-def compare(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
+def differences(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
     """What is not the same on all towers, of what all of them hold.
 
     Args:
-        held: by this tower.
+        held: what this tower holds.
     """
     plain = {one.name for one in held if not isinstance(one.value, Tensor)}
-    found = []
+    different = []
     for name in towers[0]:
         if not all(name in listing for listing in towers):
             continue
         kinds, values = ([listing[name][part] for listing in towers] for part in (0, 1))
         if any(value != values[0] for value in values):
-            found.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
-    return found
+            different.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
+    return different
 
 
 def groups_of(values: Sequence[object]) -> list[list[int]]:

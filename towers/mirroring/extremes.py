@@ -20,7 +20,7 @@ def extremes(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.float64, device="cpu")
-    ends = joined([end.view(1) for tensor in tensors for end in _ends(tensor)]).double()
+    ends = concatenated([end.view(1) for tensor in tensors for end in _ends(tensor)]).double()
     return torch.maximum(-ends[::2], ends[1::2])
 
 
@@ -37,10 +37,10 @@ def _ends(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
     """Flat tensors one after the other, on a GPU where any is: a copy to the host would be read before it is there."""
-    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
-    return torch.cat([part.to(device, non_blocking=True) for part in parts])
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    return torch.cat([tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
 def what_is_not_finite(names: Sequence[str], highest: Tensor) -> dict[str, str]:

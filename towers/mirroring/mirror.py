@@ -45,7 +45,7 @@ class Named:
         return [self.name, list(tensor.shape), dtype, self.kind, self.trainable, layout]
 
 
-def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
+def check_equal(comm: Communicator, tensors: Sequence[Named]) -> None:
     """See that all towers hold the same tensors in the same order; one small collective when they do.
 
     Raises:
@@ -53,7 +53,7 @@ def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
     """
     description = json.dumps([tensor.describe() for tensor in tensors]).encode()
     digest = hashlib.blake2b(description, digest_size=16).hexdigest()
-    digests = [said.details for said in announce(comm, "the first run() of a model", digest)]
+    digests = [reported.details for reported in announce(comm, "the first run() of a model", digest)]
     if all(digest == digests[0] for digest in digests):
         return
     lists = [json.loads(data) for data in comm.all_gather_bytes(description)]
@@ -64,10 +64,10 @@ def compare(comm: Communicator, tensors: Sequence[Named]) -> None:
 def _difference(first: list[list[object]], second: list[list[object]], tower: int) -> str:
     """The first way in which tower ``tower``'s tensors differ from tower 0's, in a sentence."""
     advice = "; build the same model on all towers, in the same order"
-    for mine, other in zip(first, second, strict=False):
-        if mine == other:
+    for row, other in zip(first, second, strict=False):
+        if row == other:
             continue
-        name, shape, dtype, kind, trainable, layout = mine
+        name, shape, dtype, kind, trainable, layout = row
         if name != other[0]:
             names = {str(row[0]) for row in first}, {str(row[0]) for row in second}
             if names[0] == names[1]:

@@ -65,7 +65,7 @@ def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], par
     """Give the inner optimizer the groups of the other, with this tower's shards.
 
     Args:
-        parameters: of the inner optimizer, one for each shard.
+        parameters: the inner optimizer's, one for each shard.
     """
     defaults = {name: optimizer.defaults[name] for name in _OWN_SETTINGS if name in optimizer.defaults}
     inner.param_groups = [{**group, **defaults, "params": []} for group in optimizer.param_groups]
@@ -74,13 +74,13 @@ def make_groups(optimizer: Optimizer, inner: Optimizer, shards: list[Shard], par
 
 
 def copy_group_settings(source: Optimizer, target: Optimizer) -> None:
-    """What a step, a scheduler or a script has changed in the groups of one of the two."""
+    """Copy what a step, a scheduler or a script has changed in the groups of one of the two."""
     for group, other in zip(source.param_groups, target.param_groups, strict=True):
         other.update((name, value) for name, value in group.items() if name not in _OWN_SETTINGS)
 
 
 def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let the inner optimizer step with the present settings of the other, whose hooks the step's are."""
+    """Let the inner optimizer step with the present settings of the other, which calls the hooks."""
     copy_group_settings(optimizer, inner)
     for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
         if hasattr(optimizer, name):

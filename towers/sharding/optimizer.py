@@ -7,8 +7,8 @@ computes the same bits that way. One step goes like this, where towers share mem
     backward                every tower has averaged its chunk of each bucket       towers/gradients/reduce_scatter.py
     barrier                 all have come to the step
     inner.step()            updates the shards, with their chunk of the gradients
-    spread                  each writes its shards into the others' parameters      towers/sharding/exchange.py
-    barrier                 all parameters are whole
+    spread                  each writes its shards into the others' parameters      towers/sharding/transport.py
+    barrier                 all parameters are complete
 
 [Note: sharding is not the default] It is faster where optimizers are slow and as exact, but a gradient that one tower
 alone looks at (``if strategy.is_chief: log(p.grad.norm())``), right without it, becomes an error, and so do optimizers
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from towers.collectives.agreement import announce
+from towers.collectives.communicator import from_bytes
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.layout import BucketLayout
 from towers.sharding import state as sharded_state
-from towers.sharding.exchange import Exchange
 from towers.sharding.inner import (
     ShardedState,
     check_elementwise,
@@ -45,6 +45,7 @@ from towers.sharding.inner import (
     with_closure_called,
 )
 from towers.sharding.shards import Shard, shards_of
+from towers.sharding.transport import ShardTransport
 from towers.system.log import get_logger
 from towers.system.memory_layout import is_dense
 from towers.system.profiling import range_
@@ -57,13 +58,13 @@ class OptimizerSharder:
     """Shards the steps of optimizers over a strategy's parameters.
 
     Args:
-        averager: of these parameters' gradients, by the reduction of ``exchange``.
-        exchange: how shards reach the other towers.
+        averager: averages these parameters' gradients, by the reduction of ``transport``.
+        transport: how shards reach the other towers.
     """
 
-    def __init__(self, averager: GradientAverager, exchange: Exchange) -> None:
+    def __init__(self, averager: GradientAverager, transport: ShardTransport) -> None:
         self._averager = averager
-        self._exchange = exchange
+        self._transport = transport
         self._known: weakref.WeakKeyDictionary[Optimizer, ShardedOptimizer] = weakref.WeakKeyDictionary()
         self._inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made = 0
@@ -71,7 +72,7 @@ class OptimizerSharder:
     @property
     def state_is_readable(self) -> bool:
         """Whether ``state_dict()`` of an optimizer is complete on a tower that calls it alone; else all have to."""
-        return self._exchange.state_is_readable
+        return self._transport.state_is_readable
 
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` does the work of one that is sharded."""
@@ -83,7 +84,7 @@ class OptimizerSharder:
         Raises:
             DisagreementError: on all towers, when some have.
         """
-        self._exchange.begin(purpose)
+        self._transport.begin(purpose)
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: see that the inner one does it. All towers call it.
@@ -95,7 +96,7 @@ class OptimizerSharder:
         if sharded is None:
             name = f"{type(optimizer).__name__} number {self._made}"
             self._made += 1
-            sharded = ShardedOptimizer(optimizer, self._averager, self._exchange, name)
+            sharded = ShardedOptimizer(optimizer, self._averager, self._transport, name)
             self._known[optimizer] = sharded
             self._inner.add(sharded.inner)
         sharded.move_hooks(optimizer)
@@ -108,8 +109,8 @@ class _Division:
     Attributes:
         layout: the buckets.
         groups: for each of the optimizer's groups, the ``id`` of its parameters.
-        all_shards, shards: of every tower, and this tower's.
-        parameters: of the inner optimizer, one for each shard.
+        all_shards, shards: every tower's, and this tower's.
+        parameters: the inner optimizer's, one for each shard.
         sharded: the parameters that are not updated whole by every tower.
         templates: for each parameter, a tensor with its shape and strides, without memory.
         spread: brings all towers' shards to all towers.
@@ -128,10 +129,10 @@ class _Division:
 class ShardedOptimizer:
     """One optimizer and this tower's inner one."""
 
-    def __init__(self, optimizer: Optimizer, averager: GradientAverager, exchange: Exchange, name: str) -> None:
+    def __init__(self, optimizer: Optimizer, averager: GradientAverager, transport: ShardTransport, name: str) -> None:
         check_elementwise(optimizer)
         self._averager = averager
-        self._exchange = exchange
+        self._transport = transport
         self._name = name
         self.inner: Optimizer = inner_optimizer(optimizer)
         self._division: _Division | None = None
@@ -139,14 +140,14 @@ class ShardedOptimizer:
         self._depth = 0
         self._unused: dict[Any, dict[str, Any]] = {}  # state of parameters that are in no group at present
         key = averager.keys.new()
-        self._readable = exchange.readable_state(key)
+        self._readable = transport.readable_state(key)
         self._hidden: Any = None
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
         optimizer.register_state_dict_pre_hook(self._show_state)
         optimizer.register_state_dict_post_hook(self._hide_state)
         self._hooks = before.id, after.id
-        weakref.finalize(optimizer, exchange.channel.release, key)
+        weakref.finalize(optimizer, transport.channel.release, key)
 
     def move_hooks(self, optimizer: Optimizer) -> None:
         """See that the inner one steps after all other hooks of the optimizer, which find its parameters again."""
@@ -187,10 +188,10 @@ class ShardedOptimizer:
     def _step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         division = self._division
         if division is not None and division.layout is self._averager.layout:
-            self._exchange.restore_places(division.sharded)  # before others write there
+            self._transport.restore_places(division.sharded)  # before others write there
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         new = "" if isinstance(optimizer.state, ShardedState) else " and new state"
-        self._exchange.begin(f"steps {self._name} with {count} parameters{new}")
+        self._transport.begin(f"steps {self._name} with {count} parameters{new}")
         self._averager.refresh()
         groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         if division is None or division.layout is not self._averager.layout or division.groups != groups:
@@ -198,7 +199,7 @@ class ShardedOptimizer:
         if not isinstance(optimizer.state, ShardedState):
             self._take_state(optimizer, division)
         whole = any(shard.whole and shard.nbytes for shard in division.shards)
-        self._exchange.gather_gradients(division.sharded, whole=whole)
+        self._transport.gather_gradients(division.sharded, whole=whole)
         for shard, parameter in zip(division.shards, division.parameters, strict=True):
             outer = shard.parameter
             if not shard.is_at(parameter, outer):  # a script has given the parameter other memory
@@ -230,14 +231,14 @@ class ShardedOptimizer:
             self._unused = {p: values for p, values in state.items() if p not in present}
             optimizer.state = defaultdict(dict, {p: values for p, values in state.items() if p in present})
         whole = self._updated_whole(flat)
-        size = self._exchange.channel.size
+        size = self._transport.channel.size
         all_shards = [shards_of(tower, slots, whole, size) for tower in range(size)]
-        shards = all_shards[self._exchange.channel.index]
+        shards = all_shards[self._transport.channel.index]
         sharded = [slot for slot in flat if slot not in whole]
         templates = {slot: p.detach().to("meta") for slot in flat if (p := slot.parameter()) is not None}
         layout = self._averager.layout
-        self._exchange.place(sharded, layout, self._averager.keys)
-        spread = self._exchange.plan([[shard for shard in row if not shard.whole] for row in all_shards])
+        self._transport.place(sharded, layout, self._averager.keys)
+        spread = self._transport.plan([[shard for shard in row if not shard.whole] for row in all_shards])
         parameters = [inner_parameter(shard) for shard in shards]
         make_groups(optimizer, self.inner, shards, parameters)
         self._division = _Division(layout, groups, all_shards, shards, parameters, sharded, templates, spread)
@@ -254,11 +255,11 @@ class ShardedOptimizer:
 
     def _updated_whole(self, slots: Sequence[DenseSlot]) -> set[DenseSlot]:
         """The parameters that every tower has to update whole, since some tower cannot shard them."""
-        mine = bytes(self._can_be_sharded(slot) for slot in slots)
-        rows = self._exchange.channel.all_gather_bytes(mine)
+        local = bytes(self._can_be_sharded(slot) for slot in slots)
+        rows = self._transport.channel.all_gather_bytes(local)
         whole = {slot for slot, *can in zip(slots, *rows, strict=True) if not all(can)}
         names = [slot.name for slot in slots if slot in whole and slot.numel]
-        if names and self._exchange.channel.index == 0:
+        if names and self._transport.channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
                 "gradients are of another dtype, or something shares them (another parameter, a kept state_dict())",
@@ -274,7 +275,7 @@ class ShardedOptimizer:
             return False
         if parameter.dtype != slot.dtype:  # it cannot lie in a bucket's region as its gradient does in the bucket
             return False
-        return self._exchange.can_place(parameter)
+        return self._transport.can_place(parameter)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -293,10 +294,10 @@ class ShardedOptimizer:
         assert division is not None
         blocks = None if self._readable is None else self._readable.blocks()
         if blocks is None:
-            mine = sharded_state.encode(self.inner.state, division.parameters)
-            replies = announce(self._exchange.channel, f"takes the state of {self._name}", body=mine.numpy().tobytes())
-            blocks = [torch.frombuffer(bytearray(reply.body), dtype=torch.uint8) for reply in replies]
-        return sharded_state.join(division.all_shards, blocks, division.templates)
+            body = sharded_state.encode(self.inner.state, division.parameters).numpy().tobytes()
+            replies = announce(self._transport.channel, f"takes the state of {self._name}", body=body)
+            blocks = [from_bytes(reply.body) for reply in replies]
+        return sharded_state.merge(division.all_shards, blocks, division.templates)
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """For ``state_dict()``, the optimizer has its ordinary state."""

@@ -1,4 +1,4 @@
-"""An optimizer's state in shards: taken from the ordinary one, and joined to it again.
+"""An optimizer's state in shards: taken from the ordinary one, and merged into it again.
 
 A tower keeps the state of its shards as one block of bytes, which on one host lies where the others can read it::
 
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT
-from towers.collectives.communicator import as_bytes
+from towers.collectives.communicator import as_bytes, from_bytes
 from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.buckets import DenseSlot
 from towers.sharding.shards import Shard
 
 State = MutableMapping[Any, dict[str, Any]]
-"""As ``Optimizer.state``: values by name, for each parameter."""
+"""Like ``Optimizer.state``: values by name, for each parameter."""
 
 
 def shard_of(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """What of a parameter's state belongs to a shard; copies.
+    """Copies of what belongs to a shard in a parameter's state.
 
     Raises:
         TypeError: a value has neither the parameter's shape nor none.
@@ -81,7 +81,7 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
     start = -(-(8 + len(text)) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     block = _zeros(start + end) if allocate is None else allocate(start + end)
     block[:8].view(torch.int64)[0] = len(text)
-    block[8 : 8 + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    block[8 : 8 + len(text)].copy_(from_bytes(text))
     for number, name, value, at in tensors:
         place = block[start + at : start + at + value.nbytes]
         place.copy_(as_bytes(value))
@@ -90,13 +90,13 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
     return block
 
 
-def join(
+def merge(
     shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], templates: Mapping[DenseSlot, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The whole state, by parameter; copies, on the devices where it was.
+    """The whole state, by parameter: copies, on the devices where it was.
 
     Args:
-        shards, blocks: of every tower.
+        shards, blocks: every tower's.
         templates: tensors with the shape and strides that a parameter had when it was divided.
     """
     whole: dict[Tensor, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def join(
 
 
 def _values(block: Tensor) -> Iterator[tuple[int, str, Any, bool]]:
-    """What a block holds: number of the shard, name, value (tensors are views), whether on the parameter's device."""
+    """A block's values: number of the shard, name, value (tensors are views), whether on the parameter's device."""
     length = int(block[:8].view(torch.int64)[0])
     start = -(-(8 + length) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for number, name, value, *where in json.loads(block[8 : 8 + length].numpy().tobytes()):
@@ -137,7 +137,7 @@ class ReadableState:
     See [Note: one tower can read a sharded state].
 
     Args:
-        key: of the memory for it.
+        key: the key of its memory.
     """
 
     def __init__(self, regions: Regions, key: int) -> None:

@@ -62,7 +62,7 @@ class Tags:
             text = text[: _TAG - 20] + b" #%08x" % zlib.crc32(text)
         self._slots[self._index][number % 2][:] = text.ljust(_TAG, b"\0")
 
-    def compare(self) -> list[str | None]:
+    def differing(self) -> list[str | None]:
         """Every tower's tag, None where it has come for something without; empty where all have come for the same."""
         texts = [bytes(places[self._number % 2]) for places in self._slots]
         if texts.count(texts[0]) == len(texts):
@@ -160,7 +160,7 @@ class Barrier(Participant):
             self._notices[self.index][: len(text)] = text
 
     def wait_tagged(self, tag: str) -> None:
-        """As :meth:`wait`, and check that all towers have come with the same tag.
+        """:meth:`wait`, and check that all towers have come with the same tag.
 
         Args:
             tag: what this tower is about to do, as a person would say it ("steps its optimizer").
@@ -172,7 +172,7 @@ class Barrier(Participant):
         self.check_in_step()
         self.tags.write(self.count + 1, tag)
         self.wait()
-        tags = self.tags.compare()
+        tags = self.tags.differing()
         for tower, other in enumerate(tags):
             if other != tags[0]:
                 first, second = (text or "does something else" for text in (tags[0], other))

@@ -140,10 +140,10 @@ class SharedMemoryCommunicator(Communicator):
             self._barrier.wait()
             bounds = [chunk_of(piece.numel(), flat.element_size(), self.size, tower) for tower in range(self.size)]
             start, end = bounds[self.index]
-            parts = [slot[start:end] for slot in slots]
-            total = torch.empty_like(parts[0])
-            reduce_into(total, parts, op)
-            parts[self.index].copy_(total)  # no other tower touches this part of any half
+            chunks = [slot[start:end] for slot in slots]
+            total = torch.empty_like(chunks[0])
+            reduce_into(total, chunks, op)
+            chunks[self.index].copy_(total)  # no other tower touches this chunk of any half
             self._barrier.wait()
             for slot, (start, end) in zip(slots, bounds, strict=True):
                 piece[start:end].copy_(slot[start:end])
@@ -156,10 +156,10 @@ class SharedMemoryCommunicator(Communicator):
     @in_step
     def all_gather_into(self, gathered: Sequence[Tensor], tensor: Tensor) -> None:
         """Fill ``gathered`` with all towers' tensors, in tower order; contiguous, each as large as ``tensor``."""
-        mine = as_bytes(tensor)
+        local = as_bytes(tensor)
         rows = [as_bytes(row) for row in gathered]
-        for start in range(0, mine.numel(), _HALF):
-            piece = mine[start : start + _HALF]
+        for start in range(0, local.numel(), _HALF):
+            piece = local[start : start + _HALF]
             slots = self._slots(torch.uint8, piece.numel())
             slots[self.index].copy_(piece)
             self._barrier.wait()
@@ -177,12 +177,12 @@ class SharedMemoryCommunicator(Communicator):
         result = torch.empty(rows.shape[1:], dtype=rows.dtype, device="cpu")
         if result.numel() == 0:
             return result
-        mine = rows.detach().reshape(self.size, -1)
+        local = rows.detach().reshape(self.size, -1)
         at = 0
         room = max(1, _HALF // (self.size * rows.element_size()))
         for piece in result.view(-1).split(room):
             slots = self._slots(rows.dtype, self.size * piece.numel())
-            slots[self.index].view(self.size, -1).copy_(mine[:, at : at + piece.numel()])
+            slots[self.index].view(self.size, -1).copy_(local[:, at : at + piece.numel()])
             self._barrier.wait()
             reduce_into(piece, [slot.view(self.size, -1)[self.index] for slot in slots], op)
             at += piece.numel()
@@ -195,17 +195,17 @@ class SharedMemoryCommunicator(Communicator):
         return received
 
     @in_step
-    def exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
-        """Give ``given[i]`` to tower i, and fill ``taken[i]`` with what tower i gives to this one.
+    def exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send ``sent[i]`` to tower i, and fill ``received[i]`` with what tower i sends to this one.
 
         Args:
-            given, taken: flat tensors of bytes, one for each tower; any lengths.
+            sent, received: flat tensors of bytes, one for each tower; any lengths.
 
         Raises:
             DisagreementError: on all towers, when one gives more or less than the other takes.
         """
-        mine = torch.tensor([[part.numel() for part in given], [part.numel() for part in taken]], device="cpu")
-        lengths = self.all_gather(mine)
+        local = [[tensor.numel() for tensor in tensors] for tensors in (sent, received)]
+        lengths = self.all_gather(torch.tensor(local, device="cpu"))
         wrong = (lengths[:, 0] != lengths[:, 1].T).nonzero()
         if wrong.numel():
             one, other = (int(tower) for tower in wrong[0])
@@ -213,21 +213,21 @@ class SharedMemoryCommunicator(Communicator):
                 f"tower {one} gives {lengths[one, 0, other]} bytes to tower {other}, which takes "
                 f"{lengths[other, 1, one]}"
             )
-        self._exchange(given, taken, int(lengths[:, 0].fill_diagonal_(0).max()))
+        self._exchange(sent, received, int(lengths[:, 0].fill_diagonal_(0).max()))
 
-    def _exchange(self, given: Sequence[Tensor], taken: Sequence[Tensor], longest: int) -> None:
-        """As :meth:`exchange`; no tower gives another more than ``longest`` bytes."""
-        taken[self.index].copy_(given[self.index])
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor], longest: int) -> None:
+        """:meth:`exchange` where no tower sends another more than ``longest`` bytes."""
+        received[self.index].copy_(sent[self.index])
         room = _HALF // self.size // ALIGNMENT * ALIGNMENT
         others = [tower for tower in range(self.size) if tower != self.index]
         for start in range(0, longest, room):
             slots = self._slots(torch.uint8, self.size * room)
             for tower in others:
-                piece = given[tower][start : start + room]
+                piece = sent[tower][start : start + room]
                 slots[self.index][tower * room : tower * room + piece.numel()].copy_(piece)
             self._barrier.wait()
             for tower in others:
-                piece = taken[tower][start : start + room]
+                piece = received[tower][start : start + room]
                 piece.copy_(slots[tower][self.index * room : self.index * room + piece.numel()])
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -255,10 +255,10 @@ class SharedMemoryCommunicator(Communicator):
         self._barrier.break_off(error)
 
     def channel(self) -> Communicator:
-        found = join(self, self._timeout)
-        if isinstance(found, str):
-            raise OSError(f"a second channel through shared memory cannot be made: {found}")
-        return found
+        channel = join(self, self._timeout)
+        if isinstance(channel, str):
+            raise OSError(f"a second channel through shared memory cannot be made: {channel}")
+        return channel
 
     def close(self) -> None:
         self._barrier.close()
@@ -273,8 +273,8 @@ def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
     Args:
         timeout: seconds that a collective may take.
     """
-    mine = {"host": machine.host_identity(), "device": base.device.type}
-    towers = [json.loads(text) for text in base.all_gather_bytes(json.dumps(mine).encode())]
+    local = {"host": machine.host_identity(), "device": base.device.type}
+    towers = [json.loads(text) for text in base.all_gather_bytes(json.dumps(local).encode())]
     if len({tower["host"] for tower in towers}) > 1:
         return SEVERAL_HOSTS
     if any(tower["device"] != "cpu" for tower in towers):

@@ -38,9 +38,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Region:
-    """The memory of all towers under one key.
+    """The memory of all towers under a key.
 
     Attributes:
+        key: tells it from other regions.
         segment, address: this tower's own memory; 0 where there is none.
         numel, dtype: what it was allocated for.
         blocks: every tower's memory, as bytes: None where there is none, empty where it could not be allocated.
@@ -141,7 +142,7 @@ class Regions:
         return self._reduce(tensors, partial(reduce_into, op="sum", scale=1.0 / self._size))
 
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As :meth:`average`, but the sum, in the order of :func:`add_by_tree`."""
+        """Like :meth:`average`, but the sum, in the order of :func:`add_by_tree`."""
         return self._reduce(tensors, add_by_tree)
 
     def _reduce(self, tensors: Sequence[Tensor], reduce: Callable[[Tensor, Sequence[Tensor]], None]) -> list[Tensor]:
@@ -170,9 +171,9 @@ class Regions:
         return self._map(self._region(key)).tensors if key < KEYS else None
 
     def map_blocks(self, key: int) -> list[Tensor | None]:
-        """What every tower has allocated under ``key``, as bytes, of any size; None where that is nothing.
+        """Every tower's memory under ``key``, as bytes, of any size; all towers call it as :meth:`map_peers`.
 
-        As :meth:`map_peers`. Empty where the memory could not be allocated.
+        None where a tower has allocated none, empty where it could not.
         """
         return list(self._map(self._region(key)).blocks) if key < KEYS else [_NOTHING] * self._size
 
@@ -192,7 +193,7 @@ class Regions:
         self.newly_mapped = False
 
     def _map(self, region: _Region) -> _Region:
-        """Map what towers have under a key where it is new."""
+        """Map every tower's memory where it is new."""
         changed = False
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * region.key : _ENTRY * (region.key + 1)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from towers.collectives.communicator import PeerGroup
+from towers.collectives.communicator import PeerGroup, from_bytes
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.segment import Segment, aligned
 
@@ -31,28 +31,28 @@ def share(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], li
     """
     token, at = secrets.token_bytes(_TOKEN), aligned(nbytes)
     offer: dict[str, Any] = {"process": os.getpid(), "token": token.hex()}
-    mine = None
+    own = None
     try:
         if not semaphores.available():
             raise OSError("this system has no semaphores that processes can share")
-        mine = Segment.create(at + _TOKEN, reserve=False)
+        own = Segment.create(at + _TOKEN, reserve=False)
         for number in range(waiting):
-            semaphores.create(mine.address + semaphores.BYTES * number)
-        mine.tensor(torch.uint8, _TOKEN, at).copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
-        offer["file"] = mine.file
+            semaphores.create(own.address + semaphores.BYTES * number)
+        own.tensor(torch.uint8, _TOKEN, at).copy_(from_bytes(token))
+        offer["file"] = own.file
     except OSError as error:
         offer["problem"] = str(error)
     offers = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(offer).encode())]
     problem = next((f"tower {i}: {other['problem']}" for i, other in enumerate(offers) if "problem" in other), "")
     segments = []
-    if mine is not None and not problem:
+    if own is not None and not problem:
         try:
-            segments = [mine if tower == comm.index else _open(other, at) for tower, other in enumerate(offers)]
+            segments = [own if tower == comm.index else _open(other, at) for tower, other in enumerate(offers)]
         except OSError as error:
             problem = f"tower {comm.index}: {error}"
     results = [text.decode() for text in comm.all_gather_bytes(problem.encode())]
-    if mine is not None:
-        mine.close_file()  # every tower that could has mapped it
+    if own is not None:
+        own.close_file()  # every tower that could has mapped it
     if any(results):
         raise OSError(next(filter(None, results)))
     return segments, [other["process"] for other in offers]

@@ -3,8 +3,8 @@
 [Note: two ways to shard] Towers that share memory average their own chunks of the gradients only
 (:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
 state alone (:class:`SharedParameters`). All others (GPUs, several hosts) average whole gradients, and gather shards and
-state by collectives (:class:`Exchange`). :func:`exchange_for` is where that is decided, and nothing else in the sharded
-step asks for it.
+state by collectives (:class:`ShardTransport`). :func:`transport_for` decides it, and nothing else in the sharded step
+asks for it.
 
 [Note: every tower keeps its parameters] The first design let the towers of a host share one copy of the parameters,
 which must then not be updated by code that every tower runs: ``p.data.mul_(0.9)`` leaves no trace that could be
@@ -34,13 +34,13 @@ from towers.system.memory_layout import ALONE, view_like
 from towers.system.torch_private import storage_holders
 
 
-class Exchange:
-    """A way for shards to reach the other towers: here they are gathered in one collective.
+class ShardTransport:
+    """Brings shards to the other towers: here by gathering them in one collective.
 
     Attributes:
-        channel: over which the gradients are averaged.
-        reduction: what makes the gradients that shards are updated with.
-        lazy: completes them, where they are averaged in part.
+        channel: the towers, over which the gradients are averaged.
+        reduction: makes the gradients that shards are updated with.
+        lazy: completes them, where a tower has averaged its own chunk only.
         state_is_readable: whether a tower alone can read all towers' state.
     """
 
@@ -68,7 +68,7 @@ class Exchange:
 
         Args:
             layout: the buckets.
-            keys: of memory.
+            keys: keys of the channel's memory.
         """
 
     def restore_places(self, slots: Sequence[DenseSlot]) -> None:
@@ -78,7 +78,7 @@ class Exchange:
         """See that gradients are there as far as a step needs them; all towers.
 
         Args:
-            slots: of the parameters that are sharded.
+            slots: the sharded parameters'.
             whole: whether the step needs any gradient whole.
         """
 
@@ -86,7 +86,7 @@ class Exchange:
         """Where an optimizer keeps its state so that a tower alone can read all of it, if that can be.
 
         Args:
-            key: of the memory for it.
+            key: the key of its memory.
         """
         return None
 
@@ -94,17 +94,17 @@ class Exchange:
         """What brings every tower's shards to all towers, to be called by all when each has updated its own.
 
         Args:
-            shards: of every tower; none that is whole.
+            shards: every tower's; none that is whole.
         """
         sizes = [[shard.nbytes for shard in row] for row in shards]
         longest = max(map(sum, sizes))
         channel, index = self.channel, self.channel.index
 
         def spread() -> None:
-            mine = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
-            for piece, shard in zip(mine[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
+            local = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
+            for piece, shard in zip(local[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
                 piece.copy_(as_bytes(shard.of(shard.parameter)))
-            for tower, row in enumerate(channel.all_gather(mine)):
+            for tower, row in enumerate(channel.all_gather(local)):
                 pieces = row[: sum(sizes[tower])].split(sizes[tower])
                 for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
                     here = shard.of(shard.parameter)
@@ -113,15 +113,15 @@ class Exchange:
         return spread if longest else lambda: None
 
 
-def exchange_for(channel: Communicator) -> Exchange:
+def transport_for(channel: Communicator) -> ShardTransport:
     """The way for the towers of ``channel``, over which their gradients are averaged."""
     # see [Note: two ways to shard]
     if isinstance(channel, SharedMemoryCommunicator):
         return SharedParameters(channel)
-    return Exchange(channel)
+    return ShardTransport(channel)
 
 
-class SharedParameters(Exchange):
+class SharedParameters(ShardTransport):
     """Parameters lie in shared regions: towers of one host write their shards into each other's.
 
     A bucket's region holds its parameters as its buffer holds their gradients.
@@ -184,7 +184,7 @@ class SharedParameters(Exchange):
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for row in shards for shard in row}
         index = self.channel.index
-        mine = ranges(shards[index])
+        local = ranges(shards[index])
         gathering = super().plan
 
         def spread() -> None:
@@ -196,7 +196,7 @@ class SharedParameters(Exchange):
                     if tensors is None:  # no room for a region on some tower
                         without.add(bucket)
                         continue
-                    for start, end in mine.get(bucket, ()):
+                    for start, end in local.get(bucket, ()):
                         for other in (*tensors[:index], *tensors[index + 1 :]):
                             other[start:end].copy_(tensors[index][start:end])
                 self._regions.barrier.wait()
