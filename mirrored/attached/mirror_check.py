@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 from towers.collectives.communicator import Communicator
 from towers.errors import MirrorError
 from towers.mirroring.equality import Comparison, Difference, Held, start_comparison, who_differs
-from towers.mirroring.extremes import extremes, what_is_not_finite
-from towers.mirroring.mirror import Named
+from towers.system.extremes import extremes, what_is_not_finite
 from towers.system.host_copy import HostCopy
 from towers.system.log import get_logger
+from towers.system.named import Named
 from towers.system.profiling import range_
 from towers.system.text import name_towers
 

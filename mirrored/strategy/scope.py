@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 
-from towers.mirroring.mirror import Named
+from towers.system.named import Named
 from towers.system.torch_private import own_buffers, own_parameters
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -50,10 +50,10 @@ from towers.gradients.reducer import GradientReducer
 from towers.gradients.sparse import add_sparse
 from towers.gradients.tree_sum import Subtree, TreeSum
 from towers.health.status import with_batch
-from towers.mirroring.mirror import Named
 from towers.system import tree as trees
 from towers.system.host_copy import on_device
 from towers.system.log import get_logger
+from towers.system.named import Named
 from towers.system.profiling import range_
 
 log = get_logger("mirrored")

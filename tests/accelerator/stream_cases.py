@@ -14,7 +14,7 @@ import mirrored
 from tests import simulated_device
 from tests.accelerator.cases import SIMULATED, flat
 from tests.support.jobs import make_data, make_mlp
-from towers.mirroring.extremes import extremes
+from towers.system.extremes import extremes
 
 
 def data_in_a_scope() -> int:

@@ -17,7 +17,7 @@ from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import Bucket
 from towers.gradients.streams import StreamOrder
 from towers.gradients.usage import Counts
-from towers.mirroring.mirror import Named
+from towers.system.named import Named
 
 
 def over_gloo(fn: Callable[..., Any], *args: Any, wire_dtype: str = "same") -> list[Any]:

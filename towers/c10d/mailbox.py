@@ -22,7 +22,7 @@ from towers.collectives.communicator import Communicator
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.collectives.shared_memory.segment import Segment, aligned
-from towers.collectives.shared_memory.sharing import share
+from towers.collectives.shared_memory.sharing import map_segments
 from towers.errors import CollectiveTimeoutError, DisagreementError, PeerLostError, TowersError
 from towers.system.timeouts import Deadline
 
@@ -116,7 +116,7 @@ class Mailbox:
     def __init__(self, comm: Communicator, seconds: float) -> None:
         self._index, self._seconds = comm.index, seconds
         layout = _SegmentLayout(comm.size)
-        segments, self._processes = share(comm, layout.total, 2 * comm.size + 1)
+        segments, self._processes = map_segments(comm, layout.total, 2 * comm.size + 1)
         own, step = segments[comm.index], semaphores.BYTES
         others = [tower for tower in range(comm.size) if tower != comm.index]
         self._peers = PeerProcesses({tower: self._processes[tower] for tower in others})

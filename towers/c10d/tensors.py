@@ -13,7 +13,7 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import check_reducible
 from towers.errors import ArgumentError
-from towers.system.memory_layout import copy_back
+from towers.system.memory_layout import contiguous, copy_back
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -142,13 +142,8 @@ def signature(*tensors: Tensor) -> str:
 
 @contextlib.contextmanager
 def outputs_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Context with contiguous, uninitialised tensors like ``tensors``; their final values are copied to ``tensors``."""
-    dense = [
-        tensor.detach()
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        for tensor in tensors
-    ]
+    """Context with contiguous tensors like ``tensors``, to which their final values are copied."""
+    dense = [contiguous(tensor) for tensor in tensors]
     yield dense
     for filled, tensor in zip(dense, tensors, strict=True):
         copy_back(filled, tensor)

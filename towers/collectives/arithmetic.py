@@ -36,27 +36,27 @@ def check_reducible(op: str, dtype: torch.dtype) -> None:
     Raises:
         ArgumentError: there is no such operation, or none for ``dtype`` (``max`` of complex numbers, …).
     """
-    parts = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(2)]
+    operands = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(2)]
     try:
-        reduce_into(parts[0], parts, op)
+        reduce_into(operands[0], operands, op)
     except (RuntimeError, TypeError, KeyError) as error:  # which of them, torch's versions say differently
         raise ArgumentError(f"{op} of {dtype} cannot be had: {error}") from None
 
 
-def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:
-    """Set ``total`` to the reduction of ``parts``, from the first to the last, times ``scale``.
+def reduce_into(total: Tensor, operands: Sequence[Tensor], op: str, *, scale: float = 1.0) -> None:
+    """Set ``total`` to the reduction of ``operands``, from the first to the last, times ``scale``.
 
     Floating-point numbers of 16 bits and less are computed in float32 and rounded once, at the end.
 
     Args:
-        total: may be one of the parts (the same object).
+        total: may be one of the operands (the same object).
         op: sum, mean (of integers: rounded towards zero), min, max, prod, and, or, xor.
     """
     combine = _COMBINE[op]
     dtype = total.dtype
     if dtype.itemsize == 1 and dtype.is_floating_point:  # torch has no arithmetic for these
-        parts = [part.float() for part in parts]
-    first, *others = parts
+        operands = [operand.float() for operand in operands]
+    first, *others = operands
     if dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "prod"):
         running = first.float()
     elif first.dtype != dtype:
@@ -65,28 +65,28 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str, *, scale: float
         running = total if total is first else total.copy_(first)
     else:
         second, *others = others
-        running = torch.empty_like(total) if any(part is total for part in others) else total
+        running = torch.empty_like(total) if any(operand is total for operand in others) else total
         combine(first, second, out=running)
-    for part in others:
-        combine(running, part, out=running)
+    for operand in others:
+        combine(running, operand, out=running)
     if op == "mean":
         exact = dtype.is_floating_point or dtype.is_complex
-        running.div_(len(parts), rounding_mode=None if exact else "trunc")
+        running.div_(len(operands), rounding_mode=None if exact else "trunc")
     if scale != 1.0:
         running.mul_(scale)
     if running is not total:
         total.copy_(running)
 
 
-def add_by_tree(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Set ``total`` to the sum of ``parts``, added in pairs, then pairs of pairs; every sum is rounded to their dtype.
+def add_by_tree(total: Tensor, operands: Sequence[Tensor]) -> None:
+    """Set ``total`` to the sum of ``operands``, added in pairs, then pairs of pairs; every sum is rounded.
 
-    So the sum of 2^k parts has the bits of the sum of the sums of their halves, quarters, … added in the same way.
+    So the sum of 2^k operands has the bits of the sum of the sums of their halves, quarters, … added in the same way.
 
     Args:
-        total: may be one of the parts (the same object).
+        total: may be one of the operands (the same object).
     """
-    level = list(parts)
+    level = list(operands)
     while len(level) > 2:
         odd = level[len(level) // 2 * 2 :]
         level = [torch.add(left, right) for left, right in zip(level[::2], level[1::2], strict=False)] + odd

@@ -37,9 +37,9 @@ from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.slots import Slot, handles_gradients
-from towers.mirroring.mirror import Named
 from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
+from towers.system.named import Named
 from towers.system.torch_private import current_graph_task_id, disable_dynamo
 
 

@@ -42,8 +42,8 @@ from towers.gradients.slots import Slot
 from towers.gradients.sparse import to_dense
 from towers.gradients.streams import StreamOrder
 from towers.gradients.usage import Counts, Summary
-from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype, view_like
+from towers.system.named import Named
 from towers.system.torch_private import foreach_copy_, storage_holders
 
 _NOTHING = torch.empty(0, dtype=torch.bool, device="cpu")  # no gradient is of this dtype

@@ -11,8 +11,8 @@ from towers.collectives.communicator import Communicator
 from towers.gradients.buckets import Bucket, DenseSlot, distribute
 from towers.gradients.slots import Slot
 from towers.gradients.sparse import SparseSlot
-from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype
+from towers.system.named import Named
 
 
 class BucketLayout:

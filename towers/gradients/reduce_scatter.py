@@ -77,7 +77,7 @@ class ReduceScatter(AllReduce):
 
     def complete(self) -> None:
         if self._reduced:
-            if self._held():
+            if self._living():
                 self.gather()
             self._reduced, self._lazy = [], {}
         self.make_deferred_barrier()
@@ -96,25 +96,25 @@ class ReduceScatter(AllReduce):
             self._regions.barrier.wait_tagged("uses the averaged gradients, or holds them when another backward begins")
             reduced, self._reduced = self._reduced, []
             for bucket, tensors in reduced:
-                mine = tensors[self._channel.index]
+                local = tensors[self._channel.index]
                 for tower, tensor in enumerate(tensors):
                     if tower != self._channel.index:
                         start, end = self._chunk(bucket, tower)
-                        mine[start:end].copy_(tensor[start:end])
+                        local[start:end].copy_(tensor[start:end])
             self._owes_barrier = True
             self.make_deferred_barrier()
-        for gradient in self._held().values():
+        for gradient in self._living().values():
             make_ordinary(gradient)
         self._lazy = {}
 
     def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
-        held = self._held()
-        return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not held.get(slot) for slot in slots)
+        living = self._living()
+        return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not living.get(slot) for slot in slots)
 
-    def _held(self) -> dict[DenseSlot, Tensor]:
+    def _living(self) -> dict[DenseSlot, Tensor]:
         """The lazily gathered gradients that somebody still holds."""
-        return {slot: gradient for slot, held in self._lazy.items() if (gradient := held()) is not None}
+        return {slot: gradient for slot, ref in self._lazy.items() if (gradient := ref()) is not None}
 
     # -- barriers ----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from towers.collectives.communicator import Communicator
 from towers.gradients.cycle import Reduction
 from towers.gradients.slots import Slot
-from towers.mirroring.mirror import Named
+from towers.system.named import Named
 
 
 class GradientReducer(Protocol):

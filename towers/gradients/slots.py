@@ -10,8 +10,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from towers.mirroring.mirror import Named
 from towers.system.memory_layout import gradient_dtype
+from towers.system.named import Named
 from towers.system.torch_private import DisableTorchFunctionSubclass
 
 _P = ParamSpec("_P")
@@ -33,7 +33,7 @@ class Slot:
     """One parameter and the state of its gradient. It does not keep the parameter alive.
 
     Attributes:
-        name, trainable: the parameter's (:class:`towers.mirroring.mirror.Named`).
+        name, trainable: the parameter's (:class:`towers.system.named.Named`).
         parameter: gives the parameter when it is called; None when its model is gone.
         shape, device: the parameter's when the slot was made.
         dtype: its gradient's.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,13 +58,12 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     return torch.zeros(len(tensors), dtype=torch.int64, device=device).index_add_(0, plan[0], sums)
 
 
-class _Piece:
+class _Piece(NamedTuple):
     """Flat words of tensor number ``owner``, the first of which stands at position ``offset`` in it."""
 
-    __slots__ = ("offset", "owner", "words")
-
-    def __init__(self, owner: int, words: Tensor, offset: int) -> None:
-        self.owner, self.words, self.offset = owner, words, offset
+    owner: int
+    words: Tensor
+    offset: int
 
 
 def _pieces(owner: int, tensor: Tensor) -> list[_Piece]:

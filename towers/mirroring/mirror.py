@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,35 +13,9 @@ from torch import Tensor
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
-from towers.system.memory_layout import gradient_dtype
+from towers.system.named import Named
 
 _CHUNK_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True)
-class Named:
-    """A parameter or buffer with the name that messages use.
-
-    Attributes:
-        name: path below its outermost module, which stands in front: ``"Net.conv1.weight"``.
-        kind: "parameter" or "buffer".
-        trainable: whether it required a gradient when it was compared; it may be frozen or thawed since.
-        sparse: whether its gradients come as sparse tensors.
-    """
-
-    name: str
-    tensor: Tensor
-    kind: str
-    trainable: bool = False
-    sparse: bool = False
-
-    def describe(self) -> list[object]:
-        """What must be equal on all towers."""
-        tensor = self.tensor
-        layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
-        gradients = gradient_dtype(tensor)
-        dtype = str(tensor.dtype) if gradients == tensor.dtype else f"{tensor.dtype} with gradients of {gradients}"
-        return [self.name, list(tensor.shape), dtype, self.kind, self.trainable, layout]
 
 
 def check_equal(comm: Communicator, tensors: Sequence[Named]) -> None:

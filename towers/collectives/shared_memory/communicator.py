@@ -29,7 +29,7 @@ from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.barrier import STATUS_BYTES, Barrier
 from towers.collectives.shared_memory.regions import TABLE_BYTES, Regions
 from towers.collectives.shared_memory.segment import ALIGNMENT, Segment, aligned
-from towers.collectives.shared_memory.sharing import share
+from towers.collectives.shared_memory.sharing import map_segments
 from towers.errors import DisagreementError
 from towers.system import machine
 from towers.system.memory_layout import contiguous, copy_back
@@ -268,7 +268,7 @@ class SharedMemoryCommunicator(Communicator):
 def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
     """Share memory among all towers of ``base``; else the reason why they cannot, the same on all towers.
 
-    Equal boot ids are not enough for it: each tower has to be able to map the others' memory (:func:`share`).
+    Equal boot ids are not enough for it: each tower has to be able to map the others' memory (:func:`map_segments`).
 
     Args:
         timeout: seconds that a collective may take.
@@ -280,7 +280,7 @@ def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
     if any(tower["device"] != "cpu" for tower in towers):
         return "only CPU towers share memory"
     try:
-        segments, processes = share(base, _Layout(base.size).total, waiting=base.size)
+        segments, processes = map_segments(base, _Layout(base.size).total, waiting=base.size)
     except OSError as error:
         return str(error)
     return SharedMemoryCommunicator(base, timeout, segments, processes)

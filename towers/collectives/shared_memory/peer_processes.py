@@ -32,7 +32,7 @@ class PeerProcesses:
         """The towers whose processes have ended."""
         ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
         unwatched = set(self._processes) - set(self._watched.values())
-        return sorted(ended | {tower for tower in unwatched if not _exists(self._processes[tower])})
+        return sorted(ended | {tower for tower in unwatched if not os.path.exists(f"/proc/{self._processes[tower]}")})
 
     def wake(self, tower: int) -> None:
         """Continue a tower that is stopped (SIGCONT): a stopped one would not notice that the others end."""
@@ -51,13 +51,3 @@ class PeerProcesses:
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -16,7 +16,7 @@ from towers.collectives.shared_memory.segment import Segment, aligned
 _TOKEN = 16  # bytes
 
 
-def share(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
+def map_segments(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segment], list[int]]:
     """Every tower's segment, and every tower's process id. All towers call it.
 
     That towers run on one host is tried, not believed: each maps the others' memory and looks there for a token that
