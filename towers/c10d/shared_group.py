@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -143,31 +143,29 @@ class SharedMemoryGroup(Group):
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Any, opts: Any) -> CompletedWork:  # type: ignore[override]
         tensor, root = single("gather", inputs), self.root("gather", opts)
         rows = self._only_list("gather", outputs, tensor) if self.rank() == root else []
-
-        def task(comm: SharedMemoryCommunicator) -> None:
-            local = as_bytes(tensor)
-            with outputs_of(rows) as dense:
-                comm.exchange(
-                    [local if tower == root else local[:0] for tower in range(comm.size)],
-                    [as_bytes(row) for row in dense] or [local[:0]] * comm.size,
-                )
-
-        return self.do("gather", opts, task, rows, f"to {root}")
+        return self._exchange("gather", opts, {root: tensor}, dict(enumerate(rows)), f"to {root}")
 
     @of_any_device
     def scatter(self, outputs: Any, inputs: Sequence[Sequence[Tensor]], opts: Any) -> CompletedWork:  # type: ignore[override]
         tensor, root = single("scatter", outputs), self.root("scatter", opts)
         rows = self._only_list("scatter", inputs, tensor) if self.rank() == root else []
+        return self._exchange("scatter", opts, dict(enumerate(rows)), {root: tensor}, f"from {root}")
+
+    def _exchange(
+        self, call: str, opts: Any, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], signature: str = ""
+    ) -> CompletedWork:
+        """Send a tensor to some ranks, and receive one from some, each by its rank."""
 
         def task(comm: SharedMemoryCommunicator) -> None:
-            with outputs_of([tensor]) as (dense,):
-                local = as_bytes(dense)
+            with outputs_of(list(received.values())) as dense:
+                filled = dict(zip(received, dense, strict=True))
+                nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
                 comm.exchange(
-                    [as_bytes(row) for row in rows] or [local[:0]] * comm.size,
-                    [local if tower == root else local[:0] for tower in range(comm.size)],
+                    [as_bytes(sent.get(rank, nothing)) for rank in range(comm.size)],
+                    [as_bytes(filled.get(rank, nothing)) for rank in range(comm.size)],
                 )
 
-        return self.do("scatter", opts, task, [tensor], f"from {root}")
+        return self.do(call, opts, task, list(received.values()), signature)
 
     @of_any_device
     def reduce_scatter(self, outputs: Any, inputs: Sequence[Any], opts: Any = None) -> CompletedWork:  # type: ignore[override]
@@ -216,12 +214,7 @@ class SharedMemoryGroup(Group):
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> CompletedWork:
         outputs = checked("all_to_all", outputs, count=self.size())
         inputs = checked("all_to_all", inputs, like=outputs[0], count=self.size())
-
-        def task(comm: SharedMemoryCommunicator) -> None:
-            with outputs_of(outputs) as dense:
-                comm.exchange([as_bytes(tensor) for tensor in inputs], [as_bytes(tensor) for tensor in dense])
-
-        return self.do("all_to_all", opts, task, outputs)
+        return self._exchange("all_to_all", opts, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
     @of_any_device
     def alltoall_base(

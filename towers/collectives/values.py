@@ -72,25 +72,20 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
     Raises:
         DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
     """
-    values: list[_Leaf] = []
     local: list[Tensor] = []
 
-    def prepare() -> list[Any]:
-        values.extend(to_leaf(value) for value in trees.leaves(tree))
-        described = []
-        for leaf in values:
-            reduced, count = _reduce_locally(op, leaf.tensor, axis)
-            local.append(reduced)
-            described.append([str(leaf.tensor.dtype), list(reduced.shape), count])
-        return described
+    def describe(tensor: Tensor) -> list[Any]:
+        reduced, count = _reduce_locally(op, tensor, axis)
+        local.append(reduced)
+        return [str(tensor.dtype), list(reduced.shape), count]
 
     call = f"reduce({op!r}, axis={axis})"
-    described, bodies = _announce_leaves(comm, call, trees.structure(tree), prepare, local)
+    leaves, described, bodies = _announce_leaves(comm, call, tree, describe, local)
     _check_equal(call, described, lambda leaf: leaf[:2])
     totals = _combine(comm, op, local) if bodies is None else _combine_here(op, local, bodies)
     results = []
-    for i, (leaf, total) in enumerate(zip(values, totals, strict=True)):
-        count = sum(leaves[i][2] for leaves in described) if op == "mean" else None
+    for i, (leaf, total) in enumerate(zip(leaves, totals, strict=True)):
+        count = sum(row[i][2] for row in described) if op == "mean" else None
         results.append(leaf.give_back(_finish(op, leaf.tensor, total, count)))
     return _refill(tree, results)
 
@@ -141,18 +136,15 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
     Raises:
         DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
     """
-    values: list[_Leaf] = []
 
-    def prepare() -> list[Any]:
-        values.extend(to_leaf(value) for value in trees.leaves(tree))
-        for leaf in values:
-            if leaf.tensor.dim() == 0:
-                raise ValueError("a scalar cannot be gathered: unsqueeze it, or use reduce")
-            _dimension(axis, leaf.tensor)
-        return [[str(leaf.tensor.dtype), list(leaf.tensor.shape)] for leaf in values]
+    def describe(tensor: Tensor) -> list[Any]:
+        if tensor.dim() == 0:
+            raise ValueError("a scalar cannot be gathered: unsqueeze it, or use reduce")
+        _dimension(axis, tensor)
+        return [str(tensor.dtype), list(tensor.shape)]
 
     call = f"gather(axis={axis})"
-    described, _ = _announce_leaves(comm, call, trees.structure(tree), prepare)
+    leaves, described, _ = _announce_leaves(comm, call, tree, describe)
 
     def fixed(leaf: Any) -> Any:
         dtype, shape = leaf
@@ -162,8 +154,8 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
     _check_equal(call, described, fixed)
     results = []
     with InStep(comm):
-        for i, leaf in enumerate(values):
-            shapes = [leaves[i][1] for leaves in described]
+        for i, leaf in enumerate(leaves):
+            shapes = [row[i][1] for row in described]
             results.append(leaf.give_back(concatenate(comm, leaf.tensor, shapes, axis % leaf.tensor.dim())))
     return _refill(tree, results)
 
@@ -284,19 +276,20 @@ def together(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) 
 def _announce_leaves(
     comm: Communicator,
     call: str,
-    structure: str,
-    prepare: Callable[[], list[Any]],
+    tree: Any,
+    describe: Callable[[Tensor], list[Any]],
     local: list[Tensor] | None = None,
-) -> tuple[list[list[Any]], list[bytes] | None]:
+) -> tuple[list[_Leaf], list[list[Any]], list[bytes] | None]:
     """Tell all towers what this one is about to do; raise on all if any cannot, or if they disagree.
 
-    Returns the descriptions of every tower's leaves, and every tower's ``local`` values, packed, where all were
+    Returns the leaves, every tower's descriptions of them, and every tower's ``local`` values, packed, where all were
     small enough to ride along.
     """
-    details: dict[str, Any] = {"structure": structure}
-    body, problem = b"", None
+    details: dict[str, Any] = {"structure": trees.structure(tree)}
+    leaves, body, problem = list[_Leaf](), b"", None
     try:
-        details["leaves"] = prepare()
+        leaves = [to_leaf(value) for value in trees.leaves(tree)]
+        details["leaves"] = [describe(leaf.tensor) for leaf in leaves]
         small = local is not None and all(tensor.device.type == "cpu" for tensor in local)
         if small and sum(tensor.nbytes for tensor in local or ()) <= _INLINE_BYTES:
             body = b"".join(as_bytes(tensor).numpy().tobytes() for tensor in local or ())
@@ -311,7 +304,8 @@ def _announce_leaves(
                 f"tower 0 of {replies[0].details['structure']}"
             )
     inline = local is not None and all(reply.details.get("inline") for reply in replies)
-    return [reply.details["leaves"] for reply in replies], [reply.body for reply in replies] if inline else None
+    described = [reply.details["leaves"] for reply in replies]
+    return leaves, described, [reply.body for reply in replies] if inline else None
 
 
 def _unpack(data: bytes, like: list[Tensor]) -> list[Tensor]:
