@@ -12,7 +12,7 @@ from towers.errors import StartupError
 
 
 class StorePeerGroup(PeerGroup):
-    """Every call is a round of one key for each tower.
+    """Towers that tell each other bytes through a store: every call is a round of one key for each tower.
 
     Keys are deleted again: a tower that has read all keys of a round knows that all have read those of the round
     before, and the last tower that closes deletes those of the last round. So the store can serve another group when

@@ -83,7 +83,7 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
 
 
 class StepRequests:
-    """What towers ask each other to do at a step, as a bit mask; see [Note: requests are answered a step later]."""
+    """Tells towers what any asks all to do at a step, as a bit mask; see [Note: requests are answered a step later]."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -29,7 +29,7 @@ class Shared(Protocol):
     """Something that several processes use together, and that a fork of one of them must not use."""
 
     def disown(self, error: ForkedError) -> None:
-        """This process was forked: raise ``error`` whatever it calls."""
+        """Raise ``error`` from now on, whatever is called: this process is a fork."""
 
 
 _shared: weakref.WeakSet[Shared] = weakref.WeakSet()
@@ -80,7 +80,7 @@ class Participant:
             raise type(self._broken)(*self._broken.args)
 
     def break_off(self, error: BaseException) -> None:
-        """This tower breaks off a collective because of ``error``: it takes part in none any more.
+        """Break off a collective because of ``error``, and take part in none any more.
 
         Towers that share memory with it learn of it without waiting for the deadline.
         """
@@ -88,12 +88,12 @@ class Participant:
             self._broken = out_of_step(self.towers[self.index], error)
 
     def disown(self, error: ForkedError) -> None:
-        """This process was forked: it takes part in nothing (:class:`Shared`)."""
+        """Take part in nothing from now on: this process is a fork."""
         self._broken = error
 
 
 class InStep:
-    """Around several collectives, or the stages of one: a tower that leaves by an exception is out of step for good.
+    """Encloses several collectives, or the stages of one: a tower that leaves by an exception is out of step for good.
 
     Errors that all towers raise at the same stage (:class:`DisagreementError`, :class:`ArgumentError`) do no harm.
     """
@@ -207,7 +207,7 @@ class Communicator(PeerGroup):
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def release(self, key: int) -> None:
-        """The memory with ``key`` will not be reduced again; it lives as long as its tensors."""
+        """Forget the memory under ``key``, which is not reduced again; it lives as long as its tensors."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:

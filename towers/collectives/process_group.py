@@ -208,7 +208,7 @@ class ProcessGroupCommunicator(Communicator):
 
 
 class _Started:
-    """The average of ``tensor``, which travels as ``sent``."""
+    """A collective that was started for ``tensor``, which travels as ``sent``."""
 
     def __init__(
         self, communicator: ProcessGroupCommunicator, work: Any, number: int, tensor: Tensor, sent: Tensor

@@ -260,7 +260,7 @@ def all_reduce_together(comm: Communicator, op: str, tensors: Sequence[Tensor]) 
 
 
 def together(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> list[Tensor]:
-    """What ``collective`` makes in place of tensors, flat and one after the other: called once a dtype and device."""
+    """Let ``collective`` change tensors that lie flat, one after the other, once for each dtype and device; copies."""
     results = list(tensors)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, tensor in enumerate(tensors):

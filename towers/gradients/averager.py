@@ -58,10 +58,10 @@ class Lazy(Protocol):
     """
 
     def defer_rest(self) -> None:
-        """A backward is averaged. From now on its gradients complete themselves when they are used."""
+        """Let the gradients of the backward that was averaged complete themselves when they are used."""
 
     def complete(self) -> None:
-        """Outside of an averaged backward: gradients are about to change, or to be made. The last may still be held.
+        """Complete the last gradients if anybody holds them: outside of an averaged backward, some are about to change.
 
         All towers call it, or none; until the next backward is averaged, only the first call does anything.
         """
@@ -171,7 +171,7 @@ class GradientAverager(GradientReducer):
     # -- one backward ------------------------------------------------------------------------------------
 
     def _complete(self) -> None:
-        """Gradients are about to change: autograd adds to one, for example."""
+        """Complete lazily gathered gradients that are about to change: autograd adds to one, for example."""
         if self._lazy is not None and self._cycle.state is State.IDLE:
             self._lazy.complete()
 
@@ -261,7 +261,7 @@ class GradientAverager(GradientReducer):
 
     @handles_gradients
     def disown(self, error: ForkedError) -> None:
-        """This process was forked from a tower: its gradients are not to lie in memory that it shares with the towers.
+        """Drop gradients that lie in memory which this process, a fork of a tower, shares with the towers.
 
         Autograd adds to a gradient before any hook could refuse to.
         """

@@ -75,7 +75,7 @@ class DenseSlot(Slot):
 
     @property
     def numel(self) -> int:
-        """Elements of the bucket's dtype."""
+        """The number of its elements, of the bucket's dtype."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def is_installed(self, gradient: Tensor | None) -> bool:
@@ -137,7 +137,7 @@ class Bucket:
         return CHUNK_ALIGNMENT // self.dtype.itemsize
 
     def count_missing(self) -> None:
-        """Before a backward: how many gradients may arrive."""
+        """Count, before a backward, how many gradients may arrive."""
         self.missing = sum((p := slot.parameter()) is not None and p.requires_grad for slot in self.slots)
 
     def copy_in(
@@ -199,7 +199,7 @@ class Bucket:
         self._version = self.buffer._version
 
     def check_untouched(self, tower: int) -> None:
-        """When backward is done: see that the gradients are those that were packed.
+        """See, when backward is done, that the gradients are those that were packed.
 
         Args:
             tower: this one, for messages.
@@ -221,7 +221,7 @@ class Bucket:
             )
 
     def _make_ready(self, channel: Communicator) -> None:
-        """Once in a backward, before the buffer is written to: see that nobody else holds its memory.
+        """See, once in a backward, that nobody else holds the memory of the buffer, which is about to be written to.
 
         See [Note: gradients lie in buckets].
         """
@@ -235,7 +235,7 @@ class Bucket:
             self._allocate(channel)
 
     def finish(self, counts: Counts, number: int, tower: int) -> None:
-        """After the reduction: parameters that only other towers used get their gradient too; nothing has arrived.
+        """Give parameters that only other towers used the reduced gradient, too, and forget this backward.
 
         Args:
             counts: how many towers have set this bucket's flags.

@@ -79,7 +79,7 @@ class Reduction(ABC):
 
 
 class AllReduce(Reduction):
-    """Means of whole buckets, by all-reduces.
+    """Averages buckets by all-reduces.
 
     The communicator decides where they run: through c10d beside the backward, in shared memory in place and all
     together when they are awaited (see [Note: copied at once] in :mod:`towers.gradients.buckets`).
@@ -113,10 +113,10 @@ class Watch(Protocol):
     """Inspects what this tower contributes (:mod:`towers.gradients.nonfinite`)."""
 
     def inspect(self, slots: Iterable[Slot]) -> None:
-        """These gradients are about to be reduced."""
+        """Inspect gradients that are about to be reduced."""
 
     def report(self) -> None:
-        """A backward is over, and the towers are in step: they tell each other what they have found."""
+        """Tell all towers what was seen: a backward is over, and they are in step."""
 
 
 class Cycle:
@@ -158,7 +158,7 @@ class Cycle:
         self._phase_outside = ""
 
     def lay_out(self, layout: BucketLayout) -> None:
-        """From now on gradients travel in the buckets of ``layout``."""
+        """Let gradients travel in the buckets of ``layout`` from now on."""
         self._layout = layout
         self._prediction = Prediction(layout.trainable())
 
@@ -175,7 +175,7 @@ class Cycle:
             )
 
     def check_paired(self) -> None:
-        """See that the last backward came to its end, and was the same one on all towers, where nobody has looked yet.
+        """See that the last backward came to its end, and was the same one on all towers, unless that is known.
 
         Raises:
             TowersError: it ended in an exception.
@@ -199,7 +199,7 @@ class Cycle:
     # -- one backward ------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """A backward has its first gradient."""
+        """Begin a cycle: a backward has its first gradient."""
         self._channel.check_in_step()  # before anything is written where others may read it
         if compiled_autograd_runs():  # it calls hooks, but not what is queued for the end of a backward
             raise TowersError(
@@ -286,7 +286,7 @@ class Cycle:
 
     @handles_gradients
     def finish(self, reduction: Reduction | None = None) -> None:
-        """Autograd is done: start what is left, and await all results.
+        """Start what is left when autograd is done, and await all results.
 
         Args:
             reduction: another one than usual, when no gradient has arrived by autograd.
@@ -344,7 +344,7 @@ class Cycle:
         return self._counts[-1]
 
     def _read(self, counts: Counts) -> list[bool]:
-        """Which units any tower has touched, after a look whether all towers were in the same backward.
+        """Read which units any tower has touched, and see that all towers were in the same backward.
 
         Args:
             counts: the backward's last bucket's.

@@ -24,19 +24,19 @@ class Keys:
         self._released: list[int] = []
 
     def new(self) -> int:
-        """A key that nothing else has."""
+        """Give out a key that nothing else has."""
         if self._free:
             return self._free.pop()
         self._next += 1
         return self._next - 1
 
     def release(self, key: int) -> None:
-        """Nothing is reduced under ``key`` any more."""
+        """Take back a key under which nothing is reduced any more."""
         self._channel.release(key)
         self._released.append(key)
 
     def recycle(self) -> None:
-        """All towers have made a collective since keys were released; they are given out again.
+        """Let released keys be given out again: all towers have made a collective since.
 
         See [Note: keys are used again, one layout later].
         """

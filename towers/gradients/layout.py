@@ -43,7 +43,7 @@ class BucketLayout:
         return tuple(bucket.index for bucket in self.buckets if any(slot.trainable for slot in bucket.slots)) or (0,)
 
     def touched(self) -> list[bool]:
-        """For which units this tower has something of its own to contribute."""
+        """For each unit, whether this tower has something of its own to contribute."""
         dense = [any(slot.fresh for slot in bucket.slots) for bucket in self.buckets]
         return dense + [slot.fresh for slot in self.sparse]
 
@@ -83,7 +83,7 @@ class BucketLayout:
         return kept
 
     def in_order_of(self, arrivals: Sequence[str], channel: Communicator) -> list[Named] | None:
-        """What is :meth:`kept`, so ordered that buckets fill as ``arrivals`` came; None where it is so already.
+        """What is :meth:`kept`, in an order in which buckets fill as ``arrivals`` came; None where it has that order.
 
         Args:
             arrivals: names as gradients came, the same on all towers; what has not come follows.

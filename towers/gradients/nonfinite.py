@@ -46,14 +46,14 @@ class GradientWatch:
         self._warnings = 0
 
     def inspect(self, slots: Iterable[Slot]) -> None:
-        """Before they are averaged: inspect gradients that hold something of this tower's own."""
+        """Inspect gradients that hold something of this tower's own, before they are averaged."""
         gradients = [(slot.name, g) for slot in slots if slot.fresh and (g := slot.gradient) is not None]
         if gradients:
             self._names += [name for name, _ in gradients]
             self._highest.append(extremes([gradient for _, gradient in gradients]))
 
     def report(self) -> None:
-        """At the end of a backward: report to all towers what this one has found. All towers call it.
+        """Tell all towers, at the end of a backward, what this one has seen; all of them call it.
 
         Raises:
             NonFiniteGradientError: on all towers with one text. The towers are in step, and may go on.

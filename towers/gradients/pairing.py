@@ -49,14 +49,14 @@ class BackwardCounter:
         self._batch = health.batch
 
     def begin(self) -> None:
-        """A backward begins."""
+        """Count a backward, which begins."""
         if self._run != self._health.run:
             self._run, self._number = self._health.run, 0
         self._step, self._batch = self._health.step, self._health.batch
         self._number += 1
 
     def bits(self) -> list[bool]:
-        """The present backward, as :data:`BITS` bits; neither a bit nor its opposite is set of a batch that is none."""
+        """The present backward, as :data:`BITS` bits; where there is no batch, its bits and their opposites are 0."""
         numbers = [self._run, self._number]
         if self._batch is not None:
             numbers.append(self._batch.loop * _MULTIPLIER + self._batch.step)

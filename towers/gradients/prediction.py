@@ -1,4 +1,4 @@
-"""Which buckets a backward will touch: those that the backward touched that followed the same one before."""
+"""Predicting which buckets a backward touches: those of the last backward that followed one like its predecessor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Pattern = tuple[int, ...]
 
 
 class Prediction:
-    """Equal on all towers, for all have seen the same backwards.
+    """Predicts which buckets backwards touch; equal on all towers, which have seen the same backwards.
 
     Args:
         everything: what is expected of a backward that nothing is known of.
@@ -20,11 +20,11 @@ class Prediction:
         self._follows: dict[Pattern | None, Pattern] = {}
 
     def next(self) -> Pattern:
-        """What the next backward will touch."""
+        """The buckets that the next backward will touch."""
         return self._follows.get(self._last, self._everything)
 
     def learn(self, pattern: Pattern) -> None:
-        """That backward is over, and has touched this."""
+        """Learn which buckets that backward has touched."""
         if len(self._follows) >= _MAX_PATTERNS:
             self._follows.clear()
         self._follows[self._last] = pattern

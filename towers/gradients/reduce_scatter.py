@@ -39,7 +39,7 @@ class ReduceScatter(AllReduce):
         self._owes_barrier = False
 
     def start(self, bucket: Bucket) -> None:
-        """All buckets are reduced together, in :meth:`finish`."""
+        """Do nothing: all buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         with InStep(self._regions.barrier):

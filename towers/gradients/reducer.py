@@ -50,7 +50,7 @@ class GradientReducer(Protocol):
         """Whether autograd is running, or has begun a backward whose gradients are not reduced yet."""
 
     def check_paired(self) -> None:
-        """See that towers are in step: that the last backward was whole, and the same one on all of them.
+        """See that towers are in step: the last backward came to its end, and was the same one on all of them.
 
         Raises:
             TowersError: it ended in an exception.
@@ -58,7 +58,7 @@ class GradientReducer(Protocol):
         """
 
     def give_up(self, error: BaseException) -> None:
-        """The script's step has ended in ``error``. Towers that wait for an open backward's gradients are told."""
+        """Tell towers that wait for the gradients of an open backward that the script's step has ended in ``error``."""
 
     # -- gradients that are reduced otherwise, or not ----------------------------------------------------
 
@@ -66,7 +66,7 @@ class GradientReducer(Protocol):
         """Inside, gradients accumulate on this tower alone; the next backward outside averages them too."""
 
     def hooks_disabled(self) -> AbstractContextManager[None]:
-        """Inside, gradients are the caller's business: they are computed as if nothing were attached.
+        """Inside, gradients are left to the caller: they are computed as if nothing were attached.
 
         Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
 
@@ -84,7 +84,7 @@ class GradientReducer(Protocol):
         """
 
     def unsynced(self) -> dict[int, str]:
-        """Parameters whose gradient holds parts that were not averaged: name by ``id`` of the parameter."""
+        """Names, by ``id``, of parameters whose gradient has contributions that were not averaged."""
 
     # -- what has been averaged --------------------------------------------------------------------------
 
@@ -93,10 +93,10 @@ class GradientReducer(Protocol):
         """How many backwards there were whose gradients were averaged."""
 
     def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
-        """Whether gradients of any of these were averaged after backward ``number`` (as of :attr:`averaged`)."""
+        """Whether gradients of any of these were averaged after backward ``number`` (see :attr:`averaged`)."""
 
     def note_averaged(self, parameters: Iterable[Tensor], *, replaced: bool) -> None:
-        """The gradients of these have been averaged by other means.
+        """Take note that the gradients of these were averaged by other means.
 
         Args:
             replaced: whether the parameters hold the averages, and so nothing that is this tower's own any more.

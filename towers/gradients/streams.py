@@ -29,7 +29,7 @@ class StreamOrder:
         self._several = False
 
     def advance(self) -> None:
-        """What now comes is for the current stream, after what came before, perhaps on another."""
+        """Order the current stream, on which something comes now, after the one on which something came before."""
         stream, before = torch.accelerator.current_stream(self._device), self._stream
         if before is not None and before != stream:
             stream.wait_stream(before)
@@ -37,12 +37,12 @@ class StreamOrder:
         self._stream = stream
 
     def keep(self, gradients: Iterable[Tensor]) -> None:
-        """Gradients are about to be copied and let go: dense ones' memory must not be used again before the copy."""
+        """See that the memory of gradients that are let go when they were copied is not used again before the copy."""
         for gradient in gradients if self._several else ():
             if not gradient.is_sparse:
                 assert self._stream is not None
                 gradient.record_stream(self._stream)
 
     def reset(self) -> None:
-        """A backward is over."""
+        """Forget the streams of a backward, which is over."""
         self._stream, self._several = None, False

@@ -27,7 +27,7 @@ class TreeSum(Reduction):
         self._channel = channel
 
     def start(self, bucket: Bucket) -> None:
-        """All buckets are summed together, in :meth:`finish`."""
+        """Do nothing: all buckets are summed together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         self._channel.sum_by_tree([bucket.buffer for bucket in buckets])
@@ -56,7 +56,7 @@ class Subtree:
         self._nodes: list[tuple[int, list[Tensor | None]]] = []
 
     def add(self, leaf: Leaf) -> None:
-        """The next leaf: as many tensors as the others, of their shapes and dtypes. It is kept, and written to.
+        """Add a leaf: as many tensors as the others, of their shapes and dtypes. It is kept, and written to.
 
         None stands for zeros; where all leaves have it, the sum is None too.
         """

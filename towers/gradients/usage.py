@@ -49,7 +49,7 @@ class Counts:
         self._backward_at = slots + units
 
     def used(self) -> Sequence[float]:
-        """For each slot of the bucket."""
+        """How many towers have used each slot of the bucket."""
         return self._read()[: self._touched_at]
 
     def summary(self) -> tuple[list[bool], Sequence[float]]:

@@ -50,7 +50,7 @@ class Difference:
 
 
 class Comparison:
-    """What all towers hold has been exchanged; a GPU may still be at it.
+    """A comparison that was started; a GPU may still be at it.
 
     Args:
         held: what is compared.
@@ -64,7 +64,7 @@ class Comparison:
         self._differences = list(differences)
 
     def differences(self) -> list[Difference]:
-        """What differs, in order; the same on all towers. Waits for a GPU that is still at it."""
+        """The differences, in order; the same on all towers. Waits for a GPU that is still at it."""
         if self._prints is not None:
             rows, self._prints = self._prints.get(), None
             for number in (rows != rows[0]).any(0).nonzero().flatten().tolist():
@@ -112,7 +112,7 @@ def describe(held: Sequence[Held]) -> Description:
 
 
 def _texts(held: Sequence[Held]) -> dict[str, str]:
-    """By name, what is compared of plain values and of tensors whose fingerprints the host can have at once."""
+    """By name, texts of plain values, and of tensors' fingerprints, for which it waits."""
     texts = {one.name: repr(one.value) for one in held if not isinstance(one.value, Tensor)}
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for one in held:
@@ -125,7 +125,7 @@ def _texts(held: Sequence[Held]) -> dict[str, str]:
 
 
 def differences(towers: Sequence[Description], held: Sequence[Held]) -> list[Difference]:
-    """What is not the same on all towers, of what all of them hold.
+    """The differences between what towers hold, as far as all of them hold it.
 
     Args:
         held: what this tower holds.

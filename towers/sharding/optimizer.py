@@ -87,7 +87,7 @@ class OptimizerSharder:
         self._transport.begin(purpose)
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Before a step of an optimizer: see that the inner one does it. All towers call it.
+        """See, before a step of an optimizer, that the inner one does it; all towers call it.
 
         Raises:
             MirrorError: the optimizer cannot be sharded.
@@ -300,7 +300,7 @@ class ShardedOptimizer:
         return sharded_state.merge(division.all_shards, blocks, division.templates)
 
     def _show_state(self, optimizer: Optimizer) -> None:
-        """For ``state_dict()``, the optimizer has its ordinary state."""
+        """Give the optimizer its ordinary state, for ``state_dict()``."""
         self._hidden = optimizer.state
         if isinstance(optimizer.state, ShardedState):
             whole = self._whole_state()

@@ -158,7 +158,7 @@ class ReadableState:
         return _zeros(nbytes) if block is None else block
 
     def map_peers(self) -> None:
-        """After a barrier: map the blocks of all towers, which all call this."""
+        """Map the blocks of all towers, which all call this after a barrier."""
         self._blocks = self._regions.map_blocks(self._key)
         if self._regions.newly_mapped:
             self._regions.barrier.wait()

@@ -52,7 +52,7 @@ class ShardTransport:
         self.channel = channel
 
     def begin(self, purpose: str) -> None:
-        """All towers are about to do something, such as "steps Adam"; returns when all have come.
+        """Meet all towers, which are about to do the same, such as "steps Adam".
 
         Raises:
             DisagreementError: on all towers, when some are about to do something else.
@@ -64,7 +64,7 @@ class ShardTransport:
         return True
 
     def place(self, slots: Sequence[DenseSlot], layout: BucketLayout, keys: Keys) -> None:
-        """Prepare for these parameters; all towers, after :meth:`begin`.
+        """Prepare for these parameters; all towers call it after :meth:`begin`.
 
         Args:
             layout: the buckets.
@@ -75,7 +75,7 @@ class ShardTransport:
         """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
 
     def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:
-        """See that gradients are there as far as a step needs them; all towers.
+        """See that gradients are there as far as a step needs them; all towers call it.
 
         Args:
             slots: the sharded parameters'.
@@ -83,7 +83,7 @@ class ShardTransport:
         """
 
     def readable_state(self, key: int) -> ReadableState | None:
-        """Where an optimizer keeps its state so that a tower alone can read all of it, if that can be.
+        """Where an optimizer keeps its state if a tower alone can read all of it; None where it cannot.
 
         Args:
             key: the key of its memory.
@@ -91,7 +91,7 @@ class ShardTransport:
         return None
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        """What brings every tower's shards to all towers, to be called by all when each has updated its own.
+        """Make what brings every tower's shards to all towers; all call that when each has updated its own.
 
         Args:
             shards: every tower's; none that is whole.
@@ -114,7 +114,7 @@ class ShardTransport:
 
 
 def transport_for(channel: Communicator) -> ShardTransport:
-    """The way for the towers of ``channel``, over which their gradients are averaged."""
+    """The transport between the towers of ``channel``, over which their gradients are averaged."""
     # see [Note: two ways to shard]
     if isinstance(channel, SharedMemoryCommunicator):
         return SharedParameters(channel)
@@ -122,7 +122,7 @@ def transport_for(channel: Communicator) -> ShardTransport:
 
 
 class SharedParameters(ShardTransport):
-    """Parameters lie in shared regions: towers of one host write their shards into each other's.
+    """Keeps parameters in shared regions, where towers of one host write their shards into each other's.
 
     A bucket's region holds its parameters as its buffer holds their gradients.
     """

@@ -35,7 +35,7 @@ _LONGEST = 1.0  # seconds: a tower that has not checked for longer was suspended
 
 
 class Tags:
-    """What every tower has come for: numbered texts in shared memory, the last two of each tower.
+    """Tells what every tower has come for, by numbered texts in shared memory, the last two of each tower.
 
     A tower writes its tag before it waits for the others, which can read it when they are through. Two suffice: no
     tower can be in the call after the next one, which needs all to have ended this one.
@@ -153,7 +153,7 @@ class Barrier(Participant):
             raise
 
     def break_off(self, error: BaseException) -> None:
-        """This tower breaks off a collective because of ``error``: it leaves a failure notice and comes no more."""
+        """Break off a collective because of ``error``: leave a failure notice, and come no more."""
         if self._broken is None:
             super().break_off(error)
             text = in_words(error).encode()[:_NOTICE]

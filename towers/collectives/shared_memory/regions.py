@@ -185,7 +185,7 @@ class Regions:
             reduce_into(pieces[self._index], pieces, "sum", scale=1.0 / self._size)
 
     def close_files(self) -> None:
-        """After a barrier: close the files of what all towers have mapped before it."""
+        """Close, after a barrier, the files of what all towers have mapped before it."""
         for region in self._mapped:
             if region.segment is not None:
                 region.segment.close_file()
