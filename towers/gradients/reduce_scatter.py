@@ -42,24 +42,21 @@ class ReduceScatter(AllReduce):
         """Do nothing: all buckets are reduced together, in :meth:`finish`."""
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        with InStep(self._regions.barrier):
-            return self._reduce(buckets)
-
-    def _reduce(self, buckets: Sequence[Bucket]) -> list[Tensor]:
-        self._regions.barrier.wait_tagged("averages gradients")
-        self._owes_barrier = True
         tails = []
-        for bucket in buckets:
-            tensors = self._regions.map_peers(bucket.key)
-            if tensors is None:  # some tower had no room for a region: the whole bucket, another way
-                self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
-                tails.append(bucket.tail)
-                continue
-            tails.append(torch.stack([tensor[bucket.numel :] for tensor in tensors]).sum(0))
-            self._regions.average_range(tensors, *self._chunk(bucket, self._channel.index))
-            self._reduced.append((bucket, tensors))
-        if self._regions.newly_mapped:
-            self.make_deferred_barrier()
+        with InStep(self._regions.barrier):
+            self._regions.barrier.wait_tagged("averages gradients")
+            self._owes_barrier = True
+            for bucket in buckets:
+                tensors = self._regions.map_peers(bucket.key)
+                if tensors is None:  # some tower had no room for a region: all of the bucket, another way
+                    self._channel.all_reduce(bucket.buffer.mul_(1.0 / self._channel.size))
+                    tails.append(bucket.tail)
+                    continue
+                tails.append(torch.stack([tensor[bucket.numel :] for tensor in tensors]).sum(0))
+                self._regions.average_range(tensors, *self._chunk(bucket, self._channel.index))
+                self._reduced.append((bucket, tensors))
+            if self._regions.newly_mapped:
+                self.make_deferred_barrier()
         return tails
 
     def _chunk(self, bucket: Bucket, tower: int) -> tuple[int, int]:
