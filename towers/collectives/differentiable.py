@@ -77,10 +77,10 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: Communicator, axis: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.comm, ctx.axis = comm, axis
-        joined = tuple(values.gather(comm, list(tensors), axis))
+        gathered = tuple(values.gather(comm, list(tensors), axis))
         lengths = values.gather(comm, [torch.tensor([tensor.shape[axis]], device="cpu") for tensor in tensors])
         ctx.lengths = [column.tolist() for column in lengths]
-        return joined
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

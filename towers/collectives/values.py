@@ -70,7 +70,7 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
         (Python's to float), as ``torch.sum`` and a true division do; everything else keeps its dtype.
 
     Raises:
-        DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
+        DisagreementError, ValueError, TypeError: the same on all towers, before any value is sent.
     """
     local: list[Tensor] = []
 
@@ -101,7 +101,7 @@ def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
         The sum, of that dtype; a zero of the default dtype where no tower has a value.
 
     Raises:
-        DisagreementError: on all towers, before the values are exchanged.
+        DisagreementError: on all towers, before any value is sent.
     """
     local, wire, body = None, torch.zeros(()), b""
     if value is not None:
@@ -134,7 +134,7 @@ def gather(comm: Communicator, tree: Any, axis: int = 0) -> Any:
         axis: which dimension to concatenate; negative counts from the end.
 
     Raises:
-        DisagreementError, ValueError, TypeError: the same on all towers, before the values are exchanged.
+        DisagreementError, ValueError, TypeError: the same on all towers, before any value is sent.
     """
 
     def describe(tensor: Tensor) -> list[Any]:

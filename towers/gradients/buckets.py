@@ -102,7 +102,7 @@ class Bucket:
         is_packed: whether it was packed in this backward.
         flags: what this tower tells the others with it: for each slot whether it had a gradient of its own, and in the
             last bucket of a backward all of :class:`Summary`.
-        buffer, tail: its memory, allocated once it is needed, and the part behind the gradients.
+        buffer, tail: its memory, allocated once it is needed, and what lies in it behind the gradients.
         streams: orders what comes on an accelerator; None elsewhere.
     """
 

@@ -63,7 +63,7 @@ class Subtree:
         height, node = 0, list(leaf)
         while self._nodes and self._nodes[-1][0] == height:
             _, left = self._nodes.pop()
-            node = _join(left, node)
+            node = _sum(left, node)
             height += 1
         self._nodes.append((height, node))
 
@@ -78,7 +78,7 @@ class Subtree:
         return self._nodes[0][1]
 
 
-def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+def _sum(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
     both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     dense = [(a, b) for a, b in both if not a.is_sparse and not b.is_sparse]
     if dense:
@@ -88,8 +88,8 @@ def _join(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor 
             add_sparse(a, b) if a is not None and b is not None and (a.is_sparse or b.is_sparse) else a
             for a, b in zip(left, right, strict=True)
         ]
-    joined = [b if a is None else a for a, b in zip(left, right, strict=True)]
-    for a, b, total in zip(left, right, joined, strict=True):
+    sums = [b if a is None else a for a, b in zip(left, right, strict=True)]
+    for a, b, total in zip(left, right, sums, strict=True):
         if total is not None and (a is None or b is None) and not total.is_sparse:
             total.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
-    return joined
+    return sums

@@ -135,7 +135,7 @@ def differences(towers: Sequence[Description], held: Sequence[Held]) -> list[Dif
     for name in towers[0]:
         if not all(name in listing for listing in towers):
             continue
-        kinds, values = ([listing[name][part] for listing in towers] for part in (0, 1))
+        kinds, values = ([listing[name][i] for listing in towers] for i in (0, 1))
         if any(value != values[0] for value in values):
             different.append(Difference(name, sorted(set(kinds)), groups_of(values), values if name in plain else None))
     return different
