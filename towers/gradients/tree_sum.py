@@ -79,17 +79,19 @@ class Subtree:
 
 
 def _sum(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    dense = [(a, b) for a, b in both if not a.is_sparse and not b.is_sparse]
+    sums: list[Tensor | None] = []
+    dense: list[tuple[Tensor, Tensor]] = []
+    for a, b in zip(left, right, strict=True):
+        if a is None or b is None:
+            total = b if a is None else a
+            if total is not None and not total.is_sparse:
+                total.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
+        elif a.is_sparse or b.is_sparse:
+            total = add_sparse(a, b)
+        else:
+            total = a
+            dense.append((a, b))
+        sums.append(total)
     if dense:
         foreach_add_([a for a, _ in dense], [b for _, b in dense])
-    if len(dense) < len(both):
-        left = [
-            add_sparse(a, b) if a is not None and b is not None and (a.is_sparse or b.is_sparse) else a
-            for a, b in zip(left, right, strict=True)
-        ]
-    sums = [b if a is None else a for a, b in zip(left, right, strict=True)]
-    for a, b, total in zip(left, right, sums, strict=True):
-        if total is not None and (a is None or b is None) and not total.is_sparse:
-            total.add_(0.0)  # -0 + 0 is 0: as where the zeros are really there
     return sums
