@@ -59,10 +59,9 @@ class DenseSlot(Slot):
         view: where in the buffer its gradient lies, in the parameter's shape and strides.
         large: its gradient is copied into the buffer as soon as it is there (see [Note: copied at once]).
         copied: the gradient that was copied so, and its version then, by which a later change is noticed.
-        packed: the parameter's gradient when its bucket was packed, until the backward is over.
     """
 
-    __slots__ = ("bucket", "copied", "large", "packed", "start", "view")
+    __slots__ = ("bucket", "copied", "large", "start", "view")
 
     def __init__(self, named: Named, bucket: Bucket, start: int) -> None:
         super().__init__(named)
@@ -71,7 +70,6 @@ class DenseSlot(Slot):
         self.large = named.tensor.nbytes >= _LARGE_BYTES
         self.view = _NOTHING
         self.copied: tuple[Tensor, int] | None = None
-        self.packed: Tensor | None = None
 
     @property
     def numel(self) -> int:
@@ -120,6 +118,7 @@ class Bucket:
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
         self._ready = False
+        self._packed: list[Tensor | None] = []
         self._holders = 0
         self._address = -1
         self._version = 0
@@ -186,7 +185,6 @@ class Bucket:
                 if fresh:
                     slot.install(parameter)
             slot.copied = None
-            slot.packed = None if parameter is None else parameter.grad
         if sources:
             if self.streams is not None:
                 self.streams.keep(sources)
@@ -196,10 +194,11 @@ class Bucket:
             self.tail[: len(self.flags)].copy_(torch.frombuffer(bytearray(self.flags), dtype=torch.uint8))
             self.tail[len(self.flags) :].zero_()
         self.is_packed = True
+        self._packed = [slot.gradient for slot in self.slots] if summary is None else []
         self._version = self.buffer._version
 
     def check_untouched(self, tower: int) -> None:
-        """See, when backward is done, that the gradients are those that were packed.
+        """See, when backward is done, that the gradients are those that were packed before.
 
         Args:
             tower: this one, for messages.
@@ -207,7 +206,8 @@ class Bucket:
         Raises:
             TowersError: the script has changed or replaced one meanwhile.
         """
-        changed = [s for s in self.slots if (p := s.parameter()) is not None and p.grad is not s.packed]
+        pairs = zip(self.slots, self._packed, strict=True)
+        changed = [slot for slot, packed in pairs if slot.gradient is not packed and slot.parameter() is not None]
         if not changed and self.buffer._version != self._version:
             changed = self.slots
         if changed:
@@ -246,13 +246,13 @@ class Bucket:
             MirrorError: a parameter is frozen on this tower and not on another one.
         """
         self.is_packed = self._ready = False
+        self._packed = []
         if self.streams is not None:
             self.streams.reset()
         used = self.flags[: len(self.slots)]
         anywhere = used if all(used) else counts.used()
         for slot, used_here, count in zip(self.slots, used, anywhere, strict=True):
             slot.arrived = slot.unsynced = False
-            slot.packed = None
             if count:
                 slot.averaged = number
             if used_here or not count or (parameter := slot.parameter()) is None:
