@@ -58,8 +58,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.head(self.lstm(images.squeeze(1))[0][:, -1])
-        return found
+        logits: Tensor = self.head(self.lstm(images.squeeze(1))[0][:, -1])
+        return logits
 
 
 class Transformer(nn.Module):
@@ -74,8 +74,8 @@ class Transformer(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        found: Tensor = self.head(self.encoder(self.embed(images.squeeze(1)) + self.place).mean(1))
-        return found
+        logits: Tensor = self.head(self.encoder(self.embed(images.squeeze(1)) + self.place).mean(1))
+        return logits
 
 
 def make_model(name: str) -> nn.Module:
@@ -101,11 +101,11 @@ class Run:
                 "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
             }
             self.optimizer = kinds[optimizer](self.model.parameters())
-        self.whole = optimizer == "adamw"  # with all that usually goes with it
+        self.complete = optimizer == "adamw"  # with all that usually goes with it
         self.schedule = (
-            torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=STEPS) if self.whole else None
+            torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=STEPS) if self.complete else None
         )
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if self.whole else None
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if self.complete else None
         self.losses: list[float] = []
 
     def train_step(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ class Run:
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint would hold."""
-        extra = {"schedule": self.schedule, "average": self.average} if self.whole else {}
-        held = {"model": self.model, "optimizer": self.optimizer, "data": self.data, "strategy": self.strategy, **extra}
-        return {name: part.state_dict() for name, part in held.items()} | {"losses": self.losses}
+        extra = {"schedule": self.schedule, "average": self.average} if self.complete else {}
+        objects = {"model": self.model, "optimizer": self.optimizer, "data": self.data, "strategy": self.strategy}
+        return {name: each.state_dict() for name, each in (objects | extra).items()} | {"losses": self.losses}
 
     def load(self, parts: dict[str, Any]) -> None:
         for name in parts.keys() - {"losses"}:
@@ -139,11 +139,11 @@ class Run:
     def digest(self) -> str:
         """SHA-256 over model, optimizer, moving average and losses."""
         parts = self.parts()
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for name in ("model", "optimizer", "average", "losses"):
             for leaf in trees.leaves(parts.get(name, ())):
-                found.update(leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode())
-        return found.hexdigest()
+                sha.update(leaf.contiguous().numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode())
+        return sha.hexdigest()
 
 
 def train(
@@ -170,12 +170,12 @@ def digest(model: str, optimizer: str, implementation: str, towers: Iterable[int
     Raises:
         AssertionError: the towers of one run have different digests.
     """
-    parts, first, found = None, 0, ""
+    parts, first, sha = None, 0, ""
     for count, until in zip(towers, stops, strict=True):
         results = mirrored.launch(train, (model, optimizer, implementation, first, until, parts), towers=count)
         assert len({one for one, _ in results}) == 1, f"{count} towers ended with different numbers"
-        (found, parts), first = results[0], until
-    return found
+        (sha, parts), first = results[0], until
+    return sha
 
 
 def cases(
@@ -197,12 +197,12 @@ def main() -> int:
     arguments = parser.parse_args()
     started, different = time.monotonic(), 0
     for model, optimizer in itertools.product(arguments.models, arguments.optimizers):
-        found: dict[str, list[str]] = {}
+        runs: dict[str, list[str]] = {}
         for implementation, towers, stops in cases(arguments.towers, arguments.implementations):
             name = f"{' then '.join(map(str, towers))} ({implementation})"
-            found.setdefault(digest(model, optimizer, implementation, towers, stops), []).append(name)
-        different += len(found) > 1
-        for sha, names in found.items():
+            runs.setdefault(digest(model, optimizer, implementation, towers, stops), []).append(name)
+        different += len(runs) > 1
+        for sha, names in runs.items():
             print(f"{model:12} {optimizer:6} {sha[:16]}  {', '.join(names)}", flush=True)
     print(f"{'NOT THE SAME' if different else 'the same bits everywhere'}, {time.monotonic() - started:.0f} s")
     return 1 if different else 0

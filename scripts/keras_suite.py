@@ -110,9 +110,9 @@ class Towers:
 
         def common_folder(*args: Any, **kwargs: Any) -> Any:
             folder = next(self._folders)
-            kept: Any = contextlib.nullcontext(folder)
-            kept.name = folder
-            return kept
+            opened: Any = contextlib.nullcontext(folder)
+            opened.name = folder
+            return opened
 
         def remove(path: str) -> None:
             assert self._strategy is not None
@@ -133,9 +133,9 @@ class Towers:
         if count == 1:
             return False
         files = [self._folder / f"{hashlib.sha1(name.encode()).hexdigest()}-{tower}" for tower in range(count)]
-        mine = files[self._strategy.communicator.index]
-        mine.with_suffix(".new").write_text(self.outcomes[name].kind)
-        mine.with_suffix(".new").rename(mine)
+        own_file = files[self._strategy.communicator.index]
+        own_file.with_suffix(".new").write_text(self.outcomes[name].kind)
+        own_file.with_suffix(".new").rename(own_file)
         deadline = time.monotonic() + 30
         while not all(file.exists() for file in files):
             if time.monotonic() > deadline:

@@ -45,10 +45,10 @@ def reduce_at_random(count: int, largest: int, seed: int) -> str:
         if number % comm.size == comm.index:  # towers take turns, to be done sooner
             parts = (_part(pool, start, size, dtype) for start in starts)
             _check(result, parts, op, comm.size, comm.size if in_place else 1)
-        mine = hashlib.blake2b(result.view(torch.uint8).numpy().tobytes()).digest()
-        if any(other != mine for other in comm.all_gather_bytes(mine)):
+        own_digest = hashlib.blake2b(result.view(torch.uint8).numpy().tobytes()).digest()
+        if any(other != own_digest for other in comm.all_gather_bytes(own_digest)):
             raise AssertionError(f"results differ between towers: number {number}, {dtype}, {op}, {size} elements")
-        digest.update(mine)
+        digest.update(own_digest)
     return digest.hexdigest()[:16]
 
 

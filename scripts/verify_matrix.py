@@ -52,14 +52,14 @@ def cases(folder: pathlib.Path) -> list[Case]:
         (PROGRAMS / "sequences.py", ("padded means",), (Cause.PADDING,)),
         (PROGRAMS / "sequences.py", ("padding seen",), (Cause.PADDING,)),
     ]
-    found = []
+    chosen = []
     for path, arguments, causes in programs:
         words = [path.stem, *(word for word in arguments if not word.startswith("/"))]
-        found.append(Case(" ".join(words), path, arguments, causes))
+        chosen.append(Case(" ".join(words), path, arguments, causes))
     for name, script in SCRIPTS.items():
         path = script_in(folder, name)
-        found.append(Case(name, path, (), script.causes, script.words, script.steps, script.exact))
-    return found
+        chosen.append(Case(name, path, (), script.causes, script.words, script.steps, script.exact))
+    return chosen
 
 
 def judge(case: Case, towers: int) -> tuple[bool, str]:

@@ -50,6 +50,6 @@ def main(arguments: Sequence[str]) -> None:
         times = mirrored.launch(_measure, timing, devices=command.cpus(options.towers))[0]
         copy = statistics.median(times["copy"])
         for name, own in times.items():
-            found, value = steps.ratio_of(own, times["Gloo"]), statistics.median(own)
-            cells = f"{value * 1e3:>9.3f}{found.value:>9.3f}{found.low:>9.3f}{found.high:>8.3f}{value / copy:>9.2f}"
+            ratio, value = steps.ratio_of(own, times["Gloo"]), statistics.median(own)
+            cells = f"{value * 1e3:>9.3f}{ratio.value:>9.3f}{ratio.low:>9.3f}{ratio.high:>8.3f}{value / copy:>9.2f}"
             print(f"{size + ': ' + name:<24}{cells}", flush=True)

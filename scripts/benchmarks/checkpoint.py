@@ -56,11 +56,11 @@ def _asynchronous(folder: str, turns: int, megabytes: int, batch: int) -> tuple[
         checkpoints.save()
         twenty()
 
-    def settle() -> None:
+    def wait_for_files() -> None:
         checkpoints.wait()
         writing.append(checkpoints.written_seconds)
 
-    times = steps.alternate({"never": twenty, "saved": saved}, turns, 0, settle)
+    times = steps.alternate({"never": twenty, "saved": saved}, turns, 0, wait_for_files)
     checkpoints.wait()
     return times, checkpoints.stalled_seconds / (turns + 1), writing
 

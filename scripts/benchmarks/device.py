@@ -58,15 +58,15 @@ def _one_tower(case: str, way: str, turns: int, seconds: float) -> Times:
 
 def _synchronisations(case: str) -> dict[str, int]:
     """How often the host waits for the device in some steps, by variant."""
-    found = {}
+    counts = {}
     for name, step in _variants(case, "ordinary").items():
         for _ in range(3):
             step()
         with torch.profiler.profile() as profile:
             for _ in range(COUNTED):
                 step()
-        found[name] = sum(event.count for event in profile.key_averages() if "Synchronize" in event.key)
-    return found
+        counts[name] = sum(event.count for event in profile.key_averages() if "Synchronize" in event.key)
+    return counts
 
 
 def _step_seconds(case: str, turns: int, seconds: float) -> list[float]:
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str]) -> None:
             except mirrored.TowerFailedError as error:  # the others are still worth knowing
                 cells.append(str(error).strip().splitlines()[-1])
                 continue
-            found = steps.ratio_of(times["ours"], times["bare"])
-            cells.append(f"{found.value:.3f} ({statistics.median(times['ours']) * 1e3:.2f} ms)")
+            ratio = steps.ratio_of(times["ours"], times["bare"])
+            cells.append(f"{ratio.value:.3f} ({statistics.median(times['ours']) * 1e3:.2f} ms)")
         counts = mirrored.launch(_synchronisations, (case,), devices=[options.device])[0]
         print(f"| {case} | " + " | ".join(cells) + f" | {counts['ours'] - counts['bare']} |", flush=True)
     pair = [options.device] * 2 if device.type != "cpu" else command.cpus(2)

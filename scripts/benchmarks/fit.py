@@ -61,7 +61,7 @@ def _measure(case: str, turns: int, seconds: float) -> steps.Times:
     several = strategy.num_replicas_in_sync > 1
     with strategy.scope():
         model = keras_model(case)
-    found: dict[str, Step] = {"fit": fit(model, case)}
+    variants: dict[str, Step] = {"fit": fit(model, case)}
     if several:
         with strategy.scope():
             plain = models.mlp((784, *CASES[case], 10))
@@ -79,11 +79,11 @@ def _measure(case: str, turns: int, seconds: float) -> steps.Times:
         def epoch() -> Any:
             return strategy.reduce("sum", [strategy.run(train_step, args=batch) for batch in data][-1])
 
-        found["loop"] = epoch
+        variants["loop"] = epoch
     else:
-        found["keras"] = fit(keras_model(case), case)
-        found["program"] = Program(__file__, case, torch.get_num_threads())
-    return steps.alternate(found, turns, seconds)
+        variants["keras"] = fit(keras_model(case), case)
+        variants["program"] = Program(__file__, case, torch.get_num_threads())
+    return steps.alternate(variants, turns, seconds)
 
 
 def main(arguments: Sequence[str]) -> None:

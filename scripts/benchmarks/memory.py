@@ -35,11 +35,11 @@ def _measure(kind: str, case: str) -> tuple[float, float]:
     dist.barrier()
     text = pathlib.Path("/proc/self/smaps_rollup").read_text()
     dist.barrier()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    assert found is not None
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    assert match is not None
     with torch.device("meta"):
         gradients = sum(p.nbytes for p in models.make(case).parameters())
-    return 1024.0 * int(found[1]), float(gradients)
+    return 1024.0 * int(match[1]), float(gradients)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -48,8 +48,8 @@ def _measure(case: str, turns: int, seconds: float, optimizer: str, implementati
 
 
 def _ratio(times: Times, name: str) -> str:
-    found = steps.ratio_of(times[name], times["never"])
-    return f"{found.value:>15.3f}{found.low:>8.3f}{found.high:>8.3f}"
+    ratio = steps.ratio_of(times[name], times["never"])
+    return f"{ratio.value:>15.3f}{ratio.low:>8.3f}{ratio.high:>8.3f}"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -42,10 +42,10 @@ def _share(case: str, towers: int, weak: bool) -> int | None:
     return models.CASES[case] // towers if models.CASES[case] % towers == 0 else None
 
 
-def _cells(found: steps.Ratio | None) -> str:
-    if found is None:
+def _cells(ratio: steps.Ratio | None) -> str:
+    if ratio is None:
         return f"{'–':>9}{'':>15}"
-    return f"{found.value:>9.3f}{f'{found.low:.3f}–{found.high:.3f}':>15}"
+    return f"{ratio.value:>9.3f}{f'{ratio.low:.3f}–{ratio.high:.3f}':>15}"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str]) -> None:
                 seconds = statistics.median(times["ours"])
                 rate = share * towers / seconds
                 base = base or rate / min(towers, cores)
-                found = {
+                ratios = {
                     name: steps.ratio_of(times["ours"], times[base]) for base, name in BASES.items() if base in times
                 }
-                cells = "".join(_cells(found.get(name)) for name in BASES.values())
+                cells = "".join(_cells(ratios.get(name)) for name in BASES.values())
                 print(
                     f"{f'{case}: {kind}':<18}{towers:>7}{share * towers:>7}{seconds * 1e3:>9.2f}{rate:>9.0f}"
                     f"{rate / base / min(towers, cores):>9.3f}{cells}",

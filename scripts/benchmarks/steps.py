@@ -96,13 +96,13 @@ class Work:
 
 
 def alternate(
-    steps: Mapping[str, Step], turns: int, seconds: float, settle: Callable[[], object] | None = None
+    steps: Mapping[str, Step], turns: int, seconds: float, before_turn: Callable[[], object] | None = None
 ) -> Times:
     """Seconds per step of every variant, one number a turn; several towers begin and end their turns together.
 
     Args:
         seconds: length of one variant's turn, about; 0 for a single step.
-        settle: is called before a turn, and counts for nobody.
+        before_turn: is called before a turn, and counts for nobody.
     """
     blocks = {name: _steps_in(seconds, step) for name, step in steps.items()}
     times: Times = {name: [] for name in steps}
@@ -110,8 +110,8 @@ def alternate(
     for _ in range(turns):
         order.reverse()  # neither variant is always the first
         for name, step in order:
-            if settle is not None:
-                settle()
+            if before_turn is not None:
+                before_turn()
             _finish()
             started = time.perf_counter()
             _take(step, blocks[name])
