@@ -221,43 +221,25 @@ class Heartbeat:
             if (record := self._record.of_peer(tower)) is not None:  # fresher than what came through the store
                 status = record.read()
                 seconds = now - status.since if status.since else 0.0
-                silent = now - record.last_beat
-                peer = PeerStatus(tower, peer.host, status, seconds, silent, silence_limit=_silence_limit(record))
+                limit = _LONGEST if record.process_can_run() else _SILENT_AND_STOPPED
+                peer = PeerStatus(tower, peer.host, status, seconds, now - record.last_beat, silence_limit=limit)
             peers.append(peer)
         return peers
 
     def _ask(self, towers: Sequence[int]) -> dict[int, str]:
         answers: dict[int, str] = {}
-        store, asked = self._store, clock.monotonic()
-        if store is None:
-            return answers
 
-        records = {tower: self._record.of_peer(tower) for tower in towers}
+        def ask(store: SignedStore) -> None:
+            queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
+            while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
+                for tower in living:
+                    answer = store.read(f"answer{tower}")
+                    if answer is not None and answer["query"] >= queries[tower]:
+                        answers[tower] = answer["stack"]
+                clock.sleep(0.05)
 
-        def last_heard_of(tower: int) -> float:
-            record, (_, seen) = records[tower], self._newest.get(tower, (0, asked))
-            return max(asked, seen, record.last_beat if record is not None else asked)
-
-        def awaited() -> list[int]:
-            now = clock.monotonic()
-            limits = {tower: _silence_limit(records[tower]) for tower in towers if tower not in answers}
-            return [tower for tower, limit in limits.items() if now - last_heard_of(tower) < limit]
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError, OSError):  # the store has ended
-                queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
-                while waits_for := awaited():
-                    self._read_beats(waits_for)
-                    for tower in waits_for:
-                        answer = store.read(f"answer{tower}")
-                        if answer is not None and answer["query"] >= queries[tower]:
-                            answers[tower] = answer["stack"]
-                    clock.sleep(0.05)
-
-        # By a thread: a store whose host is gone may not answer at all.
-        thread = threading.Thread(target=ask, name="towers-ask", daemon=True)
-        thread.start()
-        wait_until(lambda: not thread.is_alive() or not awaited(), _LONGEST)
+        if (store := self._store) is not None:
+            in_time(_LONGEST, lambda: ask(store))  # a store whose host is gone may not answer at all
         return dict(answers)
 
     def _silence(self, tower: int, number: int) -> float:
@@ -281,13 +263,6 @@ class Heartbeat:
                     tower, host, beat.status, beat.status.since + silent, silent, silence_limit=_SILENT
                 )
         return peers
-
-
-def _silence_limit(record: StatusRecord | None) -> float:
-    """Seconds without a heartbeat after which a tower with this record, if it has one here, counts as gone."""
-    if record is None:
-        return _SILENT
-    return _LONGEST if record.process_can_run() else _SILENT_AND_STOPPED
 
 
 def _watch_steps(health: weakref.ref[Health], record: StatusRecord, tower: int, seconds: float) -> None:
