@@ -121,7 +121,7 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
         supervisor = Supervisor(attempt, spec, TowerLogs(relay, attempt, job.log_dir))
         supervisor.run()
         report = make_exit_report(job, attempt)
-    attempt.broadcast.wait_until_received()
+    attempt.broadcast.leave()
     return report
 
 

@@ -19,7 +19,7 @@ from towers.joining.store import TIMEOUT, SignedStore
 from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
-_FAILURE, _RECEIVED, _ENDED, _LEFT = "failure", "received", "ended", "left"
+_FAILURE, _ENDED, _KNOWN = "failure", "ended", "known"
 _INTERVAL = 0.5  # seconds between two reads
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
@@ -43,6 +43,7 @@ class FailureBroadcast:
         self._prefix = f"towers/failures/{attempt}"
         self._store: SignedStore | None = None
         self._worker, self._workers = 0, 1
+        self._knows = False  # how the job has ended, as the others are to know, too
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
         """Listen from now on, in a thread: a store whose host is gone may not answer.
@@ -60,8 +61,8 @@ class FailureBroadcast:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
                 while (message := signed.read(_FAILURE)) is None:
                     clock.sleep(_INTERVAL)
-                in_time(_SECONDS, lambda: signed.add(_RECEIVED, 1))
-                self.received = printable(message.get("sentence"))
+                in_time(_SECONDS, lambda: signed.add(_KNOWN, 1))
+                self.received, self._knows = printable(message.get("sentence")), True
 
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
 
@@ -100,17 +101,10 @@ class FailureBroadcast:
         self._ask(lambda store: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
         others = self._workers - 1
         wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
-        if self.received is None:  # the store stays until all have seen that all have ended, for a moment at most
-            self._ask(lambda store: self._await_count(store, _LEFT, 1))
+        if self.received is None:
+            self._knows = self._ask(lambda store: store.add(_KNOWN, 1)) is not None
 
-    def wait_until_received(self) -> None:
-        """Where this worker serves the store, wait for a moment until all have received the failure."""
-        if self.received is not None and self._worker == 0:
-            self._ask(lambda store: self._await_count(store, _RECEIVED, 0))
-
-    def _await_count(self, store: SignedStore, key: str, number: int) -> None:
-        """Add to a count; the worker that serves the store then waits until all have added to it."""
-        count = store.add(key, number)
-        while self._worker == 0 and count < self._workers:
-            clock.sleep(0.05)
-            count = store.add(key, 0)
+    def leave(self) -> None:
+        """Where this worker serves the store, wait for a moment until all know how the job has ended."""
+        if self._knows and self._worker == 0:
+            wait_until(lambda: (self._ask(lambda store: store.add(_KNOWN, 0)) or 0) >= self._workers, _SECONDS)
