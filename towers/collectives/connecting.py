@@ -78,15 +78,15 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
     }
     if dist.is_initialized():
-        _check_default_group(topology, device, backend)
+        _check_default_group(tower, device, backend)
         store = dist.PrefixStore(f"towers/later{next(_later)}", default_store())
-        _choose_network(topology, tower.handshake(store, message, compare_towers))
+        _choose_network(tower, tower.handshake(store, message, compare_towers))
         group = ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
     else:
         opened = tower.open_store()
         opened.set_timeout(timedelta(seconds=tower.seconds))
         store = dist.PrefixStore(f"towers/attempt{topology.attempt}", opened)
-        _choose_network(topology, tower.handshake(store, message, compare_towers))
+        _choose_network(tower, tower.handshake(store, message, compare_towers))
         c10d = dist.PrefixStore("c10d", store)
         group = join_default_group(c10d, tower.index, topology.size, where, backend, timeout, options.wire_dtype)
     group.health = health
@@ -142,16 +142,17 @@ def refuse_unknown_peers() -> None:
         )
 
 
-def _check_default_group(topology: Topology, device: torch.device, backend: str) -> None:
+def _check_default_group(tower: Participant, device: torch.device, backend: str) -> None:
     """Check that the default group that exists already fits what the launcher says.
 
     Raises:
         ValueError: it does not.
     """
-    if (dist.get_rank(), dist.get_world_size()) != (topology.index, topology.size):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) != (tower.index, len(tower.names)):
         raise ValueError(
-            f"torch.distributed is initialised as rank {dist.get_rank()} of {dist.get_world_size()}, but "
-            f"{topology.origin} says tower {topology.index} of {topology.size}"
+            f"torch.distributed is initialised as rank {rank} of {size}, but {tower.origin} says tower {tower.index} "
+            f"of {len(tower.names)}"
         )
     if backend == "nccl":
         nccl.check_bound(bound_device(), device)
@@ -174,18 +175,18 @@ def compare_towers(index: int, message: Message, other: int, reference: Message)
     return None
 
 
-def _choose_network(topology: Topology, messages: list[Message]) -> None:
+def _choose_network(tower: Participant, messages: list[Message]) -> None:
     """Listen on the network interface that leads to the other towers; see [Note: the interface is looked up]."""
-    assert topology.address is not None
     places = [(message["machine"], message["network"]) for message in messages]
-    here = places[topology.index]
+    here = places[tower.index]
     elsewhere = [message["address"] for message, place in zip(messages, places, strict=True) if place != here]
-    if not elsewhere or topology.local_size == topology.size:
+    if not elsewhere:
         machine.listen_on()
         return
     # The chief's own name may lead it to a loopback address; where the others are, they know themselves.
-    target = topology.address[0] if here != places[0] else next(filter(None, elsewhere), topology.address[0])
-    address = machine.address_towards(target, topology.address[1])
+    host, port = tower.address
+    target = host if here != places[0] else next(filter(None, elsewhere), host)
+    address = machine.address_towards(target, port)
     if address and (interface := machine.interface_of(address)):
         machine.listen_on(interface)
 
