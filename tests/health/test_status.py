@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 
 import pytest
 import torch
+from torch.distributed import FileStore, PrefixStore
 
 import mirrored
 from tests.support.waiting import HANG
 from towers.gradients.pairing import BackwardCounter
+from towers.health import heartbeat
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path
+from towers.joining.participant import Participant
 
 
 def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
@@ -37,6 +41,15 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
         "after step 1",
     ]
     assert StatusRecord.find(tmp_path, 2) is None
+
+
+def test_a_file_gets_no_heartbeats(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would grow by every one of them, for as long as the training takes."""
+    health = Health()
+    tower = Participant("tower", 0, ["rank 0", "rank 1"], ("127.0.0.1", 1), True, "a test", "", HANG)
+    heartbeat.start(health, tower, PrefixStore("towers", FileStore(str(tmp_path / "store"), 2)), math.inf)
+    assert health.heartbeat is None
+    assert "initialised through a file, so towers send no heartbeats" in caplog.text
 
 
 def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
