@@ -43,14 +43,9 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
     if not codes:
         return 1, f"towers: {attempt.broadcast.received}"
     reports = {tower: attempt.report_of(tower) for tower in codes}
-
-    def order(tower: int) -> tuple[bool, float]:
-        report = reports[tower]
-        return (False, math.inf) if report is None else (report.consequence, report.time)
-
     for tower, report in reports.items():
         log.debug("tower %d ended with %d; its report: %s", tower, codes[tower], report.short if report else "none")
-    first = min(codes, key=order)
+    first = min(codes, key=lambda tower: (own.consequence, own.time) if (own := reports[tower]) else (False, math.inf))
     report, code = reports[first], codes[first]
     name, status = _name(job, first), _status(attempt, first)
     lines = []
