@@ -257,12 +257,12 @@ class _Handshake:
     def _check(self, index: int, other: int) -> None:
         """Check that two messages fit together, versions first, since they say what is in a message."""
         message, reference = self._messages[index], self._messages[other]
-        place, place_of_other = (
+        place, other_place = (
             f"{self._process.kind} {i} (on {printable(self._messages[i].get('host'), 64)})" for i in (index, other)
         )
-        one, two = (printable(each.get("versions"), 200) for each in (message, reference))
-        if one != two:
-            self._fail_together(f"different versions: {one} on {place}, {two} on {place_of_other}")
+        version, other_version = (printable(each.get("versions"), 200) for each in (message, reference))
+        if version != other_version:
+            self._fail_together(f"different versions: {version} on {place}, {other_version} on {other_place}")
         for field, value in reference.items():
             if not isinstance(message.get(field, _ABSENT), (str if value is None else type(value), type(None))):
                 self._fail_together(

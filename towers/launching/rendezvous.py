@@ -76,11 +76,14 @@ def compare_clusters(index: int, message: Message, other: int, reference: Messag
     """What differs between two workers' descriptions of their cluster, or None."""
     if other > index:
         return compare_clusters(other, reference, index, message)
-    one, two = message["addresses"], reference["addresses"]
+    addresses, others = message["addresses"], reference["addresses"]
     text = f"the workers were given different clusters (worker {index} by {message['origin']}): "
-    if len(one) != len(two):
-        return f"{text}worker {index} knows {len(one)} workers {one}, worker {other} knows {len(two)} {two}"
-    for i, (a, b) in enumerate(zip(one, two, strict=True)):
+    if len(addresses) != len(others):
+        return (
+            f"{text}worker {index} knows {len(addresses)} workers {addresses}, worker {other} knows {len(others)} "
+            f"{others}"
+        )
+    for i, (a, b) in enumerate(zip(addresses, others, strict=True)):
         if canonical_address(a) != canonical_address(b):
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
     return None
