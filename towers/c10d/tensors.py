@@ -13,6 +13,7 @@ from torch import Tensor
 
 from towers.collectives.arithmetic import check_reducible
 from towers.errors import ArgumentError
+from towers.system import tree as trees
 from towers.system.memory_layout import contiguous, copy_back
 
 _OPERATIONS = {
@@ -33,22 +34,12 @@ def of_any_device(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        device = _device(args)
+        device = next((value.device for value in trees.leaves(args) if isinstance(value, Tensor)), None)
         if device is None or device.type == "cpu":
             return method(self, *args, **kwargs)
         return getattr(self.other_devices(device), method.__name__)(*args, **kwargs)
 
     return cast(_Method, call)
-
-
-def _device(values: Any) -> torch.device | None:
-    """The device of the first tensor in nested lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            return value.device
-        if isinstance(value, (list, tuple)) and (device := _device(value)) is not None:
-            return device
-    return None
 
 
 def operation(call: str, opts: Any, *tensors: Tensor) -> str:
