@@ -16,8 +16,8 @@ all others train as before. ``docs/keras.md`` says what is the same as in ``tf.d
 
 [Note: examples are weighted] Keras' code computes means of a batch's losses, of a metric's values and of moving
 statistics. A tower computes them over its share, unchanged. What makes them those of the global batch is one weight,
-the share's part of the examples: gradients are summed with it (where backward begins, :mod:`mirrored.keras.steps`), and
-so are moving statistics (:mod:`mirrored.keras.statistics`); metrics carry their counts with them
+the share's fraction of the examples: gradients are summed with it (where backward begins, :mod:`mirrored.keras.steps`),
+and so are moving statistics (:mod:`mirrored.keras.statistics`); metrics carry their counts with them
 (:mod:`mirrored.keras.metrics`). So whatever a ``train_step`` does with a mean, in Keras or in torch, is right, also
 where the shares are of different sizes. Only sums, and means over something that is not an example (entries of a mask,
 weights), have to be changed (:mod:`mirrored.keras.losses`).

@@ -32,16 +32,16 @@ def for_tower(strategy: Strategy, callbacks: Any, fits: bool) -> Any:
     Args:
         fits: whether it is ``fit``, after whose epochs and batches the towers agree on whether to go on.
     """
-    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
-    chosen = [callback for callback in given if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
+    listed = _listed(callbacks)
+    chosen = [callback for callback in listed if strategy.is_chief or not isinstance(callback, _ONLY_WRITE)]
     for callback in chosen:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             _restore_in_turn(strategy, callback)
         if not strategy.is_chief:
             _mute(callback)
-    if fits and not any(isinstance(callback, Agreement) for callback in given):
-        kind = AgreementInBatches if any(_follows_batches(callback) for callback in given) else Agreement
-        chosen.append(kind(strategy, read_batches(given)))
+    if fits and not any(isinstance(callback, Agreement) for callback in listed):
+        kind = AgreementInBatches if any(_follows_batches(callback) for callback in listed) else Agreement
+        chosen.append(kind(strategy, read_batches(listed)))
         if isinstance(callbacks, CallbackList):
             chosen[-1].set_model(callbacks.model)
     if isinstance(callbacks, CallbackList):
@@ -56,10 +56,14 @@ def read_batches(callbacks: Any) -> bool:
     Raises:
         ImportError: one needs TensorFlow, which is not there.
     """
-    given = callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])
-    if any(isinstance(each, keras.callbacks.TensorBoard) for each in given) and find_spec("tensorflow") is None:
+    listed = _listed(callbacks)
+    if any(isinstance(each, keras.callbacks.TensorBoard) for each in listed) and find_spec("tensorflow") is None:
         raise ImportError("keras.callbacks.TensorBoard needs TensorFlow; mirrored.keras.TensorBoard needs tensorboard")
-    return any(_reads_batches(callback) for callback in given)
+    return any(_reads_batches(callback) for callback in listed)
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return callbacks.callbacks if isinstance(callbacks, CallbackList) else keras.tree.flatten(callbacks or [])  # type: ignore[no-any-return]
 
 
 def _reads_batches(callback: Any) -> bool:
@@ -112,8 +116,8 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_are_read = batches_are_read
 
     def on_train_begin(self, logs: Any = None) -> None:
-        said = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
-        first = [each.details for each in said]
+        announcements = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
+        first = [announced.details for announced in announcements]
         if len(set(first)) > 1:
             raise DisagreementError(
                 f"BackupAndRestore goes on at epoch {first[0]} on tower 0, but not on all towers ({first}): its folder "
@@ -127,8 +131,9 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
         announce(self._strategy.communicator, "the end of model.fit")
 
     def _agree(self) -> None:
-        said = announce(self._strategy.communicator, "the end of model.fit's callbacks", bool(self.model.stop_training))
-        self.model.stop_training = any(each.details for each in said)
+        stops = bool(self.model.stop_training)
+        announcements = announce(self._strategy.communicator, "the end of model.fit's callbacks", stops)
+        self.model.stop_training = any(announced.details for announced in announcements)
 
 
 class AgreementInBatches(Agreement):

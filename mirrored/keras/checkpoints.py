@@ -180,7 +180,8 @@ class _Progress:
         generators.put(generators.read(self.place, device), device)
         if self._dataset is not None and self._data is not None:
             self._dataset.load_state_dict(self._data)
-        data.skip = self.batch, lambda: generators.put(now, device)
+        assert data.running is not None
+        data.running.skip = self.batch, lambda: generators.put(now, device)
 
     def show_history(self) -> None:
         """Let the model's history be that of the whole run; Keras' callback has begun another one."""

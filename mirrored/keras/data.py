@@ -9,6 +9,7 @@ an example that counts nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 import zlib
 from collections import deque
@@ -34,12 +35,28 @@ from towers.errors import DisagreementError
 LOADERS = (DataLoader, DistributedDataset)
 """Data of which a tower loads its shares by a distributed dataset."""
 
-active: Strategy | None = None
-"""The strategy whose model is in ``fit``, ``evaluate`` or ``predict``."""
+
+@dataclasses.dataclass
+class Loop:
+    """A ``fit``, ``evaluate`` or ``predict``, or one batch of them.
+
+    Attributes:
+        strategy: whose model it is of.
+        reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
+        steps: how many batches were run.
+        logs: of all towers, as they were read last.
+        skip: how many batches are read and not used next, since they were used before; and what is called then.
+    """
+
+    strategy: Strategy
+    reads_every: int = 0
+    steps: int = 0
+    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    skip: tuple[int, Callable[[], None]] | None = None
 
 
-skip: tuple[int, Callable[[], None]] | None = None
-"""How many batches the next loop reads and does not use, because they were used before; and what it calls then."""
+running: Loop | None = None
+"""The innermost loop: one may be within another one's callbacks. Keras' adapters and iterators know no model."""
 
 _distributed: weakref.WeakKeyDictionary[Any, tuple[Strategy, DistributedDataset]] = weakref.WeakKeyDictionary()
 """What each ``DataLoader`` has become, under which strategy."""
@@ -90,12 +107,12 @@ def _zeros(leaf: Any) -> Tensor:
 
 @around(data_adapters, "get_data_adapter")
 def _get_data_adapter(original: Any, x: Any, y: Any = None, sample_weight: Any = None, **kwargs: Any) -> Any:
-    if active is None or not isinstance(x, LOADERS):
+    if running is None or not isinstance(x, LOADERS):
         return original(x, y, sample_weight, **kwargs)
     for name, value in {"y": y, "sample_weight": sample_weight, "class_weight": kwargs.get("class_weight")}.items():
         if value is not None:
             raise ValueError(f"{name} was given beside a {type(x).__name__}, whose batches have to hold it")
-    return _DistributedAdapter(distributed(active, x))
+    return _DistributedAdapter(distributed(running.strategy, x))
 
 
 def distributed(strategy: Strategy, data: DataLoader[Any] | DistributedDataset) -> DistributedDataset:
@@ -128,9 +145,10 @@ class _DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
 @around(TorchEpochIterator, "_get_iterator")
 def _get_iterator(original: Any, iterator: Any) -> Any:
-    loader, strategy = original(iterator), active
-    if strategy is None or isinstance(loader, DistributedDataset):
+    loader = original(iterator)
+    if running is None or isinstance(loader, DistributedDataset):
         return loader
+    strategy = running.strategy
     if strategy.num_replicas_in_sync > 1:
         owned = _own_examples if isinstance(iterator.data_adapter, ArrayDataAdapter) else _own_rows
         loader = owned(strategy, loader)
@@ -139,9 +157,8 @@ def _get_iterator(original: Any, iterator: Any) -> Any:
 
 @around(TorchEpochIterator, "__next__")
 def _next(original: Any, iterator: Any) -> Any:
-    global skip
-    if skip is not None:
-        (batches, then), skip = skip, None
+    if running is not None and running.skip is not None:
+        (batches, then), running.skip = running.skip, None
         for _ in range(batches):
             original(iterator)
         then()
@@ -181,8 +198,8 @@ def _check_same(comm: Communicator, batch: Any) -> None:
     checksum = 0
     for array in arrays:
         checksum = zlib.crc32(np.ascontiguousarray(keras.ops.convert_to_numpy(array)).tobytes(), checksum)
-    said = announce(comm, "an epoch of a Keras model", [[list(array.shape) for array in arrays], checksum])
-    different = [tower for tower, other in enumerate(said) if other.details != said[0].details]
+    announcements = announce(comm, "an epoch of a Keras model", [[list(array.shape) for array in arrays], checksum])
+    different = [tower for tower, other in enumerate(announcements) if other.details != announcements[0].details]
     if different:
         raise DisagreementError(
             f"the first batch of an epoch is another one on tower {different[0]} than on tower 0, but each tower keeps "

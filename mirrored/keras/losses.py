@@ -29,7 +29,7 @@ def _reduce_values(
     if step is None or not values.shape:
         return original(values, sample_weight, reduction)
     if reduction == "sum":
-        return original(values, sample_weight, reduction) / (step.part or 1.0)
+        return original(values, sample_weight, reduction) / (step.fraction or 1.0)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = keras.ops.sum(values)
         divisor = step.as_mean(step.all_sum(keras.ops.cast(keras.ops.sum(sample_weight), total.dtype)))
@@ -59,5 +59,5 @@ if SUMS_ACTIVITIES:
     def _add_loss(original: Any, layer: Any, loss: Any) -> None:
         step = current()
         if step is not None and is_of_activities(sys._getframe(2)):
-            loss = loss / (step.part or 1.0)
+            loss = loss / (step.fraction or 1.0)
         original(layer, loss)

@@ -50,8 +50,8 @@ def probe_first_update(metric: Any) -> None:
     metric.update_state = update_state
 
 
-def _probe(metric: Any, before: Sequence[Tensor], given: Any, step: Step) -> None:
-    """Update a metric by halves of what it was given.
+def _probe(metric: Any, before: Sequence[Tensor], arguments: Any, step: Step) -> None:
+    """Update a metric by halves of the arguments of an update.
 
     A variable of ``"only_first_replica"`` is that of the whole, as examples that are gathered are.
 
@@ -59,14 +59,14 @@ def _probe(metric: Any, before: Sequence[Tensor], given: Any, step: Step) -> Non
         TypeError: the states of the halves, combined, are not that of the whole.
     """
     after = _state(metric)
-    sizes = {len(leaf) for leaf in keras.tree.flatten(given) if getattr(leaf, "shape", ())}
+    sizes = {len(leaf) for leaf in keras.tree.flatten(arguments) if getattr(leaf, "shape", ())}
     if len(sizes) != 1 or len(before) != len(after):
         return
     half = max(1, sizes.pop() // 2)
 
     def updated(start: int, end: int) -> list[Tensor]:
         _set(metric, before)
-        args, kwargs = keras.tree.map_structure(lambda leaf: _rows(leaf, start, end), given)
+        args, kwargs = keras.tree.map_structure(lambda leaf: _rows(leaf, start, end), arguments)
         metric.update_state(*args, **kwargs)
         return _state(metric)
 
@@ -80,13 +80,13 @@ def _probe(metric: Any, before: Sequence[Tensor], given: Any, step: Step) -> Non
         states = zip(metric.variables, before, first, second, whole, strict=True)
         combined = [_combined(variable.aggregation, *values) for variable, *values in states]
         _set(metric, combined)
-        found = _numbers(metric.result())
+        result = _numbers(metric.result())
         _set(metric, after)
-    if _close(combined, whole, _TOLERANCE) or _close(found, expected, _TOLERANCE):
+    if _close(combined, whole, _TOLERANCE) or _close(result, expected, _TOLERANCE):
         return
     raise TypeError(
         f"the metric {metric.name!r} ({type(metric).__name__}) of several towers would be wrong: of {2 * half} "
-        f"examples it gives {_text(expected)}, but {_text(found)} where two towers have half of them each and their "
+        f"examples it gives {_text(expected)}, but {_text(result)} where two towers have half of them each and their "
         "variables are combined by their aggregation. Sums and numbers of examples add up (aggregation='sum', the "
         "default), 'mean' is for means over examples, and a function has to return one value for each example. For "
         "anything else, such as a maximum, let update_state gather the examples of all towers (y_pred = "

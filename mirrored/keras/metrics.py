@@ -3,7 +3,7 @@
 A metric's variables say by their ``aggregation`` how values of several towers are combined: ``"sum"`` (Keras' default),
 ``"mean"`` over the examples, ``"only_first_replica"``, which is tower 0's value. What was there before the towers began
 to count, such as the zeros of ``reset_state``, counts once. A scalar that is given to ``Mean`` or ``Sum``, such as a
-batch's loss, is a mean of this tower's examples, so it counts as the share's part of the batch.
+batch's loss, is a mean of this tower's examples, so it counts as the share's fraction of the batch.
 
 [Note: tower 0's value is that of all] Of the global batch a variable of ``"only_first_replica"`` is only where
 ``update_state`` gathers the examples of all towers, so that towers hold one value. A tower that computed on a stand-in
@@ -35,7 +35,7 @@ def _reduce_to_samplewise_values(original: Any, values: Any, sample_weight: Any,
     values, sample_weight = original(values, sample_weight, reduce_fn, dtype)
     step = current()
     if step is not None and sample_weight is None and not values.shape:
-        sample_weight = keras.ops.cast(step.part, values.dtype)
+        sample_weight = keras.ops.cast(step.fraction, values.dtype)
         values = values * sample_weight
     return values, sample_weight
 
@@ -101,7 +101,7 @@ class Metrics:
         keys = [key for key, value in logs.items() if _is_scalar(value) or key in local]
         device = self._comm.device
         is_result = [float(not share.local or _same(logs[key], local.get(key))) for key in keys]
-        numbers = [float(logs[key]) * step.part if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
+        numbers = [float(logs[key]) * step.fraction if share.local and _is_scalar(logs[key]) else 0.0 for key in keys]
         variables = self._variables()
         own = [
             torch.tensor([float(self._examples), *is_result, *numbers], dtype=torch.float64, device=device),
@@ -110,17 +110,17 @@ class Metrics:
         ]
         with self._comm.health.at("the metrics of a Keras model"):
             head, counted, *sums = all_reduce_together(self._comm, "sum", own)
-        examples, *told = head.tolist()
+        examples, *sums_of_logs = head.tolist()
         towers = counted.nonzero().flatten().tolist()
         for variable, total in zip(variables, sums, strict=True):
-            self._settle(variable, total, examples, towers)
+            self._set(variable, total, examples, towers)
         self.forget()
         combined, result = self._results(), dict(logs)
         for position, key in enumerate(keys):
-            if told[position] == self._comm.size:
+            if sums_of_logs[position] == self._comm.size:
                 result[key] = combined.get(key, logs[key])
             elif _is_scalar(logs[key]):
-                result[key] = told[len(keys) + position]
+                result[key] = sums_of_logs[len(keys) + position]
         return result
 
     def _contribution(self, variable: Any) -> Tensor:
@@ -138,7 +138,7 @@ class Metrics:
         rows[self._comm.index] = value
         return rows
 
-    def _settle(self, variable: Any, total: Tensor, examples: float, towers: list[int]) -> None:
+    def _set(self, variable: Any, total: Tensor, examples: float, towers: list[int]) -> None:
         value = variable.value
         if variable.aggregation == "mean":
             if not examples:

@@ -45,24 +45,24 @@ class StepVariables:
         self._before = [(v, v.value.clone()) for v in self._changing if v.aggregation == "sum"]
 
     @torch.no_grad()
-    def settle(self, step: Step) -> None:
+    def combine(self, step: Step) -> None:
         """A step is over: give all towers the same values. All of them call it."""
-        own: list[tuple[Tensor, Tensor]] = []
+        contributions: list[tuple[Tensor, Tensor]] = []
         added = {id(variable): before for variable, before in self._before}
         for variable in self._changing or []:
             value = variable.value.detach()
             if (before := added.get(id(variable))) is not None:
-                mine = value - before if step.share.local else torch.zeros_like(value)
+                contribution = value - before if step.share.local else torch.zeros_like(value)
             elif variable.aggregation == "only_first_replica":
-                mine = value if self._comm.index == 0 else torch.zeros_like(value)
+                contribution = value if self._comm.index == 0 else torch.zeros_like(value)
             elif value.is_floating_point():
-                mine = value * step.part
+                contribution = value * step.fraction
             else:
                 continue
-            own.append((value, mine))
+            contributions.append((value, contribution))
         with self._comm.health.at("the moving statistics of a Keras model"):
-            totals = all_reduce_together(self._comm, "sum", [mine for _, mine in own])
-        for (value, _), total in zip(own, totals, strict=True):
+            totals = all_reduce_together(self._comm, "sum", [contribution for _, contribution in contributions])
+        for (value, _), total in zip(contributions, totals, strict=True):
             value.copy_(total)
         for variable, before in self._before:
             variable.value.add_(before)

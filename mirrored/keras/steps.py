@@ -1,8 +1,8 @@
 """The step that is running: this tower's share of a global batch, and what its numbers weigh.
 
 See [Note: examples are weighted] in :mod:`mirrored.keras`. Where backward begins, the gradient of each tower's loss is
-multiplied by the number of towers and the share's part of the examples; the average over towers is then that of the
-examples. There it is right for every loss, and in the gradients that batch norms over the global batch exchange.
+multiplied by the number of towers and by the share's fraction of the examples; the average over towers is then that of
+the examples. There it is right for every loss, and in the gradients that batch norms over the global batch exchange.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class Step:
     alone: bool = False
 
     @property
-    def part(self) -> float:
-        """This share's part of the global batch."""
+    def fraction(self) -> float:
+        """The fraction of the global batch's examples that this share has."""
         return self.share.local / self.share.total if self.share.total else 0.0
 
     def all_sum(self, value: Tensor) -> Tensor:
         """A number's sum over all towers, to which a stand-in adds nothing."""
-        mine = value.detach() if self.share.local else torch.zeros_like(value)
-        total: Tensor = self.strategy.reduce("sum", mine)
+        own = value.detach() if self.share.local else torch.zeros_like(value)
+        total: Tensor = self.strategy.reduce("sum", own)
         return total
 
     def as_mean(self, total: Tensor) -> Tensor:
         """What a tower has to divide by so that towers' quotients, weighted by examples, are a quotient by ``total``.
 
-        As ``sum(part[t] * s[t] / (total * part[t])) == sum(s[t]) / total``.
+        As ``sum(f[t] * s[t] / (total * f[t])) == sum(s[t]) / total``.
         """
-        return total * self.part if self.share.local else torch.ones_like(total)
+        return total * self.fraction if self.share.local else torch.ones_like(total)
 
 
 _current: Step | None = None
@@ -86,7 +86,7 @@ def _backward(original: Any, *args: Any, **kwargs: Any) -> Any:
 @disable_dynamo
 def _backward_of(step: Step, original: Any, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
     global _in_backward
-    if (weight := step.part * step.strategy.num_replicas_in_sync) != 1:
+    if (weight := step.fraction * step.strategy.num_replicas_in_sync) != 1:
         if isinstance(tensors, Tensor):
             tensors = (tensors,)
         if grad_tensors is None or isinstance(grad_tensors, Tensor):

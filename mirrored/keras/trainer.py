@@ -1,8 +1,8 @@
 """Keras' trainer under a strategy: ``fit``, ``evaluate``, ``predict`` and their kind for one batch.
 
 Keras' own loops run on every tower; what is replaced is the function for one step. It gets this tower's share of the
-batch (:mod:`mirrored.keras.data`) and calls Keras' function inside ``strategy.run``; afterwards the towers settle what
-the step has changed.
+batch (:mod:`mirrored.keras.data`) and calls Keras' function inside ``strategy.run``; afterwards the towers combine
+what the step has changed.
 
 [Note: logs are reduced when they are read] What a step returns is this tower's. At the end of an epoch, and of
 ``evaluate``, it is reduced over the towers. In between that is done where somebody reads it: a callback that follows
@@ -116,7 +116,7 @@ def _reset_metrics(original: Any, model: Any) -> None:
 @around(Trainer, "_get_metrics_result_or_logs")
 def _get_metrics_result_or_logs(original: Any, model: Any, logs: Any) -> Any:
     training = _training_of(model)
-    if training is not None and data.active is training.strategy:
+    if training is not None and data.running is not None and data.running.strategy is training.strategy:
         reduced = training.reduce() if training.several else {}
         # There are none in an epoch all of whose batches a checkpoint has.
         logs = reduced or logs or model.get_metrics_result()
@@ -135,31 +135,31 @@ def _loop(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     extra = {key: kwargs.pop(key) for key in list(kwargs) if key not in signature.parameters}
     bound = signature.bind(model, *args, **kwargs)
     bound.apply_defaults()
-    given = {key: value for key, value in bound.arguments.items() if key not in ("self", "kwargs")}
-    reads_every = _reads_every(given)
+    arguments = {key: value for key, value in bound.arguments.items() if key not in ("self", "kwargs")}
+    reads_every = _reads_every(arguments)
     if training.several:
-        given["callbacks"] = tower_callbacks.for_tower(strategy, given["callbacks"], fits)
+        arguments["callbacks"] = tower_callbacks.for_tower(strategy, arguments["callbacks"], fits)
         if not strategy.is_chief:
-            given["verbose"] = 0
+            arguments["verbose"] = 0
     with training.loop(reads_every), warnings.catch_warnings(), contextlib.ExitStack() as stack:
         if fits:
-            given["callbacks"] = _with_checkpoints(model, training, given, stack)
+            arguments["callbacks"] = _with_checkpoints(model, training, arguments, stack)
         if not strategy.is_chief:  # the chief warns of the same
             warnings.filterwarnings("ignore", category=UserWarning, module=r"(mirrored\.)?keras\b")
-        return original(model, **given, **extra)
+        return original(model, **arguments, **extra)
 
 
-def _with_checkpoints(model: Any, training: Training, given: dict[str, Any], stack: contextlib.ExitStack) -> Any:
+def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any], stack: contextlib.ExitStack) -> Any:
     """The callbacks of ``fit``, with what saves checkpoints behind all others of the script, whose state it saves.
 
     Raises:
         ValueError: the data could not go on where a checkpoint was saved.
     """
-    callbacks = keras.tree.flatten(given["callbacks"] or [])
+    callbacks = keras.tree.flatten(arguments["callbacks"] or [])
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoints)]
     if not saving:
-        return given["callbacks"]
-    if isinstance(given["x"], types.GeneratorType):
+        return arguments["callbacks"]
+    if isinstance(arguments["x"], types.GeneratorType):
         raise ValueError(
             "mirrored.keras.Checkpoints cannot go on in the middle of a Python generator, which cannot begin again: "
             "give model.fit a keras.utils.PyDataset, arrays, or what strategy.distribute_dataset makes"
@@ -168,25 +168,25 @@ def _with_checkpoints(model: Any, training: Training, given: dict[str, Any], sta
     agreement = [callback for callback in others if isinstance(callback, tower_callbacks.Agreement)]
     own = [callback for callback in others if callback not in agreement]
     for callback in saving:
-        callback.begin(model, training, given["x"], own, stack)
+        callback.begin(model, training, arguments["x"], own, stack)
     return [*own, *saving, *agreement]
 
 
-def _reads_every(given: dict[str, Any]) -> int:
+def _reads_every(arguments: dict[str, Any]) -> int:
     """After how many batches callbacks, or the progress bar, read the logs; 0: they do not."""
-    if tower_callbacks.read_batches(given["callbacks"]):
+    if tower_callbacks.read_batches(arguments["callbacks"]):
         return 1
-    if given["verbose"] not in (1, "auto") or isinstance(given["callbacks"], CallbackList):
+    if arguments["verbose"] not in (1, "auto") or isinstance(arguments["callbacks"], CallbackList):
         return 0
-    count = given.get("steps_per_epoch") or given.get("steps")
+    count = arguments.get("steps_per_epoch") or arguments.get("steps")
     if count is None:
-        first = keras.tree.flatten(given["x"])[0]
+        first = keras.tree.flatten(arguments["x"])[0]
         try:
             count = len(first)
         except TypeError:  # such as a loader of an IterableDataset
             count = 0
         if hasattr(first, "shape"):
-            count //= given.get("batch_size") or 32
+            count //= arguments.get("batch_size") or 32
     return max(1, count // _UPDATES_OF_THE_BAR)
 
 

@@ -1,4 +1,4 @@
-"""The steps of one model under a strategy, and what they leave to be settled among the towers.
+"""The steps of one model under a strategy, and what they leave to be combined among the towers.
 
 [Note: the tower's device] Keras has one default device for the process: a GPU where there is one. That is the tower's
 where the kinds are the same, as a strategy makes its device the current one. Elsewhere (CPU towers on a machine with
@@ -24,11 +24,7 @@ from mirrored.strategy.base import Strategy
 
 
 class Training:
-    """One model under a strategy.
-
-    Attributes:
-        reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
-    """
+    """One model under a strategy."""
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model = weakref.proxy(model)
@@ -36,25 +32,20 @@ class Training:
         self.several = strategy.num_replicas_in_sync > 1
         self.metrics = Metrics(self._model, strategy.communicator)
         self._variables = StepVariables(self._model, strategy.communicator)
-        self.reads_every = 0
-        self._read: dict[str, Any] = {}
-        self._steps = 0
+        self._loop = data.Loop(strategy)
         self._newest: tuple[dict[str, Any], Step] | None = None
 
     @contextlib.contextmanager
     def loop(self, reads_every: int) -> Iterator[None]:
-        """Inside, batches are read and run; a loop may be within another one's callbacks."""
-        outer = self.reads_every, self._steps, self._read
-        self.reads_every, self._steps, self._read = reads_every, 0, {}
-        active, data.active = data.active, self.strategy
-        skip, data.skip = data.skip, None
+        """Inside, batches are read and run."""
+        before, outer = self._loop, data.running
+        self._loop = data.running = data.Loop(self.strategy, reads_every)
         self._variables.look()
         try:
             with _on_device_of(self.strategy):
                 yield
         finally:
-            data.active, data.skip = active, skip
-            self.reads_every, self._steps, self._read = outer
+            self._loop, data.running = before, outer
 
     def run(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> tuple[Any, Step]:
         """Run a step on this tower's share of a batch; returns what ``function`` does, and the step."""
@@ -70,7 +61,7 @@ class Training:
             tensor.copy_(value)
         self.metrics.count(share)
         if trains:
-            self._variables.settle(step)
+            self._variables.combine(step)
         return result, step
 
     def step(self, function: Callable[[Any], Any], batch: Any, trains: bool) -> Any:
@@ -78,19 +69,20 @@ class Training:
         logs, step = self.run(function, batch, trains)
         if not isinstance(logs, dict):
             return logs
-        self._steps += 1
+        loop = self._loop
+        loop.steps += 1
         self._newest = logs, step
-        if self.reads_every and (self._steps % self.reads_every == 0 or not self._read):
+        if loop.reads_every and (loop.steps % loop.reads_every == 0 or not loop.logs):
             self.reduce()
-        return self._read or logs
+        return loop.logs or logs
 
     def reduce(self) -> dict[str, Any]:
         """The newest logs, of all towers; see :meth:`Metrics.reduce`."""
         if self._newest is None:
             return {}
         (logs, step), self._newest = self._newest, None
-        self._read = self.metrics.reduce(logs, step)
-        return self._read
+        self._loop.logs = self.metrics.reduce(logs, step)
+        return self._loop.logs
 
 
 def _on_device_of(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
