@@ -183,19 +183,20 @@ class Recorder:
     def modules_with_buffers(self) -> list[tuple[str, nn.Module]]:
         """The living modules with buffers that were taken, with names, in order of creation of the outermost."""
         named: dict[int, tuple[str, nn.Module]] = {}
-        for name, root in self.roots():
-            for path, module in root.named_modules():
-                if own_buffers(module):
-                    named.setdefault(id(module), (".".join(filter(None, (name, path))), module))
+        for name, module in self._living():
+            if own_buffers(module):
+                named.setdefault(id(module), (name, module))
         return list(named.values())
 
     def name_of_module(self, module: nn.Module) -> str | None:
         """The name that messages give a module: its path in a mirrored model; None if it is in none."""
+        return next((name for name, candidate in self._living() if candidate is module), None)
+
+    def _living(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules that were taken and still live, with their names, in order of creation of the outermost."""
         for name, root in self.roots():
-            for path, candidate in root.named_modules():
-                if candidate is module:
-                    return f"{name}.{path}" if path else name
-        return None
+            for path, module in root.named_modules():
+                yield f"{name}.{path}" if path else name, module
 
     def roots(self) -> Iterator[tuple[str, nn.Module]]:
         """The outermost modules of all that was taken and still lives, with their names."""
