@@ -265,7 +265,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
 
     Args:
         what: the name that messages give to what has so many entries.
-        batch: of the distributed batch that is meant, if the script says so.
+        batch: something of the distributed batch that is meant, if the script says so.
 
     Raises:
         ValueError: see [Note: a loss must fit its batch]; the distributed batch has another number of examples, or

@@ -202,8 +202,8 @@ class Distribution:
         comm: the towers.
         cut: how a global batch is cut into their shares.
         known: which shares the batches in use are.
-        events: of the strategy.
-        pieces: of the newest batch of each iterator whose parts were collated one by one, for virtual towers.
+        events: the strategy's.
+        pieces: those of the newest batch of each iterator whose parts were collated one by one, for virtual towers.
     """
 
     comm: Communicator

@@ -30,7 +30,7 @@ class LastCheck:
 
     Args:
         check: says what is compared.
-        health: of this tower.
+        health: this tower's.
     """
 
     def __init__(self, check: MirrorCheck, health: Health) -> None:
@@ -51,16 +51,16 @@ class LastCheck:
         heartbeat = self._health.heartbeat
         if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
-        held = self._check.held()
-        messages = heartbeat.leave(_WHAT, _message(held))
-        if messages is not None and (differences := _differences(messages, held)):
+        values = self._check.held()
+        messages = heartbeat.leave(_WHAT, _message(values))
+        if messages is not None and (differences := _differences(messages, values)):
             text = in_words(differences, f"This is how it was when the towers ended, {self._health.status}")
             failure.leave_report(MirrorError(text), "")
             failure.leave(1)
 
 
-def _message(held: Sequence[Held]) -> Message:
-    description = describe(held)
+def _message(values: Sequence[Held]) -> Message:
+    description = describe(values)
     digest = _digest(description)
     # Of tens of thousands of tensors a message can say only whether all are the same.
     fits = len(json.dumps(description)) < LARGEST // 2
@@ -71,12 +71,12 @@ def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
-def _differences(messages: Sequence[Message], held: Sequence[Held]) -> list[Difference]:
+def _differences(messages: Sequence[Message], values: Sequence[Held]) -> list[Difference]:
     digests = [message["digest"] for message in messages]
     if len(set(digests)) == 1:
         return []
     if all(message["held"] is not None for message in messages):
-        return differences([message["held"] for message in messages], held)
+        return differences([message["held"] for message in messages], values)
     if len({message["names"] for message in messages}) > 1:  # some have dropped what others still hold
         return []
     return [Difference("of a model, which one of many cannot be said,", ["parameter"], groups_of(digests))]

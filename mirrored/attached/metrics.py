@@ -46,9 +46,9 @@ def prepare(module: nn.Module, comm: Communicator) -> None:
 def _metrics_in(module: nn.Module, *kinds: str) -> Iterator[tuple[str, Any]]:
     """The metrics in a module, or what is of other ``kinds`` of torchmetrics, with their paths."""
     wanted = {f"torchmetrics.{kind}" for kind in kinds or ("Metric",)}
-    for path, part in module.named_modules() if "torchmetrics" in sys.modules else ():
-        if any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(part).__mro__):
-            yield path, part
+    for path, layer in module.named_modules() if "torchmetrics" in sys.modules else ():
+        if any(f"{base.__module__.split('.')[0]}.{base.__name__}" in wanted for base in type(layer).__mro__):
+            yield path, layer
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class GatherStates:
     """A ``dist_sync_fn`` of torchmetrics: every tower's state, of any size along the first dimension.
 
     Args:
-        name: of the metric, for messages; the same on all towers.
+        name: the metric's name in messages; the same on all towers.
 
     Raises:
         DisagreementError: towers are doing different things; on all of them.

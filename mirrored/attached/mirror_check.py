@@ -124,7 +124,7 @@ class MirrorCheck:
         """A run begins: do what is due.
 
         Raises:
-            MirrorError, DisagreementError: as of :meth:`come_to`.
+            MirrorError, DisagreementError: see :meth:`come_to`.
         """
         self._runs += 1
         if self._runs == self.due:

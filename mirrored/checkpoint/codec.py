@@ -54,8 +54,8 @@ class Encoder:
             TypeError: something in it cannot be saved (a function, an object); the text has its path.
         """
 
-        def inner(part: Any, key: object) -> Any:
-            return self.encode(part, f"{path}/{_step_of_path(key)}", skip_code=skip_code)
+        def inner(entry: Any, key: object) -> Any:
+            return self.encode(entry, f"{path}/{_step_of_path(key)}", skip_code=skip_code)
 
         if value is None or type(value) in (bool, int) or (isinstance(value, str) and not isinstance(value, enum.Enum)):
             return value
@@ -68,13 +68,13 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
             return {"scalar": inner(value.item(), ""), "dtype": str(value.dtype)}
         if type(value) is list:
-            return [inner(part, i) for i, part in enumerate(value)]
+            return [inner(entry, i) for i, entry in enumerate(value)]
         if type(value) in (tuple, set, frozenset, torch.Size):
             kind = "size" if isinstance(value, torch.Size) else type(value).__name__
-            parts = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-            return {kind: [inner(part, i) for i, part in enumerate(parts)]}
+            entries = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+            return {kind: [inner(entry, i) for i, entry in enumerate(entries)]}
         if type(value) is collections.deque:
-            return {"deque": [inner(part, i) for i, part in enumerate(value)], "maxlen": value.maxlen}
+            return {"deque": [inner(entry, i) for i, entry in enumerate(value)], "maxlen": value.maxlen}
         if type(value).__name__ in _MAPPINGS and isinstance(value, dict):
             return self._mapping(value, path, inner, skip_code)
         if type(value) is bytes:
@@ -94,18 +94,18 @@ class Encoder:
         self, value: Mapping[Any, Any], path: str, inner: Callable[[Any, object], Any], skip_code: bool
     ) -> Any:
         kind = type(value).__name__
-        entries = [(key, part) for key, part in value.items() if not (skip_code and callable(part))]
+        entries = [(key, entry) for key, entry in value.items() if not (skip_code and callable(entry))]
         for key, _ in entries:
             if not isinstance(key, _KEYS):
                 raise TypeError(
                     f"{path} has a {type(key).__name__} as a key, which cannot be saved; use texts or numbers"
                 )
         if kind == "dict" and all(type(key) is str for key, _ in entries):
-            return {"dict": {key: inner(part, key) for key, part in entries}}
+            return {"dict": {key: inner(entry, key) for key, entry in entries}}
         texts = all(isinstance(key, str) for key, _ in entries)
         steps = [key if texts or type(key) is not str else (key,) for key, _ in entries]  # 1 and "1" differ
         return {
-            "items": [[inner(key, "key"), inner(part, s)] for (key, part), s in zip(entries, steps, strict=True)],
+            "items": [[inner(key, "key"), inner(entry, s)] for (key, entry), s in zip(entries, steps, strict=True)],
             "kind": kind,
         }
 
@@ -155,7 +155,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, str, float)):
         return value
     if isinstance(value, list):
-        return [decode(part, tensor) for part in value]
+        return [decode(entry, tensor) for entry in value]
     if not isinstance(value, dict) or not value:
         raise Malformed(f"an encoded value is a {type(value).__name__}")
     kind = next(iter(value))
@@ -173,15 +173,15 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 def _sequence(content: Any, tensor: Callable[[str], Tensor]) -> list[Any]:
     if not isinstance(content, list):
         raise Malformed(f"a sequence is a {type(content).__name__}")
-    return [decode(part, tensor) for part in content]
+    return [decode(entry, tensor) for entry in content]
 
 
 def _read_dict(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
-    return {key: decode(part, tensor) for key, part in content.items()}
+    return {key: decode(entry, tensor) for key, entry in content.items()}
 
 
 def _read_items(value: Any, content: Any, tensor: Callable[[str], Tensor]) -> Any:
-    return _MAPPINGS[value["kind"]]([(decode(key, tensor), decode(part, tensor)) for key, part in content])
+    return _MAPPINGS[value["kind"]]([(decode(key, tensor), decode(entry, tensor)) for key, entry in content])
 
 
 def _read_tensor(_: Any, content: Any, tensor: Callable[[str], Tensor]) -> Tensor:

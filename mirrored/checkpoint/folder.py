@@ -161,7 +161,7 @@ class Folder:
             for tower, (_, error_text) in enumerate(towers):
                 if error_text:
                     raise CheckpointError(f"tower {tower}: {error_text}")
-            writer = next(i for i, (theirs, _) in enumerate(towers) if (self.path / f"{_PROBE}{theirs}").exists())
+            writer = next(i for i, (other, _) in enumerate(towers) if (self.path / f"{_PROBE}{other}").exists())
             comm.barrier()  # all towers have looked for the probes
             return writer
         finally:

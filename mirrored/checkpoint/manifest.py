@@ -244,8 +244,8 @@ class StoredCheckpoint:
             raise CheckpointError(f"{self.path}: it holds no {name!r}, only {public}")
 
         def tensor(path: str) -> Tensor:
-            mine = own_name(path, tower)
-            return read(mine if mine in names else path)
+            own = own_name(path, tower)
+            return read(own if own in names else path)
 
         try:
             return decode(self.manifest["own"][tower].get(name, objects[name]), tensor)

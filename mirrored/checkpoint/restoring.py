@@ -141,14 +141,14 @@ def _why_not_newest(newest: int, towers: Sequence[Sequence[int]]) -> str:
 
 
 def _remark(restored: Restored, towers: int) -> str:
-    parts = []
+    remarks = []
     if restored.towers != towers:
-        parts.append(f"by {restored.towers} towers, now {towers}")
+        remarks.append(f"by {restored.towers} towers, now {towers}")
     if differed := [name for name in restored.of_first_tower if not name.startswith("mirrored.")]:
-        parts.append(f"all take tower 0's where towers differed in {listed(differed)}")
+        remarks.append(f"all take tower 0's where towers differed in {listed(differed)}")
     if left := [name for name in restored.left if not name.startswith("mirrored.")]:
-        parts.append(f"without its {listed(left)}")
-    return f" ({'; '.join(parts)})" if parts else ""
+        remarks.append(f"without its {listed(left)}")
+    return f" ({'; '.join(remarks)})" if remarks else ""
 
 
 def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredCheckpoint) -> Restored:

@@ -22,16 +22,16 @@ def module_rollback(module: nn.Module) -> Rollback:
     tensors = [*module.parameters(), *module.buffers()]
     values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
     lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    layers = [layer for layer in module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
     tables: list[tuple[Any, dict[str, Any]]] = []
-    tables += [(table, dict(table)) for part in parts for table in (own_parameters(part), own_buffers(part))]
-    extra = [(part, copy.deepcopy(part.get_extra_state())) for part in parts if _has_extra_state(part)]
+    tables += [(table, dict(table)) for layer in layers for table in (own_parameters(layer), own_buffers(layer))]
+    extra = [(layer, copy.deepcopy(layer.get_extra_state())) for layer in layers if _has_extra_state(layer)]
     counted = metrics.states_of(module)
 
     def roll_back() -> None:
         try:
-            for part, state in extra:
-                part.set_extra_state(state)
+            for layer, state in extra:
+                layer.set_extra_state(state)
         finally:  # also where it raises
             metrics.set_states_of(module, counted)
             for table, before in tables:

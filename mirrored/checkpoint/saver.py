@@ -147,10 +147,10 @@ class Saver:
             failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
         towers = [announced.details for announced in announce(comm, "saves a checkpoint", checksums, error=failed)]
         first = towers[0]
-        for tower, theirs in enumerate(towers):
-            if theirs["step"] != first["step"]:
+        for tower, other in enumerate(towers):
+            if other["step"] != first["step"]:
                 raise ValueError(
-                    f"tower {tower} saves step {theirs['step']}, tower 0 step {first['step']}: every tower must call "
+                    f"tower {tower} saves step {other['step']}, tower 0 step {first['step']}: every tower must call "
                     "checkpoints.step() after each of its steps"
                 )
         return objects, self._gather_differences(objects, encoder.tensors, towers), encoder.tensors
@@ -160,9 +160,9 @@ class Saver:
     ) -> list[dict[str, Any]]:
         """Add what differs between towers to ``objects`` and ``tensors``; returns every tower's own objects."""
         comm, own = self._comm, [dict[str, Any]() for _ in checksums]
-        writers = [tower for tower, theirs in enumerate(checksums) if theirs["writes"]]
-        other_objects = _differing([theirs["objects"] for theirs in checksums], writers)
-        other_tensors = _differing([theirs["tensors"] for theirs in checksums], writers)
+        writers = [tower for tower, other in enumerate(checksums) if other["writes"]]
+        other_objects = _differing([other["objects"] for other in checksums], writers)
+        other_tensors = _differing([other["tensors"] for other in checksums], writers)
         if not other_objects[0] and not other_tensors[0]:
             return own
         package = _pack(
@@ -268,7 +268,7 @@ def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> l
 
     For tower 0 also those that one of the ``writers`` does not have.
     """
-    differing = [{name for name, checksum in theirs.items() if checksum != towers[0].get(name)} for theirs in towers]
+    differing = [{name for name, checksum in other.items() if checksum != towers[0].get(name)} for other in towers]
     lacking = [towers[0].keys() - towers[writer].keys() for writer in writers]
     return [set[str]().union(*differing, *lacking), *differing[1:]]
 

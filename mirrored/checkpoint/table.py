@@ -62,9 +62,9 @@ def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str
     """Path, type, shape or value, and bytes of every entry of named objects, depth first."""
     stack = [("", iter(objects))]
     while stack:
-        above, parts = stack[-1]
+        above, entries = stack[-1]
         try:
-            key, value = next(parts)
+            key, value = next(entries)
         except StopIteration:
             stack.pop()
             continue
@@ -74,7 +74,7 @@ def _rows(objects: Iterable[tuple[object, Any]]) -> Iterator[tuple[str, str, str
         elif isinstance(value, dict):
             stack.append((f"{path}/", iter(value.items())))
         elif isinstance(value, (list, tuple)) and any(
-            isinstance(part, (dict, list, tuple)) or hasattr(part, "nbytes") for part in value
+            isinstance(entry, (dict, list, tuple)) or hasattr(entry, "nbytes") for entry in value
         ):
             stack.append((f"{path}/", iter(enumerate(value))))
         else:

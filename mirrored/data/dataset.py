@@ -83,7 +83,7 @@ class DistributedDataset(ABC):
                 self._pieces.pop(epoch, None)
                 if isinstance(batch, Joined):
                     self._pieces[epoch] = batch.pieces()
-                    batch = batch.whole
+                    batch = batch.collated
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
                 known.in_hand = share
                 self._events.loaded(share.local, share.total)

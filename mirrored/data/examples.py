@@ -38,8 +38,8 @@ class Slices:
                 )
             lengths[path] = len(leaf)
         if len(set(lengths.values())) > 1:
-            said = ", ".join(f"{path} has {length}" for path, length in lengths.items())
-            raise ValueError(f"tensors that are to be sliced need one length, but {said} entries")
+            sizes = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+            raise ValueError(f"tensors that are to be sliced need one length, but {sizes} entries")
         self._arrays = arrays
         self._length = next(iter(lengths.values()))
 
@@ -77,7 +77,7 @@ class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
-        indices: of the share's examples; where it has none, one of another tower, which shows what a batch looks like.
+        indices: those of the share's examples; where it has none, one of another tower's, to show what a batch is like.
         total: examples of all towers together.
     """
 
@@ -125,31 +125,31 @@ class Joined(NamedTuple):
     """A share whose virtual towers' parts were collated one by one, since they may be padded differently, say.
 
     Attributes:
-        whole: all of it, collated once more.
-        parts: of the virtual towers that have examples.
+        collated: all examples of the share, collated once more.
+        parts: the batches of the virtual towers that have examples.
     """
 
-    whole: Any
+    collated: Any
     parts: tuple[Any, ...]
 
     def pieces(self) -> Pieces:
-        """What stands for the arrays and structures of the whole in each part."""
+        """What stands in each part for the arrays and structures of the share."""
         pieces: Pieces = {}
-        _pair(self.whole, self.parts, pieces)
+        _pair(self.collated, self.parts, pieces)
         return pieces
 
 
-def _pair(whole: Any, parts: Sequence[Any], pieces: Pieces) -> None:
+def _pair(value: Any, parts: Sequence[Any], pieces: Pieces) -> None:
     """Add the pieces of a value, and of the values in it."""
-    if not is_array(whole) and (not isinstance(whole, (Mapping, list, tuple)) or not whole):
+    if not is_array(value) and (not isinstance(value, (Mapping, list, tuple)) or not value):
         return
-    pieces[id(whole)] = whole, parts  # with it, so that nothing else gets its id
-    if isinstance(whole, Mapping):
-        for key in whole:
-            _pair(whole[key], [part[key] for part in parts], pieces)
-    elif isinstance(whole, (list, tuple)) and all(len(part) == len(whole) for part in parts):
-        for value, *others in zip(whole, *parts, strict=True):
-            _pair(value, others, pieces)
+    pieces[id(value)] = value, parts  # with it, so that nothing else gets its id
+    if isinstance(value, Mapping):
+        for key in value:
+            _pair(value[key], [part[key] for part in parts], pieces)
+    elif isinstance(value, (list, tuple)) and all(len(part) == len(value) for part in parts):
+        for entry, *others in zip(value, *parts, strict=True):
+            _pair(entry, others, pieces)
 
 
 class ShareCollate:
@@ -162,13 +162,13 @@ class ShareCollate:
     def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut) -> None:
         self._collate_fn = collate_fn
         self._cut = cut
-        self._draws = collate_fn is not default_collate  # whose parts can be cut out of the whole, too
+        self._draws = collate_fn is not default_collate  # whose parts can be cut out of the share's batch, too
 
     def collate(self, examples: list[Any], total: int, seeds_of: Callable[[int], int]) -> Batch:
         """One batch, or a :class:`Joined`, and the share that it is.
 
         Args:
-            examples: of the share; where it has none, one of another tower.
+            examples: the share's examples; where it has none, one of another tower's.
             total: how many examples the global batch has.
             seeds_of: a seed for the part that begins with a certain one of the examples.
 
@@ -191,8 +191,8 @@ class ShareCollate:
             parts = [self._seeded(examples[start:end], seeds_of(start)) for start, end in cuts]
             if share.stand_in or not self._cut.virtual:
                 return parts[0]
-            whole = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
-            return Joined(whole, tuple(parts))
+            batch = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
+            return Joined(batch, tuple(parts))
 
     def _seeded(self, examples: list[Any], seed: int) -> Any:
         seeds.seed_cpu(seed)

@@ -71,42 +71,37 @@ class StreamDataset(DistributedDataset):
         self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
         super().__init__(distribution, seed, settings)
-        self._dataset = loader.dataset
+        self._loader = loader
         self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
-        ready_made = self._ready_made is not None
-        collate: Any = loader.collate_fn if ready_made else CollateShare(loader.collate_fn, self._cut)
-        sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        self._sampler = _Replay(sampler) if isinstance(sampler, Sized) else None  # another one may never end
-        self._generator = torch.Generator()
-        self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset,
-            batch_size=loader.batch_size,
-            drop_last=loader.drop_last,
-            sampler=self._sampler if self._sampler is not None else sampler,
-            collate_fn=collate,
-            generator=self._generator,
-            # Workers that live on would keep the dataset, and the random streams, of their first epoch.
-            **(settings_of(loader) | {"persistent_workers": False}),
-        )
+        self._sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def _begin(self, number: int) -> Epoch:
-        return Epoch(self._seed, number, self._sampler.source if self._sampler is not None else None, self._dataset)
+        sampler = self._sampler if isinstance(self._sampler, Sized) else None  # another one may never end
+        return Epoch(self._seed, number, sampler, self._loader.dataset)
 
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
-        tell_epoch(self._dataset, epoch.number)
-        self._generator.manual_seed(epoch.seed_of("loader"))
+        source, ready_made = self._loader, self._ready_made
+        tell_epoch(source.dataset, epoch.number)
+        collate: Any = source.collate_fn if ready_made is not None else CollateShare(source.collate_fn, self._cut)
+        loader: DataLoader[Any] = DataLoader(
+            source.dataset,
+            batch_size=source.batch_size,
+            drop_last=source.drop_last,
+            sampler=self._sampler if epoch.sampled is None else epoch.sampled,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(epoch.seed_of("loader")),
+            # Workers that live on would keep the dataset, and the random streams, of their first epoch.
+            **(settings_of(source) | {"persistent_workers": False}),
+        )
         stream = seeds.Stream(epoch.seed_of("stream"))
-        if self._sampler is not None:
-            self._sampler.sampled = epoch.sampled
-        count = self._ready_made.examples if self._ready_made is not None else lambda batch: batch[1].total
-        for step, batch, totals in _counted(self._comm, self._loader, stream, "a stream", count):
+        count = ready_made.examples if ready_made is not None else lambda batch: batch[1].total
+        for step, batch, totals in _counted(self._comm, loader, stream, "a stream", count):
             self._check_totals(step, totals)
-            if step < first:
-                continue
-            yield self._ready_made.share(batch, totals[0]) if self._ready_made is not None else batch
+            if step >= first:
+                yield ready_made.share(batch, totals[0]) if ready_made is not None else batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
         """See that all towers find as many examples in a batch.
@@ -128,20 +123,6 @@ class StreamDataset(DistributedDataset):
         )
 
 
-class _Replay:
-    """A sampler that gives once more what another one has given."""
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.sampled: list[Any] | None = None
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.sampled or [])
-
-
 class ReadyMade:
     """Cuts batches that come ready made into shares.
 
@@ -159,14 +140,14 @@ class ReadyMade:
         start, end = self._cut.bounds(total)
         if start == end:
             return self.nothing(batch, total)
-        return self.whole(self._dims.cut(batch, start, end), end - start, total)
+        return self.uncut(self._dims.cut(batch, start, end), end - start, total)
 
     def nothing(self, batch: Any, total: int) -> Batch:
         """A share without examples, in the form of a batch whose examples were counted."""
         stand_in = self._cut.stand_in and total > 0 and self.examples(batch) > 0
         return self._dims.cut(batch, 0, int(stand_in)), Share(0, total, stand_in, self._cut.stand_in)
 
-    def whole(self, share: Any, local: int, total: int) -> Batch:
+    def uncut(self, share: Any, local: int, total: int) -> Batch:
         """A share as it is, with its virtual towers' parts where they are to be cut as the user says."""
         batch = share
         if self._cut.virtual and self._dims.are_given:
@@ -202,11 +183,11 @@ class PipelineDataset(DistributedDataset):
         for step, batch, counts in _counted(self._comm, self._pipeline, stream, "a dataset from a function", count):
             if step == 0 and min(counts) < 0:
                 # No batch to take the shapes of an empty share from; all towers see it in the same step.
-                empty = ", ".join(str(tower) for tower, found in enumerate(counts) if found < 0)
+                empty = ", ".join(str(tower) for tower, count in enumerate(counts) if count < 0)
                 raise ValueError(f"the pipeline of tower {empty} has no batch at all; each needs at least one")
             local, total = counts[self._comm.index], sum(max(each, 0) for each in counts)
             if local > 0 or template is None:
                 template = batch
             if step >= first:
                 ready = self._ready_made
-                yield ready.whole(batch, local, total) if local > 0 else ready.nothing(template, total)
+                yield ready.uncut(batch, local, total) if local > 0 else ready.nothing(template, total)

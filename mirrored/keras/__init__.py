@@ -59,7 +59,7 @@ def _check_keras() -> None:
             f"mirrored.keras trains Keras models on torch, but keras was imported before with the backend {backend}: "
             "put 'import mirrored.keras' before 'import keras', or set KERAS_BACKEND=torch"
         )
-    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    version = tuple(int(number) for number in keras.__version__.split(".")[:2])
     if not _FIRST <= version < _END:
         reason = ""
         if version >= _END:
@@ -88,6 +88,6 @@ from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
 from mirrored.keras.tensorboard import TensorBoard  # noqa: E402
 from mirrored.strategy.engine import untraced  # noqa: E402
 
-untraced.traced |= {f"{__name__}.{part}" for part in ("batch_norm", "losses", "metrics", "patching", "steps")}
+untraced.traced |= {f"{__name__}.{module}" for module in ("batch_norm", "losses", "metrics", "patching", "steps")}
 
 __all__ = ["Checkpoints", "TensorBoard"]

@@ -61,7 +61,7 @@ def _combined(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Te
     assert replica is not None
     rows = replica.all_gather(torch.cat([mean.flatten(), variance.flatten(), count.reshape(1)]).unsqueeze(0))
     means, variances, counts = rows.split([mean.numel(), variance.numel(), 1], dim=1)
-    parts = counts / counts.sum()
-    total = (parts * means).sum(0)
-    spread = (parts * (variances + (means - total).square())).sum(0)
+    fractions = counts / counts.sum()
+    total = (fractions * means).sum(0)
+    spread = (fractions * (variances + (means - total).square())).sum(0)
     return total.view_as(mean), spread.view_as(variance)

@@ -137,7 +137,7 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class AgreementInBatches(Agreement):
-    """As :class:`Agreement`, and after each batch."""
+    """Lets towers stop together after each batch, too."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._agree()

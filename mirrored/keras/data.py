@@ -44,7 +44,7 @@ class Loop:
         strategy: whose model it is of.
         reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
         steps: how many batches were run.
-        logs: of all towers, as they were read last.
+        logs: those of all towers, as they were read last.
         skip: how many batches are read and not used next, since they were used before; and what is called then.
     """
 

@@ -51,7 +51,7 @@ def _training_of(model: Any) -> Training | None:
 
 
 def _checked_training_of(model: Any, call: str) -> Training | None:
-    """As :func:`_training_of`, for a method that trains.
+    """A model's training under its strategy, for a method that trains; None where it has none.
 
     Raises:
         MirrorError: there are towers, and the model is not theirs.

@@ -135,7 +135,7 @@ class Gradients(CheckedCalls):
             outputs: this tower's loss, such as ``compute_average_loss`` returns it, or several outputs.
             inputs: parameters, or other tensors that are equal on all towers; with the same shapes and dtypes in the
                 same order on all of them.
-            grad_outputs, retain_graph, materialize_grads: as of ``torch.autograd.grad``.
+            grad_outputs, retain_graph, materialize_grads: see ``torch.autograd.grad``.
             create_graph: has to be False, since an average over the towers carries no graph.
             allow_unused: None is returned for an input that no tower has used; where some have used it, the others
                 contribute zero. If False, an unused input is an error.
