@@ -147,7 +147,7 @@ class BatchNorms:
 
 
 class _OverAllTowers(BatchNormBase):
-    """Comes before a class of BatchNorm layers in :func:`_over_all_towers`."""
+    """The forward over all towers; the first base of the classes that :func:`_over_all_towers` makes."""
 
     plain: ClassVar[type[BatchNormBase]]
     takes_statistics_of_all_towers: ClassVar[bool] = True

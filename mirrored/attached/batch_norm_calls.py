@@ -81,7 +81,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Has the place of ``F.batch_norm`` while a forward of its own runs."""
+    """The function that stands in place of ``F.batch_norm`` while a layer's forward runs."""
     forward = _inside.get()
     if forward is not None and forward.is_own(running_mean, running_var, weight, bias):
         forward.answered = True

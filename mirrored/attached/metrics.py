@@ -107,19 +107,19 @@ def _has_no_examples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _update(update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of a metric's or a collection's ``update``: does nothing when it is given no examples."""
+    """A metric's or a collection's ``update``, which does nothing when it is called without examples."""
     return None if _has_no_examples(args, kwargs) else update(*args, **kwargs)
 
 
 def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of a metric's ``forward``: its value of no examples is NaN; the metric is not changed by them."""
+    """A metric's ``forward``, which returns NaN when it is called without examples, and leaves the metric as it is."""
     if _has_no_examples(args, kwargs):
         return torch.full((), torch.nan, device=metric.device)
     return type(metric).forward(metric, *args, **kwargs)
 
 
 def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = None) -> None:
-    """In place of a metric's ``_sync_dist``: lists of any length, which differ where shares are empty.
+    """A metric's ``_sync_dist`` that takes lists of any length, which differ where shares are empty.
 
     See [Note: lists are gathered whole].
 

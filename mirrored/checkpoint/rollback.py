@@ -18,7 +18,7 @@ Rollback = Callable[[], None]
 
 
 def module_rollback(module: nn.Module) -> Rollback:
-    """Values are copied to the CPU: GPUs may not have the memory for another model."""
+    """A module's rollback. Values are copied to the CPU: GPUs may not have the memory for another model."""
     tensors = [*module.parameters(), *module.buffers()]
     values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
     lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
@@ -48,7 +48,7 @@ def module_rollback(module: nn.Module) -> Rollback:
 
 
 def optimizer_rollback(optimizer: Optimizer) -> Rollback:
-    """Nothing is copied: when torch loads, it replaces state and groups, and leaves the old ones unchanged."""
+    """An optimizer's rollback. Nothing is copied: when torch loads, it leaves the old state and groups unchanged."""
     state, groups = optimizer.state, optimizer.param_groups
     settings = [dict(group) for group in groups]
 
@@ -62,7 +62,7 @@ def optimizer_rollback(optimizer: Optimizer) -> Rollback:
 
 
 def object_rollback(target: Any) -> Rollback:
-    """Its state, and its attributes that are no part of it, such as the position of a loop over the data."""
+    """The rollback of an object's state, and of attributes beside it, such as the position of a loop over the data."""
     state = copy.deepcopy(target.state_dict())
     attributes = getattr(target, "__dict__", None)
     before = attributes.copy() if isinstance(attributes, dict) else {}

@@ -52,7 +52,7 @@ class Tracked(ABC):
 
     @abstractmethod
     def state(self) -> Any:
-        """Its current state."""
+        """The object's current state."""
 
     @abstractmethod
     def load(self, state: Any) -> None:

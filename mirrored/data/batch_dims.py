@@ -59,7 +59,7 @@ class BatchDims:
         """The number of examples in a batch.
 
         Raises:
-            TypeError, ValueError: that cannot be told for certain, or ``batch_dims`` do not fit.
+            TypeError, ValueError: that is not certain, or ``batch_dims`` do not fit.
         """
         if self._by_user is not None:
             return _count(batch, self._by_user)

@@ -205,7 +205,7 @@ class DistributedDataset(ABC):
         return step, order
 
     def _check_agreement(self, epoch: Epoch, step: int) -> None:
-        """See that all towers share out the same data in the same way, from the same place on."""
+        """Check that all towers share out the same data in the same way, from the same place on."""
         if self._comm.size == 1:
             return
         place = {**self._settings, "seed": epoch.seed, "epoch": epoch.number, "step": step, "order": epoch.digest}

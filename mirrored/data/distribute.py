@@ -35,7 +35,7 @@ def distribute(
     stand_in: bool,
     batch_dims: Dims,
 ) -> DistributedDataset:
-    """See ``Strategy.distribute_dataset``.
+    """The distributed dataset of what ``Strategy.distribute_dataset`` is given; its arguments are described there.
 
     Args:
         default_seed: where neither ``seed`` nor a generator of a loader's says otherwise.

@@ -117,7 +117,7 @@ class SeededExamples:
 
 
 def _own_randomness() -> contextlib.AbstractContextManager[None]:
-    """Lets generators be seeded: in a loader worker they are nobody else's, elsewhere they are put back."""
+    """A context in which generators may be seeded: outside of loader workers their states are restored after it."""
     return contextlib.nullcontext() if get_worker_info() is not None else seeds.undisturbed()
 
 

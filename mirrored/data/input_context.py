@@ -1,4 +1,4 @@
-"""The arguments of functions that build a tower's own input pipeline, or its own value."""
+"""What functions that build a tower's own input pipeline, or its own value, are told of the tower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class InputContext:
-    """Given to the function of ``distribute_datasets_from_function``, once on each tower.
+    """The argument of the function of ``distribute_datasets_from_function``, which is called once on each tower.
 
     Attributes:
         num_input_pipelines: how many pipelines there are: one per tower.
@@ -35,7 +35,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Given to the function of ``distribute_values_from_function``, once on each tower."""
+    """The argument of the function of ``distribute_values_from_function``, which is called once on each tower."""
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int

@@ -65,7 +65,7 @@ class Epoch:
 
     @functools.cached_property
     def digest(self) -> str | None:
-        """Equal for equal orders; None where settings say all. See [Note: orders are compared]."""
+        """A digest of the order; None where settings say all. See [Note: orders are compared]."""
         if self.sampled is None and not self._subsets:
             return None
         digest = hashlib.blake2b(digest_size=16)

@@ -25,7 +25,7 @@ def local_examples(known: KnownShares, batch: Sequence[Any]) -> int:
 
 
 def is_empty(known: KnownShares, batch: Sequence[Any]) -> bool:
-    """Whether the arguments of a step hold no example for certain."""
+    """Whether the arguments of a step certainly hold no example."""
     sizes = [share.entries for share in known.of(batch)] or _sizes(batch)
     return bool(sizes) and not any(sizes)
 

@@ -104,7 +104,7 @@ class StreamDataset(DistributedDataset):
                 yield ready_made.share(batch, totals[0]) if ready_made is not None else batch
 
     def _check_totals(self, step: int, totals: Sequence[int]) -> None:
-        """See that all towers find as many examples in a batch.
+        """Check that all towers find as many examples in a batch.
 
         Raises:
             DisagreementError: they find different numbers.

@@ -140,7 +140,7 @@ def loss_is_of_stand_in(entries: int, values: Any, counted: bool, replica: Repli
 
 
 def explain_empty_share(error: Exception, tower: int, shares: list[Share]) -> None:
-    """Add to an exception of Python's own, where a share has no examples, that this may be why, and what helps.
+    """Extend a built-in exception's message, where a share has no examples: this may be the cause, and what to do.
 
     Exceptions of other classes, whose messages may mean something to a program, stay as they are.
     """

@@ -37,7 +37,7 @@ _FIRST, _END = (3, 13), (3, 16)
 
 
 def _check_keras() -> None:
-    """See that Keras is there, on torch, in a version that is known.
+    """Check that Keras is there, on torch, in a version that is known.
 
     Raises:
         ImportError: it is not.

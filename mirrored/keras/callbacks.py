@@ -86,7 +86,7 @@ def _follows_batches(callback: Any) -> bool:
 
 
 def _restore_in_turn(strategy: Strategy, callback: Any) -> None:
-    """Let the chief restore first: it mends a backup whose writing was broken off."""
+    """Let the chief restore first: it repairs a backup whose writing was interrupted."""
 
     def on_train_begin(logs: Any = None) -> None:
         with read_in_turn(strategy, "what BackupAndRestore reads"):

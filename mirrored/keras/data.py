@@ -189,7 +189,7 @@ def _own_rows(strategy: Strategy, loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_same(comm: Communicator, batch: Any) -> None:
-    """See that all towers read the same batches, by the first one of an epoch.
+    """Check that all towers read the same batches, by the first one of an epoch.
 
     Raises:
         DisagreementError: on all towers: they do not.

@@ -139,7 +139,7 @@ def _text(numbers: Sequence[Tensor]) -> str:
 
 @around(Strategy, "gather")
 def _gather(original: Any, strategy: Strategy, value: Any, axis: int = 0) -> Any:
-    """Nothing of a stand-in; what is given, where Keras only looks for shapes, or where a metric is probed."""
+    """``gather`` without stand-ins; returns ``value`` where Keras only traces shapes, or where a metric is probed."""
     step = current()
     if (step is not None and step.alone) or (isinstance(value, Tensor) and value.is_meta):
         return value

@@ -162,7 +162,10 @@ class Metrics:
 
 
 def _check_equal(variable: Any, values: Tensor) -> None:
-    """See [Note: tower 0's value is that of all]; the towers may have computed it on different processors."""
+    """Check that towers hold one value, but for rounding on different processors.
+
+    See [Note: tower 0's value is that of all].
+    """
     if not torch.allclose(values, values[:1].expand_as(values), rtol=1e-6, atol=0.0, equal_nan=True):
         raise TypeError(
             f"the metric variable {variable.path!r} has aggregation='only_first_replica', which takes tower 0's value "
@@ -172,7 +175,7 @@ def _check_equal(variable: Any, values: Tensor) -> None:
 
 
 def _check(metric: Any) -> None:
-    """See that what several towers count by a metric can be combined.
+    """Check that what several towers count by a metric can be combined.
 
     Raises:
         TypeError: it cannot.

@@ -1,4 +1,4 @@
-"""Replaces functions of Keras by functions that call them."""
+"""A decorator that replaces functions of Keras by functions that call them."""
 
 from __future__ import annotations
 

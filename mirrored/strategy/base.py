@@ -1,4 +1,4 @@
-"""The strategy: one model on several towers, with the losses, gradients and weights of one."""
+"""The strategy: one model on several towers, with the losses, gradients and weights that one device would have."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ class Strategy(Gradients):
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
         Inside, ``backward()`` averages gradients over the towers, losses know the size of the global batch that
-        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged, but where this
-        tower's share has no examples the message of one of Python's own says so, and what helps models that cannot
-        take an empty batch.
+        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged; but where this
+        tower's share has no examples, the message of a built-in exception is extended: it says so, and how models that
+        cannot take an empty batch are trained.
 
         Raises:
             TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
@@ -211,7 +211,7 @@ class Strategy(Gradients):
             announce(self.communicator, "strategy.barrier()")
 
     def check_mirrored(self) -> None:
-        """See now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
+        """Check now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
 
         All towers call it. Buffers are not compared (BatchNorm's running statistics are each tower's own), nor is
         state with ``shard_optimizer=True``. At one tower there is nothing to do. On a GPU it waits for it.

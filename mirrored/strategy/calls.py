@@ -53,7 +53,7 @@ class CheckedCalls:
         return outer
 
     def _check_here(self, call: str) -> None:
-        """See that this process and this context may make a call.
+        """Check that this process and this context may make a call.
 
         Raises:
             ForkedError: in a process that was forked from a tower.
@@ -116,7 +116,7 @@ def _kind_of_run(fn: Callable[..., Any], models: Iterable[nn.Module]) -> tuple[o
 
 
 def check_arguments(fn: object, args: object, kwargs: object) -> None:
-    """See that ``strategy.run(fn, args, kwargs)`` means ``fn(*args, **kwargs)``.
+    """Check that ``strategy.run(fn, args, kwargs)`` means ``fn(*args, **kwargs)``.
 
     Raises:
         TypeError: ``fn`` is no function, ``args`` is no tuple or list, or ``kwargs`` is no mapping.
@@ -141,7 +141,7 @@ def check_arguments(fn: object, args: object, kwargs: object) -> None:
 
 
 def refuse_what_runs_later(fn: object, result: Any) -> None:
-    """See that the body of ``fn``, which has returned ``result``, has run.
+    """Check that the body of ``fn``, which has returned ``result``, has run.
 
     Raises:
         TypeError: ``result`` is a generator or a coroutine.

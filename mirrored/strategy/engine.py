@@ -279,7 +279,7 @@ class Engine:
         return statistics_kept(self.recorder.roots, self.events.before_step)(fn)
 
     def check_before(self, call: str) -> None:
-        """See that all towers hold the same, unless the script wants no checks but those that it asks for.
+        """Check that all towers hold the same, unless the script wants no checks but those that it asks for.
 
         Args:
             call: what a person would say is being done, the same on all towers.
@@ -292,7 +292,7 @@ class Engine:
 
     @property
     def exchanges_in_forward(self) -> bool:
-        """Whether the forward of some mirrored model is a matter of all towers together, as the models are now."""
+        """Whether the forward of some mirrored model, as the models are now, makes collectives."""
         from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 
         modules = (module for model in self.recorder.models() for module in model.modules())

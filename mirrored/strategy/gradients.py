@@ -2,7 +2,7 @@
 
 [Note: nothing is computed on an empty share] A tower without examples opens a backward of its own in the averager that
 touches no parameter, and takes part in the sum of the losses, whose dtype it learns from the other towers. Its
-``loss_fn`` is called nevertheless where a forward is a matter of all towers: BatchNorm over the global batch, and lazy
+``loss_fn`` is called nevertheless where the forward itself makes collectives: BatchNorm over the global batch, and lazy
 modules before their first batch. Collectives that a ``loss_fn`` makes itself cannot be seen beforehand; they end in a
 DeadlockError that names them.
 
@@ -56,7 +56,7 @@ class Gradients(CheckedCalls):
             loss_fn: called with a virtual tower's part of ``batch``; returns one loss per example, of shape
                 ``(examples, …)``. What it draws from the random generators of Python, NumPy and torch depends on
                 (seed, step, virtual tower) only. It is not called for parts, or a share, without examples, unless the
-                model's forward is a matter of all towers together: BatchNorm over the global batch that trains, and
+                model's forward itself makes collectives: BatchNorm over the global batch that trains, and
                 lazy modules in their first forward. So it makes no collectives of its own, such as
                 ``strategy.reduce``, where a share may be empty (``stand_in=True`` lets none be).
             batch: nested tensors, arrays and lists with an entry for each example of the share, which are cut; numbers
@@ -231,7 +231,7 @@ class Gradients(CheckedCalls):
         return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)
 
     def _refuse_own(self, call: str, tensors: Sequence[Tensor]) -> None:
-        """See that no tensor is this tower's share of a batch."""
+        """Check that no tensor is this tower's share of a batch."""
         for i, tensor in enumerate(tensors):
             if self.known_shares.get(tensor) is not None:
                 raise ValueError(

@@ -84,16 +84,16 @@ def _has_nonzero_gradient(parameter: torch.Tensor) -> bool:
 class OptimizerGuard:
     """Checks each step of a strategy's optimizers before it changes anything.
 
-    An optimizer is the strategy's business when it steps inside ``run`` or holds a mirrored parameter; others in the
-    same process are left alone. Refused are parameters with a gradient that no scope mirrored, steps inside backward,
-    gradients that hold parts of ``no_sync`` that were never averaged, and gradients that no backward has averaged since
+    An optimizer is checked when it steps inside ``run`` or holds a mirrored parameter; others in the same process are
+    not. Refused are parameters with a gradient that no scope mirrored, steps inside backward,
+    gradients that were accumulated in ``no_sync`` and never averaged, and gradients that no backward has averaged since
     the optimizer's last step.
 
     Args:
         comm: the strategy's towers.
         recorder: knows which parameters are mirrored.
         averager: averages the gradients.
-        is_inner_optimizer: whether an optimizer does a part of a step that has been checked.
+        is_inner_optimizer: whether an optimizer's step belongs to another optimizer's, which has been checked.
         events: are told of a step of mirrored parameters that was not refused, before and after it.
     """
 
