@@ -114,7 +114,7 @@ def scale_regularization_loss(regularization_loss: Tensor | float) -> Tensor:
         regularization_loss: a scalar tensor or a number, equal on all towers.
 
     Returns:
-        Its value divided by the number of towers, so that the shares add up to it, with its whole gradient,
+        Its value divided by the number of towers, so that the shares add up to it, with its full gradient,
         so that the average over towers is the penalty's gradient.
 
     Raises:

@@ -6,8 +6,9 @@ a metric that keeps examples and has none gathers a state of another shape and d
 aborts the process); and lists of which every entry is gathered by itself are of different lengths, so that entries of
 different states meet. The first two have their place in torchmetrics, ``update`` and ``dist_sync_fn``.
 
-[Note: lists are gathered whole] The third is mended in ``_sync_dist``, which calls ``dist_sync_fn`` for every entry of
-a list. That name is private to torchmetrics, but the function that it calls does not know which state an entry is of.
+[Note: lists are gathered at once] The third is repaired in ``_sync_dist``, which calls ``dist_sync_fn`` for every entry
+of a list. That name is private to torchmetrics, but the function that it calls does not know which state an entry is
+of.
 """
 
 from __future__ import annotations
@@ -121,11 +122,9 @@ def _forward(metric: Any, *args: Any, **kwargs: Any) -> Any:
 def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = None) -> None:
     """A metric's ``_sync_dist`` that takes lists of any length, which differ where shares are empty.
 
-    See [Note: lists are gathered whole].
-
-    Lists of tensors that are not to be concatenated (``dist_reduce_fx`` None or a function of one's own) are exchanged
-    whole. Joined, they hold the first entries of all towers in tower order, then the second ones, and so on, as
-    torchmetrics does with lists of one length.
+    See [Note: lists are gathered at once]. Those of tensors that are not to be concatenated (``dist_reduce_fx`` None or
+    a function of the metric's own) are gathered at once, all their entries. Joined, they hold the first entries of all
+    towers in tower order, then the second ones, and so on, as torchmetrics does with lists of one length.
 
     Raises:
         DisagreementError: towers are doing different things; on all of them.

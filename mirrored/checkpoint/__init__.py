@@ -1,4 +1,4 @@
-"""Checkpoints: saved whole or not at all, whenever a run is killed, and resumed to the same bits.
+"""Checkpoints: saved completely or not at all, whenever a run is killed, and resumed to the same bits.
 
 A save passes :mod:`.manager`, :mod:`.saver` (state of all towers, from :mod:`.tracked` objects through :mod:`.codec`;
 then a thread) and :mod:`.folder` (files, through :mod:`.tensors` and :mod:`.manifest`). A restore passes

@@ -47,7 +47,7 @@ class Encoder:
         """The JSON value of ``value``.
 
         Args:
-            path: where ``value`` stands in the whole, for names of tensors and messages.
+            path: where ``value`` stands in the state, for names of tensors and messages.
             skip_code: leave out functions in dicts, as learning-rate schedules have them.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, in which every checkpoint is whole or absent; and which tower writes there.
+"""A folder of checkpoints, in which every checkpoint is complete or absent; and which tower writes there.
 
 ::
 
@@ -13,8 +13,8 @@
 A checkpoint is written under another name, flushed to the disk, and renamed; ``latest`` is replaced in the same way.
 
 [Note: the newest checkpoint] It is found by listing the folder, not by ``latest``: that file is replaced after the
-rename, so a kill between the two would hide a whole checkpoint. A run that went back to an earlier step renames later
-checkpoints to ``replaced-…``: the next restart would take them for its own.
+rename, so a kill between the two would hide a complete checkpoint. A run that went back to an earlier step renames
+later checkpoints to ``replaced-…``: the next restart would take them for its own.
 
 [Note: which tower writes] Hosts may share the folder (a network file system) or have one each under the same path. This
 is found by trying: every tower makes a probe file, and the first tower whose probe a tower sees writes for it. So hosts
@@ -107,7 +107,7 @@ class Disk:
             os.close(descriptor)
 
     def replace_file(self, path: pathlib.Path, text: str) -> None:
-        """Replace the contents of a small file atomically: a reader finds the old or the new ones, whole."""
+        """Replace the contents of a small file atomically: a reader finds all of the old or all of the new ones."""
         beside = path.with_name(f".{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
             self.unlink(beside)

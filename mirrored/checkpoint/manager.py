@@ -36,7 +36,7 @@ class CheckpointManager:
     """Saves a run's whole state in a folder, and restores it, so that the run continues as if never interrupted.
 
     A checkpoint holds the given objects, the random numbers of every tower and the step. It is written under another
-    name, flushed, and renamed, so every checkpoint in the folder is whole at any instant. All towers make the same
+    name, flushed, and renamed, so every checkpoint in the folder is complete at any instant. All towers make the same
     calls; one of them writes, or one for each folder where hosts do not share it. Restored on the same number of towers
     (with virtual towers: on any), a run ends in the bits of the run that was never interrupted. (Inside ``mirrored
     verify`` nothing is restored or saved.)
@@ -213,7 +213,7 @@ class CheckpointManager:
         Yields the restored checkpoint; None where there was none.
 
         Raises:
-            CheckpointError: on all towers: there are checkpoints, but none that is whole and that all towers have; or
+            CheckpointError: on all towers: there are checkpoints, but none that is intact and that all towers have; or
                 the newest does not fit the objects of this run.
         """
         with self._signals:
@@ -235,7 +235,7 @@ class CheckpointManager:
         return name_of(steps[-1]) if steps else None
 
     def restore_newest(self) -> Restored | None:
-        """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
+        """Restore the newest checkpoint that is intact on all towers; None where there are none at all.
 
         Raises:
             CheckpointError: see :meth:`resume`.
@@ -249,7 +249,7 @@ class CheckpointManager:
 
         Raises:
             ValueError: it is no name of a checkpoint.
-            CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
+            CheckpointError: on all towers: it is damaged, or does not fit; nothing was changed then.
         """
         check_name(name)
         self.wait()

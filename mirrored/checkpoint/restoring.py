@@ -60,7 +60,7 @@ class Restorer:
         self._verifies = verifies
 
     def restore_newest(self) -> Restored | None:
-        """Restore the newest checkpoint that is whole on all towers; None where there are none at all.
+        """Restore the newest checkpoint that is intact on all towers; None where there are none at all.
 
         Raises:
             CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
@@ -96,12 +96,12 @@ class Restorer:
         """Restore a checkpoint of this folder by its name.
 
         Raises:
-            CheckpointError: on all towers: it is not whole, or does not fit; nothing was changed then.
+            CheckpointError: on all towers: it is damaged, or does not fit; nothing was changed then.
         """
         return self._restore(self._open(name))
 
     def _open(self, name: str) -> StoredCheckpoint:
-        """A checkpoint that is whole in the folders of all towers.
+        """A checkpoint that is intact in the folders of all towers.
 
         Raises:
             CheckpointError: on all towers: it is not.
@@ -118,7 +118,7 @@ class Restorer:
         return stored
 
     def _restore(self, stored: StoredCheckpoint) -> Restored:
-        """Restore a checkpoint that is known to be whole, and close it."""
+        """Restore a checkpoint that is known to be intact, and close it."""
         path = stored.path
         with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {path.name}"):
             self._strategy.engine.mirror_pending()

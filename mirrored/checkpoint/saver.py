@@ -223,14 +223,14 @@ class BackgroundWriter:
         """
         try:
             layout = FileLayout(tensors)
-            whole = {**manifest, "tensors": layout.unusual}
+            complete = {**manifest, "tensors": layout.unusual}
             if not asynchronous:
-                self._write(name, whole, layout.pieces())
+                self._write(name, complete, layout.pieces())
                 return
             if self._memory.numel() < layout.nbytes:
                 self._memory = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
             layout.copy_to(self._memory)
-            arguments = (name, whole, layout.pieces(self._memory))
+            arguments = (name, complete, layout.pieces(self._memory))
             # Not a daemon: a program that ends meanwhile still completes its last checkpoint.
             thread = threading.Thread(target=self._write_in_thread, args=arguments, name="mirrored-checkpoint")
             thread.start()

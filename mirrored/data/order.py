@@ -105,7 +105,7 @@ class Order:
 
     Attributes:
         length: number of examples.
-        batch_size: examples per global batch; None where ``sampler`` gives whole batches.
+        batch_size: examples per global batch; None where ``sampler`` yields batches.
         shuffle: a new permutation every epoch.
         drop_last: leave out an incomplete last batch.
         sampler: another source of indices than 0 … length - 1, or their permutation.

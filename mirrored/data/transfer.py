@@ -46,7 +46,7 @@ def _side_stream(device: torch.device) -> torch.Stream:
 
 
 def _map(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """A packed sequence is moved whole: it keeps its batch sizes on the CPU."""
+    """A packed sequence is moved as one: it keeps its batch sizes on the CPU."""
     return trees.map_leaves(fn, batch, leaf=PackedSequence)
 
 

@@ -53,10 +53,10 @@ def probe_first_update(metric: Any) -> None:
 def _probe(metric: Any, before: Sequence[Tensor], arguments: Any, step: Step) -> None:
     """Update a metric by halves of the arguments of an update.
 
-    A variable of ``"only_first_replica"`` is that of the whole, as examples that are gathered are.
+    A variable of ``"only_first_replica"`` is that of all examples, as examples that are gathered are.
 
     Raises:
-        TypeError: the states of the halves, combined, are not that of the whole.
+        TypeError: the states of the halves, combined, are not that of all examples.
     """
     after = _state(metric)
     sizes = {len(leaf) for leaf in keras.tree.flatten(arguments) if getattr(leaf, "shape", ())}

@@ -101,7 +101,7 @@ class Gradients(CheckedCalls):
         sample_weight: Tensor | float | None,
         denominator: Literal["examples", "weights"],
     ) -> Tensor:
-        """:meth:`backward` without virtual towers: forward and backward of this tower's share as a whole."""
+        """:meth:`backward` without virtual towers: forward and backward of this tower's share at once."""
         loss: Tensor | None = None
         # see [Note: nothing is computed on an empty share]
         if is_empty(self.known_shares, batch) and not self.engine.exchanges_in_forward:
