@@ -23,7 +23,7 @@ from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
-from mirrored.strategy.keras_guard import KerasGuard
+from mirrored.strategy.keras_guard import guard_keras_layers
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
 from towers.collectives.agreement import agree, announce
@@ -161,7 +161,8 @@ class Engine:
         events.begin_run.append(lambda fn: check.begin_run())
         events.before_step += [lambda optimizer: averager.check_paired(), check.notice]
         events.check.append(check.check)
-        features: list[Any] = [early, averager, check, KerasGuard(comm.index, recorder)]
+        guard_keras_layers(comm.index, recorder)
+        features: list[Any] = [early, averager, check]
         if sharder is not None:
             self.is_inner_optimizer = sharder.is_inner
             self.one_tower_reads_state = sharder.state_is_readable

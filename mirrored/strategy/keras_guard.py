@@ -7,7 +7,7 @@ optimizer that is none of torch's. So neither a scope nor the guard of optimizer
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,40 +18,39 @@ from mirrored.strategy.scope import Recorder
 from towers.errors import MirrorError
 from towers.system.autograd_hooks import GradientHook
 
-_PARAMETERS = "_torch_params"  # of a Keras layer, a ParameterDict that it makes when it is built
+_PARAMETERS = "_torch_params"  # the name of the ParameterDict that a Keras layer makes when it is built
 
 
-class KerasGuard:
-    """Refuses gradients of Keras layers that no scope has mirrored, of any strategy in this process.
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""Those of all strategies in this process."""
+
+
+def guard_keras_layers(tower: int, recorder: Recorder) -> None:
+    """Refuse gradients of Keras layers that no scope has recorded, as long as a strategy's recorder lives.
 
     Args:
         tower: this one, for messages.
         recorder: knows the parameters of the strategy's scopes.
     """
+    _recorders.add(recorder)
 
-    _recorders: ClassVar[weakref.WeakSet[Recorder]] = weakref.WeakSet()
+    def on_child(layer: nn.Module, name: str, child: nn.Module | None) -> None:
+        parameters = child.named_parameters() if child is not None and name == _PARAMETERS else ()
+        for key, parameter in parameters:
+            if parameter.is_floating_point() and not _is_recorded(parameter):
+                _refuse_gradient(tower, parameter, f"{key} of a Keras {type(layer).__name__}")
 
-    def __init__(self, tower: int, recorder: Recorder) -> None:
-        self._recorders.add(recorder)
+    handle: Any = register_module_module_registration_hook(on_child)  # type: ignore[no-untyped-call]
+    weakref.finalize(recorder, handle.remove)
 
-        def on_child(layer: nn.Module, name: str, child: nn.Module | None) -> None:
-            parameters = child.named_parameters() if child is not None and name == _PARAMETERS else ()
-            for key, parameter in parameters:
-                if parameter.is_floating_point() and not KerasGuard.knows(parameter):
-                    _refuse_gradient(tower, parameter, f"{key} of a Keras {type(layer).__name__}")
 
-        handle: Any = register_module_module_registration_hook(on_child)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove)
-
-    @classmethod
-    def knows(cls, parameter: torch.Tensor) -> bool:
-        """Whether a scope of any strategy has recorded ``parameter``."""
-        return any(recorder.knows(parameter) for recorder in cls._recorders)
+def _is_recorded(parameter: torch.Tensor) -> bool:
+    return any(recorder.knows(parameter) for recorder in _recorders)
 
 
 def _refuse_gradient(tower: int, parameter: torch.Tensor, name: str) -> None:
     def refuse(parameter: torch.Tensor) -> None:
-        if parameter.requires_grad and not KerasGuard.knows(parameter):
+        if parameter.requires_grad and not _is_recorded(parameter):
             raise MirrorError(
                 f"backward() on tower {tower} reached {name}, which no scope mirrored, so the towers would "
                 "drift apart. A Keras layer makes its parameters when it is built: build the model inside "
