@@ -64,7 +64,7 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of global batches into ``parts``, of which this tower's share joins those from ``first`` to ``end``.
+    """The cut of global batches into ``parts``, of which this tower's share has those from ``first`` to ``end``.
 
     There are as many parts as towers, or as virtual towers.
 

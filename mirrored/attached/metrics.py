@@ -123,7 +123,7 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = No
     """A metric's ``_sync_dist`` that takes lists of any length, which differ where shares are empty.
 
     See [Note: lists are gathered at once]. Those of tensors that are not to be concatenated (``dist_reduce_fx`` None or
-    a function of the metric's own) are gathered at once, all their entries. Joined, they hold the first entries of all
+    a function of the metric's own) are gathered at once, all their entries. The result holds the first entries of all
     towers in tower order, then the second ones, and so on, as torchmetrics does with lists of one length.
 
     Raises:
@@ -136,13 +136,13 @@ def _sync_dist(metric: Any, dist_sync_fn: Any = None, process_group: object = No
         for name, value in metric.metric_state.items()
         if isinstance(value, list) and metric._reductions[name] is not dim_zero_cat
     }
-    joined = {}
+    gathered = {}
     if uncatenated and isinstance(dist_sync_fn, GatherStates):
-        joined = dist_sync_fn.join_lists(uncatenated, metric.device)
-    for name in joined:
+        gathered = dist_sync_fn.gather_lists(uncatenated, metric.device)
+    for name in gathered:
         setattr(metric, name, [])
     type(metric)._sync_dist(metric, dist_sync_fn, process_group=process_group)
-    for name, entries in joined.items():
+    for name, entries in gathered.items():
         reduce = metric._reductions[name]
         setattr(metric, name, entries if reduce is None or not entries else reduce(entries))
 
@@ -173,11 +173,11 @@ class GatherStates:
         state = state.reshape(shapes[self._comm.index]).contiguous()
         if not like:
             return list(self._comm.all_gather(state).unbind())
-        joined = values.concatenate(self._comm, state, shapes, 0)
-        return list(joined.split([shape[0] for shape in shapes]))
+        rows = values.concatenate(self._comm, state, shapes, 0)
+        return list(rows.split([shape[0] for shape in shapes]))
 
-    def join_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:
-        """Every tower's lists joined, but those that hold something else than tensors on any tower."""
+    def gather_lists(self, lists: Mapping[str, list[Any]], device: torch.device) -> dict[str, list[Tensor]]:
+        """Every tower's lists in one, but those that hold something else than tensors on any tower."""
         described = {
             name: [[str(entry.dtype), list(entry.shape)] for entry in entries]
             for name, entries in lists.items()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from mirrored.data.examples import Joined, Request, SeededCollate, SeededExamples
+from mirrored.data.examples import CollatedParts, Request, SeededCollate, SeededExamples
 from mirrored.data.order import Epoch, Order
 from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
@@ -81,7 +81,7 @@ class DistributedDataset(ABC):
                 if self._running is epoch:
                     self._step = step
                 self._pieces.pop(epoch, None)
-                if isinstance(batch, Joined):
+                if isinstance(batch, CollatedParts):
                     self._pieces[epoch] = batch.pieces()
                     batch = batch.collated
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]

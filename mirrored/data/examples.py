@@ -121,7 +121,7 @@ def _own_randomness() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if get_worker_info() is not None else seeds.undisturbed()
 
 
-class Joined(NamedTuple):
+class CollatedParts(NamedTuple):
     """A share whose virtual towers' parts were collated one by one, since they may be padded differently, say.
 
     Attributes:
@@ -165,7 +165,7 @@ class ShareCollate:
         self._draws = collate_fn is not default_collate  # whose parts can be cut out of the share's batch, too
 
     def collate(self, examples: list[Any], total: int, seeds_of: Callable[[int], int]) -> Batch:
-        """One batch, or a :class:`Joined`, and the share that it is.
+        """One batch, or a :class:`CollatedParts`, and the share that it is.
 
         Args:
             examples: the share's examples; where it has none, one of another tower's.
@@ -192,7 +192,7 @@ class ShareCollate:
             if share.stand_in or not self._cut.virtual:
                 return parts[0]
             batch = self._seeded(examples, seeds_of(0)) if len(parts) > 1 else parts[0]
-            return Joined(batch, tuple(parts))
+            return CollatedParts(batch, tuple(parts))
 
     def _seeded(self, examples: list[Any], seed: int) -> Any:
         seeds.seed_cpu(seed)

@@ -80,8 +80,8 @@ def _subsets(dataset: object) -> Iterator[Sequence[Any]]:
         yield dataset.indices
         yield from _subsets(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
-        for joined in dataset.datasets:
-            yield from _subsets(joined)
+        for member in dataset.datasets:
+            yield from _subsets(member)
 
 
 def _bytes_of(indices: Sequence[Any] | None) -> bytes:

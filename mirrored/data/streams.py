@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
-from mirrored.data.examples import CollateShare, Joined
+from mirrored.data.examples import CollatedParts, CollateShare
 from mirrored.data.order import Epoch, is_ready_made, tell_epoch
 from mirrored.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
@@ -152,7 +152,7 @@ class ReadyMade:
         batch = share
         if self._cut.virtual and self._dims.are_given:
             cuts = [(start, end) for start, end in self._cut.parts_of(local) if start < end]
-            batch = Joined(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
+            batch = CollatedParts(share, tuple(self._dims.cut(share, start, end) for start, end in cuts))
         return batch, Share(local, total, may_stand_in=self._cut.stand_in)
 
 
