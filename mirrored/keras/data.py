@@ -9,11 +9,11 @@ an example that counts nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -26,7 +26,7 @@ from mirrored.data.dataset import DistributedDataset
 from mirrored.interceptor import interceptor
 from mirrored.keras.keras_private import ArrayDataAdapter, DataAdapter, TorchEpochIterator, data_adapters
 from mirrored.keras.patching import around
-from mirrored.shares import Share, bounds
+from mirrored.shares import Share, cut_for
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -36,7 +36,7 @@ LOADERS = (DataLoader, DistributedDataset)
 """Data of which a tower loads its shares by a distributed dataset."""
 
 
-@dataclasses.dataclass
+@dataclass
 class Loop:
     """A ``fit``, ``evaluate`` or ``predict``, or one batch of them.
 
@@ -51,7 +51,7 @@ class Loop:
     strategy: Strategy
     reads_every: int = 0
     steps: int = 0
-    logs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    logs: dict[str, Any] = field(default_factory=dict)
     skip: tuple[int, Callable[[], None]] | None = None
 
 
@@ -83,9 +83,9 @@ def share_of(strategy: Strategy, batch: Any) -> tuple[Any, Share]:
 
 def _cut(strategy: Strategy, total: int) -> tuple[slice, Share]:
     """This tower's rows of a global batch, or the first row as a stand-in; and its share."""
-    start, end = bounds(total, strategy.num_replicas_in_sync, strategy.topology.index)
-    share = Share(end - start, total, start == end, True)
-    return slice(start, end) if share.local else slice(0, 1), share
+    cut = replace(cut_for(strategy.num_replicas_in_sync, strategy.topology.index, None), stand_in=True)
+    share = cut.share(total)
+    return slice(*cut.bounds(total)) if share.local else slice(0, 1), share
 
 
 def _note(strategy: Strategy, batch: Any, share: Share) -> tuple[Any, Share]:

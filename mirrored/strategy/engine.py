@@ -143,7 +143,6 @@ class Engine:
         self, averager: GradientAverager, training: TrainingOptions, transport: ShardTransport | None
     ) -> None:
         comm, recorder, events = self._comm, self.recorder, self.events
-        early = EarlyBackwardGuard(comm.index, recorder)
         sharder = None
         if transport is not None:
             from towers.sharding.optimizer import OptimizerSharder
@@ -156,13 +155,13 @@ class Engine:
             with_state=sharder is None,
             barrier=sharder.barrier if sharder else None,
         )
-        events.recorded.append(early.watch)
+        events.recorded.append(EarlyBackwardGuard(comm.index, recorder).watch)
         events.mirrored += [averager.add, check.add]
         events.begin_run.append(lambda fn: check.begin_run())
         events.before_step += [lambda optimizer: averager.check_paired(), check.notice]
         events.check.append(check.check)
         guard_keras_layers(comm.index, recorder)
-        features: list[Any] = [early, averager, check]
+        features: list[Any] = [averager, check]
         if sharder is not None:
             self.is_inner_optimizer = sharder.is_inner
             self.one_tower_reads_state = sharder.state_is_readable
