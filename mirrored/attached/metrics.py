@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mirrored.context import current_strategy
 from mirrored.empty_shares.stand_in import is_stand_in
 from towers.collectives import values
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import Announcement, announce
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.system import tree as trees
 
@@ -186,32 +186,26 @@ class GatherStates:
         body = b"".join(_bytes(entry) for name in described for entry in lists[name])
         announcements = announce(self._comm, self._call, described, body)
         common = [name for name in lists if all(name in announcement.details for announcement in announcements)]
-        towers: list[dict[str, list[Tensor]]] = []
-        for announcement in announcements:
-            at = 0
-            lists_of_tower: dict[str, list[Tensor]] = {}
-            for name, entries in announcement.details.items():
-                lists_of_tower[name] = []
-                for dtype, shape in entries:
-                    kind = _dtype(dtype)
-                    end = at + math.prod(shape) * kind.itemsize
-                    piece = bytearray(announcement.body[at:end])
-                    flat = torch.frombuffer(piece, dtype=kind) if piece else torch.empty(0)
-                    lists_of_tower[name].append(flat.to(kind).view(shape).to(device))
-                    at = end
-            towers.append(lists_of_tower)
-        return {
-            name: [
-                entry
-                for row in itertools.zip_longest(*(lists_of_tower[name] for lists_of_tower in towers))
-                for entry in row
-                if entry is not None
-            ]
-            for name in common
-        }
+        towers = [_unpacked(announcement, device) for announcement in announcements]
+        rows = {name: itertools.zip_longest(*(lists_of_tower[name] for lists_of_tower in towers)) for name in common}
+        return {name: [entry for row in rows[name] for entry in row if entry is not None] for name in common}
 
     def __deepcopy__(self, memo: object) -> GatherStates:
         return self
+
+
+def _unpacked(announcement: Announcement, device: torch.device) -> dict[str, list[Tensor]]:
+    """The lists of a tower that has announced their dtypes and shapes, and their bytes along with that."""
+    body, lists = memoryview(announcement.body), dict[str, list[Tensor]]()
+    for name, entries in announcement.details.items():
+        lists[name] = []
+        for dtype, shape in entries:
+            kind = _dtype(dtype)
+            size = math.prod(shape) * kind.itemsize
+            flat = torch.frombuffer(bytearray(body[:size]), dtype=kind) if size else torch.empty(0, device="cpu")
+            lists[name].append(flat.to(kind).view(shape).to(device))
+            body = body[size:]
+    return lists
 
 
 def _dtype(name: str) -> torch.dtype:

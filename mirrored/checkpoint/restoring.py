@@ -67,11 +67,10 @@ class Restorer:
         """
         announcements = announce(self._comm, "looks for checkpoints", self._folder.steps())
         towers = [announced.details for announced in announcements]
-        common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
-        having = {step: tower for tower, steps in reversed(list(enumerate(towers))) for step in steps}
-        if not having:
+        if not any(towers):
             return None
-        newest, folder = max(having), self._folder.path
+        common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
+        newest, folder = max(step for steps in towers for step in steps), self._folder.path
         if newest not in common:
             self._warn(_why_not_newest(newest, towers))
         problem = ""
@@ -84,8 +83,9 @@ class Restorer:
             else:
                 return self._restore(stored)
         if not common:
+            tower = next(tower for tower, steps in enumerate(towers) if newest in steps)
             raise CheckpointError(
-                f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {having[newest]}): "
+                f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {tower}): "
                 "copy it to the hosts that have none, or remove it to start anew"
             )
         raise CheckpointError(
