@@ -2,7 +2,7 @@
 
 See [Note: examples are weighted] in :mod:`mirrored.keras`. Where backward begins, the gradient of each tower's loss is
 multiplied by the number of towers and by the share's fraction of the examples; the average over towers is then that of
-the examples. There it is right for every loss, and in the gradients that batch norms over the global batch exchange.
+the examples. There it is right for every loss, and in the gradients that batch norms over the global batch gather.
 """
 
 from __future__ import annotations

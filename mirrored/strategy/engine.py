@@ -291,7 +291,7 @@ class Engine:
             self.events.check(call)
 
     @property
-    def exchanges_in_forward(self) -> bool:
+    def communicates_in_forward(self) -> bool:
         """Whether the forward of some mirrored model, as the models are now, makes collectives."""
         from mirrored.empty_shares.statistics import takes_statistics_of_all_towers
 
