@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
 from mirrored.checkpoint.folder import Folder
 from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
-from mirrored.checkpoint.rollback import Rollback
-from mirrored.checkpoint.tracked import Tracked, TrackedModule, TrackedOptimizer
+from mirrored.checkpoint.tracked import Rollback, Tracked, TrackedModule, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator

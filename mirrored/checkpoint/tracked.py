@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from mirrored.attached import metrics
-from mirrored.checkpoint.rollback import Rollback, module_rollback, object_rollback, optimizer_rollback
-from towers.system.torch_private import inner_schedules, set_state_versions, state_versions
+from towers.system.torch_private import (
+    inner_schedules,
+    own_buffers,
+    own_parameters,
+    set_state_versions,
+    state_versions,
+)
 
 _LIKE_THE_PARAMETER = {
     "exp_avg",
@@ -32,6 +38,9 @@ _LIKE_THE_PARAMETER = {
 """State of torch's optimizers that has the shape of its parameter."""
 
 IsMirrored = Callable[[Tensor], bool]
+
+Rollback = Callable[[], None]
+"""Gives an object the state back that it had, whatever a failed load has done to it."""
 
 _VERSIONS, _METRICS = "mirrored.versions", "mirrored.metrics"
 _BESIDE = (_VERSIONS, _METRICS)
@@ -110,7 +119,33 @@ class TrackedModule(Tracked):
         metrics.set_states_of(self._module, state.get(_METRICS, {}))
 
     def rollback(self) -> Rollback:
-        return module_rollback(self._module)
+        # Values are copied to the CPU: GPUs may not have the memory for another model.
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        values = [(t, t.detach().to("cpu", copy=True)) for t in tensors if not is_lazy(t)]
+        lazy = [(t, type(t)) for t in tensors if is_lazy(t)]
+        layers = [layer for layer in self._module.modules() if not isinstance(layer, torch.jit.ScriptModule)]
+        tables: list[tuple[Any, dict[str, Any]]] = []
+        tables += [(table, dict(table)) for layer in layers for table in (own_parameters(layer), own_buffers(layer))]
+        extra = [(layer, copy.deepcopy(layer.get_extra_state())) for layer in layers if _has_extra_state(layer)]
+        counted = metrics.states_of(self._module)
+
+        def roll_back() -> None:
+            try:
+                for layer, state in extra:
+                    layer.set_extra_state(state)
+            finally:  # also where it raises
+                metrics.set_states_of(self._module, counted)
+                for table, before in tables:
+                    table.update(before)
+                with torch.no_grad():
+                    for tensor, value in values:
+                        tensor.copy_(value)
+                for tensor, kind in lazy:
+                    if not is_lazy(tensor):  # the load gave it a shape
+                        tensor.data = tensor.new_empty(0)
+                        tensor.__class__ = kind
+
+        return roll_back
 
 
 class TrackedOptimizer(Tracked):
@@ -172,7 +207,17 @@ class TrackedOptimizer(Tracked):
                     loaded[name] = value.to(loaded[name].device)
 
     def rollback(self) -> Rollback:
-        return optimizer_rollback(self._optimizer)
+        # Nothing is copied: when torch loads, it replaces state and groups, and leaves the old ones unchanged.
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        settings = [dict(group) for group in groups]
+
+        def roll_back() -> None:
+            self._optimizer.state, self._optimizer.param_groups = state, groups
+            for group, before in zip(groups, settings, strict=True):
+                group.clear()
+                group.update(before)
+
+        return roll_back
 
 
 class TrackedContainer(Tracked):
@@ -216,7 +261,21 @@ class TrackedObject(Tracked):
         self._object.load_state_dict(state)
 
     def rollback(self) -> Rollback:
-        return object_rollback(self._object)
+        # Attributes too that are no part of the state, such as the position of a loop over the data.
+        state = copy.deepcopy(self._object.state_dict())
+        attributes = getattr(self._object, "__dict__", None)
+        before = attributes.copy() if isinstance(attributes, dict) else {}
+
+        def roll_back() -> None:
+            try:
+                self._object.load_state_dict(state)
+            finally:
+                if isinstance(attributes, dict):
+                    attributes.update(before)
+                    for name in attributes.keys() - before.keys():
+                        del attributes[name]
+
+        return roll_back
 
 
 class TrackedSchedule(TrackedObject):
@@ -295,3 +354,7 @@ def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
     parameters = [p for group in groups for p in group["params"]]
     numbers: dict[int, int] = {}
     return [(numbers.setdefault(id(p), number), p) for number, p in enumerate(parameters)]
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state

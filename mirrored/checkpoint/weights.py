@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from mirrored.checkpoint.codec import Malformed
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import StoredCheckpoint
-from mirrored.checkpoint.rollback import module_rollback
 from mirrored.checkpoint.tensors import TensorFile
+from mirrored.checkpoint.tracked import TrackedModule
 from mirrored.interceptor import interceptor
 from towers.system.text import printable
 
@@ -98,7 +98,7 @@ def load_weights(
     loaded = {new: key for new, key in taken.items() if new not in misfits}
     if not loaded:
         raise CheckpointError(f"{path}: none of its {len(saved)} tensors has a name that the model has (see rename)")
-    roll_back = module_rollback(module)
+    roll_back = TrackedModule(name, module, lambda parameter: False).rollback()
     try:
         with torch.no_grad():
             module.load_state_dict({new: saved[key] for new, key in loaded.items()}, strict=False)
