@@ -48,7 +48,6 @@ untraced = Untraced(
     traced={  # parts of a model's step
         "towers.batch_norm",
         "mirrored.attached.batch_norm",
-        "mirrored.attached.batch_norm_calls",
         "mirrored.context",
         "mirrored.losses",
         "mirrored.operations",
