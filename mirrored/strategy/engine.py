@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
 from mirrored.shares import Distribution
-from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard
-from mirrored.strategy.keras_guard import guard_keras_layers
+from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
 from mirrored.strategy.options import TrainingOptions
 from mirrored.strategy.scope import Recorder, has_uninitialized, in_first_forward
 from towers.collectives.agreement import agree, announce

@@ -3,8 +3,11 @@
 [Note: an average, not a call] A parameter that an optimizer steps needs a gradient that a backward of ours has averaged
 since that optimizer's last step, whoever has written it into ``p.grad``: gradients of ``torch.autograd.grad``, of
 ``no_sync`` or of a compiler's graph are refused. Whether ``backward()`` was called says nothing about that. Gradients
-that are all zeros are equal on all towers, and pass. torch's optimizers do not train Keras models, so the gradients of
-their parameters are watched themselves (:mod:`mirrored.strategy.keras_guard`).
+that are all zeros are equal on all towers, and pass.
+
+[Note: layers of Keras] A Keras 3 layer on torch makes its parameters when it is built, which may be after the scope,
+and is trained by an optimizer that is none of torch's. So neither a scope nor the guard of optimizers sees it, and the
+gradients of its parameters are watched themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mirrored.context import current_frame
@@ -30,6 +35,8 @@ from towers.system.log import get_logger
 from towers.system.torch_private import TRACED_AUTOGRAD, DisableTorchFunctionSubclass, disable_dynamo
 
 log = get_logger("mirrored")
+
+_KERAS_PARAMETERS = "_torch_params"  # the name of the ParameterDict that a Keras layer makes when it is built
 
 
 class EarlyBackwardGuard:
@@ -243,6 +250,48 @@ def _hook_steps(guard: weakref.ref[OptimizerGuard]) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""Those of all strategies in this process."""
+
+
+def guard_keras_layers(tower: int, recorder: Recorder) -> None:
+    """Refuse gradients of Keras layers that no scope has recorded, as long as a strategy's recorder lives.
+
+    See [Note: layers of Keras].
+
+    Args:
+        tower: this one, for messages.
+        recorder: knows the parameters of the strategy's scopes.
+    """
+    _recorders.add(recorder)
+
+    def on_child(layer: nn.Module, name: str, child: nn.Module | None) -> None:
+        parameters = child.named_parameters() if child is not None and name == _KERAS_PARAMETERS else ()
+        for key, parameter in parameters:
+            if parameter.is_floating_point() and not _is_recorded(parameter):
+                _refuse_gradient(tower, parameter, f"{key} of a Keras {type(layer).__name__}")
+
+    handle: Any = register_module_module_registration_hook(on_child)  # type: ignore[no-untyped-call]
+    weakref.finalize(recorder, handle.remove)
+
+
+def _is_recorded(parameter: torch.Tensor) -> bool:
+    return any(recorder.knows(parameter) for recorder in _recorders)
+
+
+def _refuse_gradient(tower: int, parameter: torch.Tensor, name: str) -> None:
+    def refuse(parameter: torch.Tensor) -> None:
+        if parameter.requires_grad and not _is_recorded(parameter):
+            raise MirrorError(
+                f"backward() on tower {tower} reached {name}, which no scope mirrored, so the towers would "
+                "drift apart. A Keras layer makes its parameters when it is built: build the model inside "
+                "strategy.scope() (model.build(input_shape), or a call with an example), or call "
+                "strategy.mirror(model) when it is built, and train it inside strategy.run" + how_to_fit()
+            )
+
+    GradientHook(parameter, refuse)
 
 
 def how_to_fit() -> str:
