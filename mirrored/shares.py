@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mirrored.events import Events
@@ -162,6 +163,23 @@ class KnownShares:
         shares = (self.get(value) for value in trees.leaves(values))
         return list({share: None for share in shares if share is not None})
 
+    def local_examples(self, batch: Sequence[Any]) -> int:
+        """The number of this tower's examples in the arguments of a step; of several batches or arrays, in the first.
+
+        Raises:
+            TypeError: neither their share is known nor an array or a list among them tells it.
+        """
+        if shares := self.of(batch):
+            return shares[0].local
+        if sizes := _sizes(batch):
+            return sizes[0]
+        raise TypeError("the number of examples in the arguments of strategy.backward cannot be told")
+
+    def is_empty(self, batch: Sequence[Any]) -> bool:
+        """Whether the arguments of a step certainly hold no example."""
+        sizes = [share.entries for share in self.of(batch)] or _sizes(batch)
+        return bool(sizes) and not any(sizes)
+
     def at_hand(self, arguments: Any) -> list[Share]:
         """The shares of the batches among a run's arguments, else that of the newest batch."""
         return self.of(arguments) or ([self.in_hand] if self.in_hand is not None else [])
@@ -188,6 +206,17 @@ class KnownShares:
     def holds_stand_in(self, arguments: Any) -> bool:
         """Whether any of the batches at hand is a stand-in."""
         return self.has_stand_in and any(share.stand_in for share in self.at_hand(arguments))
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a tensor or an array of NumPy."""
+    return isinstance(value, torch.Tensor) or type(value).__name__ == "ndarray"
+
+
+def _sizes(batch: Sequence[Any]) -> list[int]:
+    """How many entries the arrays among the arguments of a step have, or the lists where there are no arrays."""
+    arrays = [int(leaf.shape[0]) for leaf in trees.leaves(batch) if is_array(leaf) and len(leaf.shape)]
+    return arrays or [len(value) for value in batch if isinstance(value, list)]
 
 
 Pieces = dict[int, tuple[Any, Sequence[Any]]]

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from mirrored import seeds
-from mirrored.data.sizes import is_array
-from mirrored.shares import Batch, Cut, Pieces, Share
+from mirrored.shares import Batch, Cut, Pieces, Share, is_array
 from towers.system import tree as trees
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from mirrored.context import current_frame
-from mirrored.data.sizes import is_empty
 from mirrored.interceptor import interceptor
 from mirrored.losses import compute_average_loss
 from mirrored.seeds import TowerStreams
@@ -104,7 +103,7 @@ class Gradients(CheckedCalls):
         """:meth:`backward` without virtual towers: forward and backward of this tower's share at once."""
         loss: Tensor | None = None
         # see [Note: nothing is computed on an empty share]
-        if is_empty(self.known_shares, batch) and not self.engine.communicates_in_forward:
+        if self.known_shares.is_empty(batch) and not self.engine.communicates_in_forward:
             # The others count the examples, or add up their weights, together with this tower.
             nothing = torch.zeros(0, *getattr(sample_weight, "shape", ())[1:], device=self.communicator.device)
             compute_average_loss(nothing, sample_weight, denominator=denominator)

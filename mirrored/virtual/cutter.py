@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mirrored.data.sizes import is_array
-from mirrored.shares import Distribution
+from mirrored.shares import Distribution, is_array
 from towers.system import tree as trees
 
 

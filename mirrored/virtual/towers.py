@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 
 from mirrored import seeds
 from mirrored.context import ReplicaContext
-from mirrored.data.sizes import local_examples
 from mirrored.empty_shares.stand_in import is_stand_in
 from mirrored.losses import expand_weights, global_count, sum_over
 from mirrored.shares import Distribution
@@ -138,7 +137,7 @@ class VirtualTowers:
         """Leave the gradient of the global mean in the parameters, and return that mean (see ``Strategy.backward``)."""
         if not batch:
             raise ValueError("strategy.backward(loss_fn, *batch) was given no batch to cut into virtual towers")
-        local = local_examples(self._known, batch)
+        local = self._known.local_examples(batch)
         if is_stand_in(replica.strategy, batch, local, "the batch"):
             local = 0
             if isinstance(sample_weight, Tensor) and sample_weight.dim():
