@@ -165,7 +165,7 @@ def _load_all(comm: Communicator, tracked: Sequence[Tracked], stored: StoredChec
     different = {name.partition("/")[0] for name in stored.of_each_tower()} if not same_towers else set()
     rollbacks: list[tuple[str, Rollback]] = []
     try:
-        problem = "; ".join(_load(stored, tower, sorted(tracked, key=_order), rollbacks))
+        problem = _load(stored, tower, sorted(tracked, key=_order), rollbacks)
         raise_first(comm, "loads a checkpoint", problem, prefix)
     except BaseException:
         for name, roll_back in rollbacks:
@@ -190,18 +190,16 @@ def _order(item: Tracked) -> int:
 
 def _load(
     stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked], rollbacks: list[tuple[str, Rollback]]
-) -> Iterator[str]:
-    """Load all objects, up to the first error, whose text it yields. All rollbacks are made before anything changes."""
-    for load in (False, True):
+) -> str:
+    """Load all objects; returns the text of the first error, or "". All rollbacks are made before anything changes."""
+    try:
         for item in tracked:
-            try:
-                if load:
-                    item.load(stored.state(item.name, tower))
-                else:
-                    rollbacks.append((item.name, item.rollback()))
-            except Exception as error:  # methods of the user's objects may raise anything
-                yield f"{item.name} cannot load its state: {type(error).__name__}: {error}"
-                return
+            rollbacks.append((item.name, item.rollback()))
+        for item in tracked:
+            item.load(stored.state(item.name, tower))
+    except Exception as error:  # methods of the user's objects may raise anything
+        return f"{item.name} cannot load its state: {type(error).__name__}: {error}"
+    return ""
 
 
 def _problems(stored: StoredCheckpoint, tower: int, tracked: Sequence[Tracked]) -> Iterator[str]:
