@@ -9,12 +9,11 @@ no listener but the interceptor (:mod:`mirrored.interceptor`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.optim import Optimizer
-
 from towers.health.status import Health
-from towers.system.profiling import begin_range, end_range
+from towers.system.profiling import range_
 
 
 class Moment(list[Callable[..., object]]):
@@ -51,21 +50,22 @@ class Events:
         self.phase = health.followers
 
 
-class Ranges:
-    """The ranges ``mirrored::run`` and ``mirrored::optimizer-step`` in the trace of a running profiler."""
+def show_in_traces(events: Events) -> None:
+    """Let runs and optimizers' steps be ranges in the trace of a running profiler."""
+    runs: list[AbstractContextManager[Any]] = []  # one within the other
+    steps: list[AbstractContextManager[Any]] = []
+    events.begin_run.append(lambda fn: _begin("mirrored::run", runs))
+    events.before_step.append(lambda optimizer: _begin("mirrored::optimizer-step", steps))
+    events.after_step.append(lambda optimizer: _end(steps))
+    events.end_run.append(lambda: _end(runs))
+    events.failed.append(lambda error: _end(runs))
 
-    def __init__(self, events: Events) -> None:
-        self._runs: list[Any] = []  # one within the other
-        self._step: Any = None
-        events.begin_run.append(lambda fn: self._runs.append(begin_range("mirrored::run")))
-        events.before_step.append(self._begin_step)
-        events.after_step.append(self._end_step)
-        events.end_run.append(lambda: end_range(self._runs.pop()))
-        events.failed.append(lambda error: end_range(self._runs.pop()))
 
-    def _begin_step(self, optimizer: Optimizer) -> None:
-        self._step = begin_range("mirrored::optimizer-step")
+def _begin(name: str, ranges: list[AbstractContextManager[Any]]) -> None:
+    ranges.append(range_(name))
+    ranges[-1].__enter__()
 
-    def _end_step(self, optimizer: Optimizer) -> None:
-        ended, self._step = self._step, None
-        end_range(ended)
+
+def _end(ranges: list[AbstractContextManager[Any]]) -> None:
+    if ranges:  # a step of an optimizer may end that has not begun for the listeners
+        ranges.pop().__exit__(None, None, None)

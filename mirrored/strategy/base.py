@@ -15,7 +15,7 @@ from mirrored.context import ReplicaContext, current_frame, frame, note_towers_o
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
-from mirrored.events import Events, Ranges
+from mirrored.events import Events, show_in_traces
 from mirrored.interceptor import interceptor
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
@@ -86,7 +86,7 @@ class Strategy(Gradients):
         self.accumulates = False
         self._logged: set[str] = set()
         self.streams = TowerStreams(communicator, seed, virtual=cut.virtual, compared=interceptor().compares)
-        Ranges(self.events)
+        show_in_traces(self.events)
         kinds = RunKinds(self.events, self.health)
         self.engine = Engine(self._distribution, options, training)
         if self._several:
