@@ -146,21 +146,19 @@ def test_different_collectives_are_an_error_of_the_towers() -> None:
     assert "tower 1 is out of step with the others" in second[2]
 
 
-def fail_across_hosts(hosts: str) -> str:
+def fail_across_hosts(strategy: mirrored.Strategy) -> str:
     """The first tower of host "a" cannot reach the other host; the second waits for its result."""
-    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    comm = mirrored.MirroredStrategy().communicator
-    said = "no error"
+    result = "no error"
     try:
-        comm.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
+        strategy.communicator.all_reduce(torch.zeros(3, dtype=torch.int16))  # Gloo has none
     except RuntimeError as error:
-        said = str(error)
+        result = str(error)
     meet("the end")
-    return said
+    return result
 
 
 def test_what_fails_across_hosts_ends_for_all_towers_of_a_host() -> None:
-    leader, follower, elsewhere = mirrored.launch(fail_across_hosts, ("aab",), devices=["cpu:0", "cpu:1", "cpu:2"])
+    leader, follower, elsewhere = towers(fail_across_hosts, count=3, hosts="aab")
     assert "Invalid scalar type" in leader
     assert "tower 0 broke off a collective in which tower 1 waits for it" in follower
     assert "Invalid scalar type" in elsewhere

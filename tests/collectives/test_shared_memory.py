@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -204,28 +205,21 @@ def test_shared_memory_that_was_asked_for_must_be_there() -> None:
     assert "implementation is 'shared_memory', but the towers cannot share memory: tower 1" in str(caught.value)
 
 
-def on_hosts(hosts: str, what: str) -> object:
-    """Plays hosts: towers with one letter are on one, whatever the kernel says."""
-    os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    strategy = mirrored.MirroredStrategy(seed=0)
+def across_hosts(strategy: mirrored.Strategy, fn: Callable[..., Any], *args: object) -> Any:
     assert isinstance(strategy.communicator, HierarchicalCommunicator)
-    if what == "train":
-        return train(strategy)
-    return reduce_at_random(strategy, 20) if what == "reduce" else average_regions(strategy, None)
+    return fn(strategy, *args)
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abba", "abbbc"])
 def test_any_mix_of_towers_per_host(hosts: str) -> None:
-    devices = [f"cpu:{i}" for i in range(len(hosts))]
-    first, *others = mirrored.launch(on_hosts, (hosts, "reduce"), devices=devices)
+    first, *others = towers(across_hosts, reduce_at_random, 20, count=len(hosts), hosts=hosts)
     assert all(other == first for other in others)
-    assert all(mirrored.launch(on_hosts, (hosts, "average"), devices=devices))
+    assert all(towers(across_hosts, average_regions, None, count=len(hosts), hosts=hosts))
 
 
-def swap_on_two_channels_at_once() -> list[list[float]]:
+def swap_on_two_channels_at_once(strategy: mirrored.Strategy) -> list[list[float]]:
     """One tower makes the exchange of each channel in another order; a group for both would mix them up."""
-    os.environ["NCCL_HOSTID"] = "aab"[int(os.environ["RANK"])]
-    first = mirrored.MirroredStrategy().communicator
+    first = strategy.communicator
     second, rows = first.channel(), torch.arange(3.0)[:, None] + 10 * first.index
     found: dict[int, torch.Tensor] = {}
 
@@ -245,12 +239,12 @@ def swap_on_two_channels_at_once() -> list[list[float]]:
 
 
 def test_channels_across_hosts_exchange_rows_beside_each_other() -> None:
-    found = mirrored.launch(swap_on_two_channels_at_once, devices=["cpu:0", "cpu:1", "cpu:2"])
+    found = towers(swap_on_two_channels_at_once, count=3, hosts="aab")
     rows = [[float(tower + 10 * source) for source in range(3)] for tower in range(3)]
     assert found == [[row, [value + 100 for value in row]] for row in rows]
 
 
 def test_training_on_several_hosts_gives_the_numbers_of_one_device() -> None:
-    [*ours, _], *_ = mirrored.launch(on_hosts, ("aab", "train"), devices=["cpu:0", "cpu:1", "cpu:2"])
+    [*ours, _], *_ = towers(across_hosts, train, count=3, hosts="aab")
     [*alone, _] = train(mirrored.OneDeviceStrategy(seed=0))
     assert_close(ours, alone, 1e-6)

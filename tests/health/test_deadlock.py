@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 
@@ -122,14 +121,13 @@ def test_towers_that_wait_for_each_other_end_at_once(name: str, backend: str) ->
         assert re.search(MISTAKES[name][1], str(error), re.DOTALL), error
 
 
-def deadlock_across_hosts() -> None:
-    os.environ["NCCL_HOSTID"] = "aab"[int(os.environ["RANK"])]
-    leaves_the_loop(Training(mirrored.MirroredStrategy(seed=0, mirror_check_interval=None)))
+def deadlock_across_hosts(strategy: mirrored.Strategy) -> None:
+    leaves_the_loop(Training(strategy))
 
 
 def test_across_hosts() -> None:
     with pytest.raises(mirrored.TowerFailedError, match="deadlock: tower 0 is in step 4, averaging gradients"):
-        mirrored.launch(deadlock_across_hosts, towers=3, timeout=HANG)
+        towers(deadlock_across_hosts, count=3, hosts="aab", settings={"mirror_check_interval": None})
 
 
 def beat_of(number: int, wait: tuple[str, int] | None, **begun: int) -> Beat:
