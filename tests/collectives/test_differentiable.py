@@ -138,9 +138,9 @@ def test_merge_call_is_in_cross_replica_context() -> None:
     assert towers(merge) == [(True, 3), (True, 3)]
 
 
-def gather_rows_at_once(device: str) -> list[str]:
+def gather_rows_at_once(strategy: mirrored.Strategy, device: str) -> list[str]:
     """What GPUs do, on two CPU towers: the backend's gathering into one tensor."""
-    communicator = mirrored.MirroredStrategy(**GLOO).communicator
+    communicator = strategy.communicator
     if device == "gpu":
         communicator.backend = "nccl"
         Tensor.is_cuda = property(lambda tensor: True)
@@ -155,5 +155,5 @@ def gather_rows_at_once(device: str) -> list[str]:
 
 
 def test_rows_are_the_same_gathered_at_once() -> None:
-    [listed, _], [at_once, other] = (mirrored.launch(gather_rows_at_once, (kind,), towers=2) for kind in ("cpu", "gpu"))
+    [listed, _], [at_once, other] = (towers(gather_rows_at_once, kind, settings=GLOO) for kind in ("cpu", "gpu"))
     assert at_once == other == listed

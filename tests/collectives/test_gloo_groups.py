@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 import mirrored
-from tests.support.jobs import GLOO
+from tests.support.jobs import GLOO, towers
 from tests.support.late import take_turns
 from tests.support.meeting import say, wait_for
-from tests.support.waiting import HANG, wait_until
+from tests.support.waiting import wait_until
 from towers.collectives import process_group
 from towers.collectives.process_group import ProcessGroupCommunicator
 
 
-def leave_channels() -> None:
-    communicator = mirrored.MirroredStrategy(**GLOO).communicator
+def leave_channels(strategy: mirrored.Strategy) -> None:
     channels: list[Any] = []
 
     def leave() -> None:
@@ -28,13 +27,13 @@ def leave_channels() -> None:
         gc.collect()
         process_group._unused.clear()  # where c10d's group would wait for the next one to be made
 
-    take_turns([0, 1] * 3, lambda: channels.append(communicator.channel()), leave)
+    take_turns([0, 1] * 3, lambda: channels.append(strategy.communicator.channel()), leave)
 
 
 @pytest.mark.slow
 def test_a_tower_that_leaves_once_it_has_a_channel_cuts_nobody_off() -> None:
     """As one does whose script ends when it has made its strategy, which makes a channel at last."""
-    mirrored.launch(leave_channels, devices=["cpu:0", "cpu:1"])
+    towers(leave_channels, settings=GLOO)
 
 
 class DescheduledAfterMoment:
@@ -52,8 +51,8 @@ class DescheduledAfterMoment:
         return True
 
 
-def reduce_just_after_a_moment() -> tuple[float, int]:
-    comm = mirrored.MirroredStrategy(**GLOO).communicator
+def reduce_just_after_a_moment(strategy: mirrored.Strategy) -> tuple[float, int]:
+    comm = strategy.communicator
     assert isinstance(comm, ProcessGroupCommunicator)
     total = torch.ones(3)
     comm.barrier()
@@ -65,5 +64,4 @@ def reduce_just_after_a_moment() -> tuple[float, int]:
 
 
 def test_a_collective_that_ends_just_after_a_moment_is_done() -> None:
-    found = mirrored.launch(reduce_just_after_a_moment, devices=["cpu:0", "cpu:1"], timeout=HANG)
-    assert found == [(6.0, 1), (6.0, 0)]
+    assert towers(reduce_just_after_a_moment, settings=GLOO) == [(6.0, 1), (6.0, 0)]

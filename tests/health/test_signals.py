@@ -73,27 +73,18 @@ def test_a_failure_ends_also_those_that_handle_signals(told: Told) -> None:
     assert re.fullmatch(r"towers: tower 1 failed after step 4: ValueError: boom", error.splitlines()[-1])
 
 
-@pytest.fixture
-def short_path() -> Iterator[pathlib.Path]:
-    """A directory with a short name: those of sockets have at most 108 characters."""
-    with tempfile.TemporaryDirectory() as directory:
-        yield pathlib.Path(directory)
-
-
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_program_that_launches_passes_signals_on(
-    saves: bool, tmp_path: pathlib.Path, short_path: pathlib.Path
-) -> None:
-    folder, temporary = tmp_path / "run", short_path
-    words = [PREFETCHES, str(folder), "nothing", "nowhere", "launch"] if saves else [WAITS, "launch"]
-    process = start_program(words, env={"TMPDIR": str(temporary)})
-    wait_for_line(process.stdout, "step 3\n" if saves else "ready\n")
-    towers = family(process.pid)[1:]
-    process.terminate()
-    end_of(process, EXIT_PREEMPTED if saves else -signal.SIGTERM)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{tower}") for tower in towers))
-    assert not list(temporary.glob("towers-*"))
-    assert saves == any(folder.glob("step-*"))
+def test_a_program_that_launches_passes_signals_on(saves: bool, tmp_path: pathlib.Path) -> None:
+    words = [PREFETCHES, str(tmp_path), "nothing", "nowhere", "launch"] if saves else [WAITS, "launch"]
+    with tempfile.TemporaryDirectory() as temporary:  # with a short name: those of sockets have at most 108 characters
+        process = start_program(words, env={"TMPDIR": temporary})
+        wait_for_line(process.stdout, "step 3\n" if saves else "ready\n")
+        processes = family(process.pid)[1:]
+        process.terminate()
+        end_of(process, EXIT_PREEMPTED if saves else -signal.SIGTERM)
+        wait_until(lambda: not any(os.path.exists(f"/proc/{each}") for each in processes))
+        assert not list(pathlib.Path(temporary).glob("towers-*"))
+    assert saves == any(tmp_path.glob("step-*"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import pathlib
 
@@ -11,12 +10,12 @@ import torch
 from torch.distributed import FileStore, PrefixStore
 
 import mirrored
-from tests.support.waiting import HANG
+from tests.support.handshakes import tower
+from tests.support.jobs import towers
 from towers.gradients.pairing import BackwardCounter
 from towers.health import heartbeat
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path
-from towers.joining.participant import Participant
 
 
 def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
@@ -46,8 +45,8 @@ def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
 def test_a_file_gets_no_heartbeats(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """It would grow by every one of them, for as long as the training takes."""
     health = Health()
-    tower = Participant("tower", 0, ["rank 0", "rank 1"], ("127.0.0.1", 1), True, "a test", "", HANG)
-    heartbeat.start(health, tower, PrefixStore("towers", FileStore(str(tmp_path / "store"), 2)), math.inf)
+    store = PrefixStore("towers", FileStore(str(tmp_path / "store"), 2))
+    heartbeat.start(health, tower(0, chief_serves=True), store, math.inf)
     assert health.heartbeat is None
     assert "initialised through a file, so towers send no heartbeats" in caplog.text
 
@@ -111,9 +110,8 @@ def test_where_the_script_counts_its_steps_several_runs_may_be_one() -> None:
     assert steps == [21, 22, 22, 22]  # each run is a step until the script has counted
 
 
-def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
+def train_and_evaluate(strategy: mirrored.Strategy, folder: str, at: int) -> tuple[list[str], str]:
     """Three steps and two evaluations, one without eval(); fails in the second evaluation's run number ``at``."""
-    strategy = mirrored.MirroredStrategy(seed=0)
     with strategy.scope():
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,8 +151,7 @@ def train_and_evaluate(folder: str, at: int) -> tuple[list[str], str]:
 
 
 def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path) -> None:
-    launch = functools.partial(mirrored.launch, train_and_evaluate, devices=["cpu:0", "cpu:1"], timeout=HANG)
-    for places, after in launch((str(tmp_path), 0)):
+    for places, after in towers(train_and_evaluate, str(tmp_path), 0):
         assert places == [
             "in an evaluation before its first step",
             "in step 1",  # the function is not known yet
@@ -168,7 +165,7 @@ def test_failures_and_checkpoints_have_one_count_of_steps(tmp_path: pathlib.Path
         assert after == "after step 4"
     assert (tmp_path / "step-00000004").exists()
     with pytest.raises(mirrored.TowerFailedError, match="tower 1 of 2 failed, in an evaluation after step 6, in the"):
-        launch((str(tmp_path), 2))
+        towers(train_and_evaluate, str(tmp_path), 2)
 
 
 def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import mirrored
+from tests.support.jobs import GLOO, SETTINGS, towers
 from tests.support.meeting import say, shorten_deadlines, wait_for
 from tests.support.unwell import TORCHRUN, unwell
 from tests.support.waiting import HANG, forever
@@ -32,9 +33,7 @@ def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     assert last.endswith("it was last seen in step 3, in the step's function")
 
 
-def wait_for_a_slow_tower(implementation: str) -> None:
-    options = mirrored.CommunicationOptions(implementation=implementation)
-    strategy = mirrored.MirroredStrategy(communication=options)
+def wait_for_a_slow_tower(strategy: mirrored.Strategy) -> None:
     with strategy.scope():
         weight = torch.nn.Linear(2, 1)
     slow = torch.ones(3, 2, requires_grad=True)
@@ -55,19 +54,18 @@ def wait_for_a_slow_tower(implementation: str) -> None:
     strategy.run(step)
 
 
-@pytest.mark.parametrize("implementation", ["shared_memory", "gloo"])
-def test_the_error_of_who_waits_shows_what_the_slow_tower_does(implementation: str) -> None:
+@pytest.mark.parametrize("way", ["shared memory", "gloo"])
+def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str) -> None:
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        mirrored.launch(wait_for_a_slow_tower, (implementation,), towers=3, timeout=HANG)
+        towers(wait_for_a_slow_tower, count=3, settings=SETTINGS[way])
     text = str(caught.value)
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 
-def wait_for_a_late_answer(held: str) -> None:
+def wait_for_a_late_answer(strategy: mirrored.Strategy, held: str) -> None:
     """Tower 1's answer comes after the limit of a process that cannot run: its thread, or all of it, is held up."""
-    strategy = mirrored.MirroredStrategy()
     strategy.reduce("sum", 1)
     seconds = 2 * heartbeat._SILENT_AND_STOPPED
     if strategy.topology.index == 1:
@@ -91,7 +89,7 @@ def wait_for_a_late_answer(held: str) -> None:
 @pytest.mark.parametrize("held", ["the thread that answers", "the interpreter's lock"])
 def test_a_tower_that_lives_is_waited_for_until_it_answers(held: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match="tower 1, most recent call last:"):
-        mirrored.launch(wait_for_a_late_answer, (held,), devices=["cpu:0", "cpu:1"], timeout=HANG)
+        towers(wait_for_a_late_answer, held)
 
 
 def hang_with_a_deadline() -> None:
@@ -123,7 +121,7 @@ def test_a_step_has_a_deadline() -> None:
     assert "forever()" in str(caught.value)
 
 
-def wait_for_a_gpu(found: str) -> None:
+def wait_for_a_gpu(strategy: mirrored.Strategy, found: str) -> None:
     """NCCL finds something while the host waits for a GPU. A mock plays NCCL, which shows nothing of GPUs."""
 
     class Nccl:
@@ -135,7 +133,6 @@ def wait_for_a_gpu(found: str) -> None:
             self.name = found if frame.f_code is forever.__code__ else "SUCCESS"
             return self
 
-    strategy = mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(implementation="gloo"))
     nccl_watch.watch(process_group.failures)
 
     def step() -> None:
@@ -160,7 +157,7 @@ def wait_for_a_gpu(found: str) -> None:
 )
 def test_what_nccl_finds_while_the_host_waits_for_a_gpu_is_said(found: str, text: str) -> None:
     with pytest.raises(mirrored.TowerFailedError, match=text) as caught:
-        mirrored.launch(wait_for_a_gpu, (found,), towers=2, timeout=HANG)
+        towers(wait_for_a_gpu, found, settings=GLOO)
     assert "forever()" in str(caught.value)
     assert all(failure.consequence == (found == "COMM_ERROR") for failure in caught.value.failures)
 

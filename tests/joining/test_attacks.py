@@ -20,6 +20,7 @@ from torch.distributed import HashStore, Store
 import mirrored
 from tests.support.clocks import Jumps
 from tests.support.handshakes import KEYS, TOKEN, both_meet, join, meet, serve, together
+from tests.support.jobs import towers
 from tests.support.meeting import has_said, say, shorten_deadlines, wait_for
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, StartupError
@@ -172,9 +173,8 @@ def test_a_clock_that_is_set_decides_nothing_of_a_meeting(monkeypatch: pytest.Mo
 # -- processes that are suspended ----------------------------------------------------------------------------
 
 
-def _suspended(seconds: float, timeout: float) -> float:
+def _suspended(strategy: mirrored.Strategy, seconds: float, timeout: float) -> float:
     """Tower 0 waits for tower 1 while somebody suspends both: for ``seconds``, by tower 0's clock."""
-    strategy = mirrored.MirroredStrategy()
     processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
     if strategy.topology.index == 1:
         wait_for("waits")
@@ -206,12 +206,11 @@ def _suspended(seconds: float, timeout: float) -> float:
 
 @pytest.mark.slow
 def test_a_job_that_was_suspended_for_longer_than_the_deadline_goes_on() -> None:
-    assert mirrored.launch(_suspended, (12.0, 10.0), towers=2, devices=["cpu:0", "cpu:1"], timeout=HANG) == [2.0, 2.0]
+    assert towers(_suspended, 12.0, 10.0) == [2.0, 2.0]
 
 
-def _stopped() -> str:
+def _stopped(strategy: mirrored.Strategy) -> str:
     """Tower 0 stops tower 1; what both come to."""
-    strategy = mirrored.MirroredStrategy()
     _, other = strategy.gather(torch.tensor([os.getpid()])).tolist()
     if strategy.topology.index == 0:
         os.kill(other, signal.SIGSTOP)
@@ -228,7 +227,7 @@ def _stopped() -> str:
 @pytest.mark.slow
 def test_a_stopped_tower_is_woken_to_hear_that_the_others_end() -> None:
     """torchrun would wait half a minute for it to end."""
-    first, second = mirrored.launch(_stopped, towers=2, devices=["cpu:0", "cpu:1"], timeout=HANG)
+    first, second = towers(_stopped)
     assert "tower 0 waited 2 s for tower 1" in first
     assert "tower 0" in second
     assert "broke off" in second or "ended" in second
