@@ -10,7 +10,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore
 
 import mirrored
-from tests.support.handshakes import tower
+from tests.support.handshakes import serve, tower
 from tests.support.jobs import towers
 from towers.gradients.pairing import BackwardCounter
 from towers.health import heartbeat
@@ -49,6 +49,17 @@ def test_a_file_gets_no_heartbeats(tmp_path: pathlib.Path, caplog: pytest.LogCap
     heartbeat.start(health, tower(0, chief_serves=True), store, math.inf)
     assert health.heartbeat is None
     assert "initialised through a file, so towers send no heartbeats" in caplog.text
+
+
+def test_a_stack_is_asked_for_from_the_first_moment(tmp_path: pathlib.Path) -> None:
+    """The towers are connected to the store where they ask when their heartbeats begin, however slow the machine is."""
+    store = serve()
+    healths = [Health(StatusRecord(record_path(tmp_path, index), create=True)) for index in range(2)]
+    for index, health in enumerate(healths):
+        heartbeat.start(health, tower(index), store, math.inf)
+    assert healths[0].heartbeat is not None
+    [peer] = healths[0].heartbeat.query([1], stacks=True)
+    assert "test_a_stack_is_asked_for" in peer.stack
 
 
 def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:

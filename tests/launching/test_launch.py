@@ -187,18 +187,23 @@ def test_wrong_arguments() -> None:
     assert launch(tower, devices=["cpu:0", "cpu:1", "cpu:2"]) == [0, 1, 2]
 
 
-def beside_a_group_of_the_users() -> tuple[int, list[int]]:
+def beside_a_group_of_the_users(url: str) -> tuple[int, list[int], list[bool]]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", url, rank=tower(), world_size=2)
     strategy = mirrored.MirroredStrategy()
-    mine = torch.tensor([tower()])
-    dist.all_reduce(mine)
-    return strategy.reduce("sum", tower() + 1), mine.tolist()
+    total = torch.tensor([tower()])
+    dist.all_reduce(total)
+    heartbeat = strategy.communicator.health.heartbeat
+    wait_until(lambda: all(peer.lives for peer in heartbeat.query([0, 1], stacks=False)), HANG)
+    lives = [peer.lives for peer in heartbeat.query([0, 1], stacks=False)]
+    return strategy.reduce("sum", tower() + 1), total.tolist(), lives
 
 
-def test_a_process_group_of_the_users_stays() -> None:
-    assert launch(beside_a_group_of_the_users, devices=["cpu:0", "cpu:1"]) == [(3, [1])] * 2
+def test_a_process_group_of_the_users_stays(tmp_path: pathlib.Path) -> None:
+    """Towers see each other's heartbeats, however it was formed."""
+    for url in ("env://", f"file://{tmp_path}/group"):
+        assert launch(beside_a_group_of_the_users, (url,), devices=["cpu:0", "cpu:1"]) == [(3, [1], [True, True])] * 2
 
 
 def without_variables() -> None:

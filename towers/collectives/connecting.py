@@ -79,7 +79,10 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     }
     if dist.is_initialized():
         _check_default_group(tower, device, backend)
-        store = dist.PrefixStore(f"towers/later{next(_later)}", default_store())
+        meeting = default_store()
+        if not tower.chief_serves and not meeting.has_extended_api():  # type: ignore[attr-defined]
+            meeting = tower.open_store()  # a file takes no heartbeats, the launcher's store does
+        store = dist.PrefixStore(f"towers/attempt{topology.attempt}/later{next(_later)}", meeting)
         _choose_network(tower, tower.handshake(store, message, compare_towers))
         group = ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
     else:

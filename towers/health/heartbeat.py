@@ -77,7 +77,7 @@ def start(health: Health, tower: Participant, store: Store, step_seconds: float)
     elif tower.index == 0:
         log.warning(
             "torch.distributed was initialised through a file, so towers send no heartbeats: timeout errors do not say "
-            "where other towers are, and models are not compared when the programs end"
+            "where other towers are, no deadlocks are found, and models are not compared when the programs end"
         )
     arguments = weakref.ref(health), health.record, tower.index, step_seconds
     threading.Thread(target=_watch_steps, args=arguments, name="towers-step-deadline", daemon=True).start()
@@ -97,14 +97,14 @@ class Heartbeat:
         self._record = health.record
         self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
-        self._store: SignedStore | None = None
+        self._sending, self._asking = (store.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
         self._blocked = 0  # how often towers have reported that they keep waiting
         self._beats: dict[int, Beat] = {}
         self._newest: dict[int, tuple[int, float]] = {}  # of each tower: its newest heartbeat, and since when
         self._host = socket.gethostname()
-        self._thread = threading.Thread(target=self._run, args=(store,), name="towers-heartbeat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="towers-heartbeat", daemon=True)
         atexit.register(self._stop)
         self._thread.start()
 
@@ -115,12 +115,10 @@ class Heartbeat:
 
     # -- sending -----------------------------------------------------------------------------------------
 
-    def _run(self, met_in: SignedStore) -> None:
-        me = self._tower
+    def _run(self) -> None:
+        me, store, answered = self._tower, self._sending, 0
+        log.debug("tower %d has begun its heartbeats", me)
         try:
-            store, self._store = (met_in.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
-            log.debug("tower %d has begun its heartbeats", me)
-            answered = 0
             while (health := self._health()) is not None:
                 store.write(f"beat{me}", {**self._beat(health).as_json(), "host": self._host})
                 asked = store.add(f"queries{me}", 0)
@@ -229,17 +227,16 @@ class Heartbeat:
     def _ask(self, towers: Sequence[int]) -> dict[int, str]:
         answers: dict[int, str] = {}
 
-        def ask(store: SignedStore) -> None:
-            queries = {tower: store.add(f"queries{tower}", 1) for tower in towers}
+        def ask() -> None:
+            queries = {tower: self._asking.add(f"queries{tower}", 1) for tower in towers}
             while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
                 for tower in living:
-                    answer = store.read(f"answer{tower}")
+                    answer = self._asking.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
                         answers[tower] = answer["stack"]
                 clock.sleep(0.05)
 
-        if (store := self._store) is not None:
-            in_time(_LONGEST, lambda: ask(store))  # a store whose host is gone may not answer at all
+        in_time(_LONGEST, ask)  # a store whose host is gone may not answer at all
         return dict(answers)
 
     def _silence(self, tower: int, number: int) -> float:
@@ -252,10 +249,9 @@ class Heartbeat:
         return now - since
 
     def _read_beats(self, towers: Sequence[int]) -> dict[int, PeerStatus]:
-        store = self._store
         peers: dict[int, PeerStatus] = {}
-        for tower in towers if store is not None else ():
-            if (message := store.read(f"beat{tower}")) is not None:  # type: ignore[union-attr]
+        for tower in towers:
+            if (message := self._asking.read(f"beat{tower}")) is not None:
                 beat = Beat.from_json(message)
                 silent = self._silence(tower, beat.number)
                 host = "" if message["host"] == self._host else message["host"]
