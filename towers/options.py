@@ -24,10 +24,10 @@ class CommunicationOptions:
     """Options of a strategy's communication; they must be the same on all towers.
 
     Attributes:
-        implementation: "auto" (between accelerators NCCL or what torch has for their kind, shared memory between CPU
-            towers of one host, else Gloo), "nccl", "gloo", "shared_memory", or "host": towers on accelerators average
-            in the hosts' memory, as CPU towers would; "auto" does so where torch has no collectives for the kind of
-            device, or towers share one.
+        implementation: "auto" (between accelerators NCCL or what torch has for their kind; between CPU towers shared
+            memory inside each host, Gloo across hosts and where memory cannot be shared), "nccl", "gloo",
+            "shared_memory", or "host": towers on accelerators average in the hosts' memory, as CPU towers would; "auto"
+            does so where torch has no collectives for the kind of device, or towers share one.
         algorithm: "ring" pins NCCL's ring all-reduce, "auto" leaves the choice to NCCL's tuner; a value of
             ``NCCL_ALGO`` in the environment wins. Gloo always uses its ring.
         wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits

@@ -35,11 +35,12 @@ class Topology:
         local_index, local_size: the same among the towers of this worker (this machine).
         worker, workers: this worker's index, and how many there are.
         started_by: the command that a person typed, for the log.
-        address: (host, port) of the store where the towers meet; None for a single tower.
-        serves_store: whether this tower's own process must serve that store (else a launcher does).
+        address: (host, port) of the store where the towers meet; None where nobody started this process as a tower.
+        chief_serves: whether tower 0's process serves that store (else a launcher does).
         attempt: how often the launcher restarted the job; keeps the attempts' keys apart in the store.
         origin: where this was read from, for messages (``"RANK, WORLD_SIZE, …"``).
-        token: a secret that all processes of this job have, and no others; empty where nobody gave one.
+        token: a secret that all processes of this job have, and no others. Where nobody gave one, torchrun's run id
+            ("none" in every job of several hosts without ``--rdzv-id``), or empty.
     """
 
     index: int = 0
@@ -50,7 +51,7 @@ class Topology:
     workers: int = 1
     started_by: str = "python"
     address: tuple[str, int] | None = None
-    serves_store: bool = False
+    chief_serves: bool = False
     attempt: int = 0
     origin: str = "this process"
     token: str = dataclasses.field(default="", repr=False)

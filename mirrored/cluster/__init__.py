@@ -9,7 +9,10 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalCluste
 
 
 def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
-    """The launcher that started this process as one of its towers (torchrun, srun); None when there is none."""
+    """Who started this process as a tower, by torchrun's variables (torchrun, our own agent, ``launch``) or SLURM's.
+
+    None: nobody, it is no tower yet.
+    """
     if torchrun.present(environ):
         return torchrun.TorchrunClusterResolver(environ)
     if "SLURM_PROCID" in environ:

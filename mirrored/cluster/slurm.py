@@ -57,7 +57,7 @@ class SlurmClusterResolver(ClusterResolver):
             workers=self.workers,
             started_by="srun",
             address=(host, port),
-            serves_store=True,
+            chief_serves=True,
             attempt=number.optional("SLURM_RESTART_COUNT"),
             origin=self.origin,
             token=environ.get(JOB_TOKEN, ""),

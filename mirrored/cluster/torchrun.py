@@ -61,7 +61,7 @@ class TorchrunClusterResolver(ClusterResolver):
             workers=self.workers,
             started_by=started_by,
             address=(environ["MASTER_ADDR"], number["MASTER_PORT"]),
-            serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            chief_serves=environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=number.optional("TORCHELASTIC_RESTART_COUNT"),
             origin=self.origin,
             token=environ.get(JOB_TOKEN) or run_id,

@@ -81,7 +81,7 @@ def _check_topology(launcher: ClusterResolver) -> Iterator[Finding]:
             "correct MASTER_ADDR, or add it to /etc/hosts or the name server",
         )
     else:
-        is_chief = topology.is_chief and topology.serves_store
+        is_chief = topology.is_chief and topology.chief_serves
         yield network.check_chief(host, port, launcher.origin, is_chief=is_chief)
 
 

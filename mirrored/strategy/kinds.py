@@ -85,7 +85,7 @@ class MirroredStrategy(Strategy):
             30 µs a ``run``; one tower without a seed has nothing to change.
 
     Raises:
-        ValueError: ``devices`` names one twice, one that is not there, or another number than the launcher
+        ValueError: ``devices`` names a CPU twice, one that is not there, or another number than the launcher
             started; ``virtual_towers`` does not fit the number of towers; or an option is none of its values.
         DisagreementError: the towers were given different options.
         CannotStartError: several devices, but this is no script of the user's (a notebook, a test runner).

@@ -42,7 +42,7 @@ def test_slurm_variables() -> None:
     assert (topology.index, topology.size, topology.local_index, topology.local_size) == (3, 5, 1, 2)
     assert (topology.worker, topology.workers) == (1, 3)
     assert topology.address == ("gpu03", 12000 + 7002)
-    assert topology.serves_store
+    assert topology.chief_serves
     with pytest.raises(ClusterError, match="SLURM_LOCALID, SLURM_NODEID are not set"):
         SlurmClusterResolver({**environ, "SLURM_LOCALID": "", "SLURM_NODEID": ""})
     assert not slurm.present({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"

@@ -1,7 +1,7 @@
-"""Connecting the towers: the only place that chooses how they communicate.
+"""Connecting the towers, and choosing how they communicate.
 
 All towers have come and belong together (:mod:`towers.joining.participant`); then they form c10d's default group, and
-share memory where they can.
+share memory where they can. Towers that share a device have been given the implementation "host" before.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ _later = itertools.count()
 def connect(topology: Topology, device: torch.device, options: CommunicationOptions) -> Communicator:
     """Join the other towers, form c10d's default process group with them, and share memory where that is possible.
 
-    A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get
-    a group of their own beside it, and join in its store.
+    A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get a group
+    of their own beside it, and join in its store. If it was formed through a file, they join in the launcher's store,
+    where a launcher serves one.
 
     Args:
         topology: this tower's place; its ``address`` is that of the store where the towers join.
@@ -47,14 +48,15 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         StartupError: not all towers came before the deadline, and the text lists the missing; or ``options`` ask for
             shared memory, and the towers cannot have it.
         HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
-            has another job token than the others.
+            has another job token than the others (beside an existing default group: a StartupError at the deadline).
         PortInUseError: the store's address is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
     assert topology.address is not None
     health = Health.of_this_tower("joining the other towers")
-    staged = device.type != "cpu" and _backend(options.implementation, device) == "host"
-    backend, where = ("gloo", torch.device("cpu")) if staged else (_backend(options.implementation, device), device)
+    backend, where = _backend_or_host(options.implementation, device), device
+    if staged := backend == "host":
+        backend, where = "gloo", torch.device("cpu")
     timeout = timedelta(seconds=options.timeout_seconds)
     if backend == "nccl":
         from towers.collectives import nccl_watch
@@ -66,7 +68,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         index=topology.index,
         names=[f"rank {i}" for i in range(topology.size)],
         address=topology.address,
-        chief_serves=topology.serves_store,
+        chief_serves=topology.chief_serves,
         origin=topology.origin,
         token=topology.token,
         seconds=options.startup_timeout_seconds,
@@ -96,7 +98,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     health.watch(group)
     if group.size > 1:
         heartbeat.start(health, tower, store, options.step_timeout_seconds)
-    chosen = _choose(group, options)
+    chosen = _share_memory(group, options)
     if staged:
         from towers.collectives.host_staged import HostStagedCommunicator
 
@@ -108,7 +110,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     return chosen
 
 
-def _backend(implementation: str, device: torch.device) -> str:
+def _backend_or_host(implementation: str, device: torch.device) -> str:
     """The c10d backend for tensors on ``device``, or "host"; towers that share memory have Gloo beside it.
 
     Raises:
@@ -194,7 +196,8 @@ def _choose_network(tower: Participant, messages: list[Message]) -> None:
         machine.listen_on(interface)
 
 
-def _choose(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
+def _share_memory(group: ProcessGroupCommunicator, options: CommunicationOptions) -> Communicator:
+    """Shared memory, alone or inside each host, where ``options`` and the towers allow it; else ``group`` itself."""
     wanted = options.implementation == "shared_memory"
     if group.size == 1 or not (wanted or (options.implementation in ("auto", "host") and group.device.type == "cpu")):
         return group

@@ -2,7 +2,8 @@
 
 The handshake is used twice: between workers (machines) when the agents start, and between towers when their strategies
 are built. Each process publishes a message in the store, waits for everybody's, and compares them. The first that finds
-something wrong publishes the result, which all the others read, so that all fail with one text within seconds.
+something wrong publishes the result, which all the others read, so that all fail with one text within seconds. Only a
+process whose index is taken, or that has another job's token, fails alone.
 
 [Note: replayed messages] A message may have been read in an earlier handshake with the same token, and be stored again
 by somebody else. So a process that has read all messages confirms it by a digest of all their nonces, in which that of
@@ -224,7 +225,7 @@ class _Handshake:
                 self._check(i, own)
         if before == count or len(self._messages) < count:
             return False
-        for i in range(1, count):  # all compare all with the first, so none goes on where two others found a difference
+        for i in range(1, count):  # where two others differ from each other, those do not confirm
             self._check(i, 0)
         return True
 
@@ -235,7 +236,8 @@ class _Handshake:
         """Processes that have not confirmed yet that they have read the same messages; see [Note: replayed messages].
 
         Args:
-            late: ask all; else all but the first process wait for the first only.
+            late: list everybody who has not confirmed. Before: process 0 waits for all others, they wait for process 0
+                alone.
         """
         index = self._process.index
         digest = hashlib.sha256("\0".join(str(message["nonce"]) for message in self._in_order()).encode()).hexdigest()

@@ -3,11 +3,12 @@
 A message is a JSON object with an HMAC signature over it and the key that it is stored under, made with the job's
 token. The token itself is never sent.
 
-[Note: unauthenticated peers] A store takes what anybody writes, so its own process cannot be found by a vote. The
-process that serves it signs it first (under torchrun: the first process that joins). Every process checks that
-signature before it writes anything, and leaves when it was made with another token. A message without this job's
-signature counts as absent: it takes no place, ends no job and reaches no parser but JSON's. A signed message that lacks
-a field ends the job with an error that names its process. Where nobody gave a token, the signature is only a checksum.
+[Note: unauthenticated peers] Anybody can write to a store, so which job it belongs to cannot be read off what lies in
+it. The process that serves it therefore signs :data:`OWNER` first (under torchrun: the first process that joins). Every
+process that opens the store checks that signature before it writes anything, and leaves when it was made with another
+token. (The store of a process group that the script has formed is not checked.) A message without this job's signature
+counts as absent: it takes no place, ends no job and reaches no parser but JSON's. A signed message that lacks a field
+ends the job with an error that names its process. Where nobody gave a token, the signature is only a checksum.
 """
 
 from __future__ import annotations

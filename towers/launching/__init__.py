@@ -6,7 +6,7 @@
     │   MirroredStrategy() → mirrored/strategy/kinds.py, _start_towers → job.become
     └─ exec, same process id ──▶ python …/towers '{"towers": 2, …}' python train.py         agent.main
          │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
-         │   OMP_NUM_THREADS (cores / towers) and, where they were named, DEVICES
+         │   OMP_NUM_THREADS (cores / towers)
          ├─ python train.py    terminal as it is
          └─ python train.py    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
                  RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and RUN_ID, as torchrun sets them; ERROR_FILE
@@ -15,7 +15,7 @@
 
 The other ways to the same towers:
 
-- ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; its devices are named.
+- ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; it also sets DEVICES.
 - ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 1, "workers": 2,
   "addresses": […], …}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's.
   ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
