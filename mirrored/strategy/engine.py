@@ -117,7 +117,7 @@ class Engine:
             watch=watch,
         )
         self.averager: GradientReducer = averager
-        events.failed.append(averager.give_up)
+        events.failed.append(averager.break_off_backward)
         self.virtual: VirtualTowers | None = None
         self._features: dict[type, Any] = {}
         if training.virtual_towers is not None:

@@ -250,7 +250,7 @@ class GradientAverager(GradientReducer):
     def check_paired(self) -> None:
         self._cycle.check_paired()
 
-    def give_up(self, error: BaseException) -> None:
+    def break_off_backward(self, error: BaseException) -> None:
         if self._cycle.state is State.IDLE:
             return
         if self._channel.size > 1:

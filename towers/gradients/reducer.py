@@ -57,8 +57,8 @@ class GradientReducer(Protocol):
             DisagreementError: on all towers, when it was not the same one.
         """
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell towers that wait for the gradients of an open backward that the script's step has ended in ``error``."""
+    def break_off_backward(self, error: BaseException) -> None:
+        """If a backward is open, tell the towers that wait for its gradients that the script's step has ended so."""
 
     # -- gradients that are reduced otherwise, or not ----------------------------------------------------
 

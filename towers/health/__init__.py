@@ -14,6 +14,7 @@ a tower waits for one that is gone         a ``PeerLostError`` (``shared_memory/
                                            seconds late, and ``exit_report._cause`` looks for the first failure
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others by ``heartbeat.py``;
                                            the tower raises a ``CollectiveTimeoutError``
+a tower loops for ever                     the same: a collective of the others passes its deadline (600 s)
 towers wait for each other in a cycle      the chief's ``Heartbeat._find_deadlock`` publishes it; all of them raise a
                                            ``DeadlockError`` in ``Health.check_deadlock``
 a step passes its deadline                 ``heartbeat._watch_steps`` reports a ``StepTimeoutError``, and ends the tower
@@ -22,7 +23,8 @@ models differ when the programs end        ``mirrored/attached/last_check.py``, 
 the job is told to end (SIGTERM …)         ``Attempt.forward`` sends the signal to the towers. Those that save end
                                            with exit code 75: ``exit_report._preempted``; else the agent dies of the
                                            signal
-another worker fails                       ``launching/failure_broadcast.py``; this worker's towers are ended
+another worker fails                       ``FailureBroadcast.listen`` receives it → ``Attempt.wait`` returns →
+                                           ``Attempt.end``; the exit report prints what was received, exit code 1
 the agent is gone                          ``failure.end_with_parent``, the parent watchdog, kills the tower
 a tower ends early with exit code 0        ``exit_report._first_good_end``, once another tower has failed for it
 all ends well                              ``process_group.leave_at_exit``; workers wait for each other in

@@ -5,11 +5,16 @@ A tower that ends with an uncaught exception leaves a report in the file that it
 user's own torchrun the report gives torchrun's summary its traceback.
 
 [Note: a tower that has failed ends itself] Its interpreter may wait for a thread, a pool or an exit handler for ever,
-and torchrun looks at exit codes only. faulthandler's watchdog, a thread that needs no interpreter, ends the process 1.5
-s after the report (and the traceback, where the tower prints that itself), or 2.5 s after it where only exit handlers
-and the interpreter's end are left, which takes a second of a core with torch. A checkpoint that a thread is writing has
-30 s: a flag in the tower's status record says so to its agent. A tower that was told to end and has saved does not wait
-for such threads for longer, either: the others and the scheduler wait for its end.
+and torchrun looks at exit codes only. So faulthandler's watchdog, a thread that needs no interpreter, ends the process
+with exit code 1:
+
+- From its report on (or its traceback, where the tower prints that itself), its threads have 1.5 s.
+- Once they have ended, exit handlers and the interpreter, whose end takes a second of a core with torch, have until
+  2.5 s.
+- While a checkpoint is written, its threads have 30 s more. A flag in the tower's status record says so to its agent.
+
+A tower that was told to end and has saved does not wait for such threads for longer, either: the others and the
+scheduler wait for its end.
 
 [Note: consequences wait] A tower that fails because another one is gone sleeps two seconds before it reports, so that
 the launcher sees the cause first: torchrun orders failures by whole seconds, then by rank. Not where the launcher has

@@ -8,8 +8,8 @@ standard output only into files, and meets workers with a time-out that names no
 - how towers end (:mod:`towers.launching.attempt`);
 - the chief's output plain, the other towers silent but for prefixed warnings and errors
   (:mod:`towers.launching.console`);
-- the first exception with its traceback, last which tower failed where, and its exit code
-  (:mod:`towers.launching.exit_report`);
+- the first exception with its traceback, last which tower failed where, and its exit code (on workers whose towers did
+  not fail, the sentence alone, and 1: :mod:`towers.launching.exit_report`);
 - workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.rendezvous`).
 """
 
@@ -65,7 +65,8 @@ def run(job: Job, program: Sequence[str]) -> int:
     """Run the towers to their end, see [Note: the agent is torchrun's].
 
     Returns:
-        The exit code: the first failing tower's, 0 when none failed.
+        The exit code: the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
+        ended on a signal; 0 when none failed.
     """
     _set_environment(job)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))

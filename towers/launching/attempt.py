@@ -54,7 +54,8 @@ class Attempt:
         directory: with the towers' reports and status records.
         broadcast: what the workers tell each other.
         processes: ids of the towers' processes, by index of the tower.
-        endings: exit codes of the towers that ended by themselves, by index; negative: the signal they died of.
+        endings: exit codes of the towers that ended by themselves, by index; negative: the signal they died of. Those
+            that :meth:`end` kills are not in it.
         forwarded: the signal that this process was sent and has forwarded, if there was one.
 
     Args:
@@ -122,7 +123,7 @@ class Attempt:
         return EXIT_PREEMPTED in self.endings.values() and not self.failed
 
     @property
-    def died_of(self) -> signal.Signals | None:
+    def died_of_forwarded(self) -> signal.Signals | None:
         """The forwarded signal, if a tower has died of it, or has ended with a shell's exit code for that."""
         number = self.forwarded
         return number if number is not None and {-number, 128 + number} & set(self.endings.values()) else None
@@ -165,13 +166,16 @@ class Attempt:
         return restore
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Wait until all towers have ended, or until those that live are to :meth:`end`."""
+        """Return as soon as a tower has failed or another worker's failure has come, or all have ended.
+
+        After a failure ``grace`` goes by first; the agent's is 0.
+        """
         deadline = Deadline(seconds)
         wait_until(lambda: self.note_endings() or any(self.endings.values()) or bool(self.broadcast.received), seconds)
         if self.preempted:
             wait_until(lambda: self.note_endings() or self.failed, self._grace or _TOGETHER)
             return
-        number = self.died_of
+        number = self.died_of_forwarded
         grace = self._grace if number is None else LAST_WORDS  # all have been sent it, and need no other signal
         wait_until(self.note_endings, min(grace, deadline.remaining()))
         if number is not None and self._groups:

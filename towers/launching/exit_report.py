@@ -22,8 +22,8 @@ def make_exit_report(job: Job, attempt: Attempt) -> tuple[int, str]:
     Returns:
         The exit code, negative for the signal that ended the job, and the text that is printed last.
     """
-    if attempt.died_of is not None:
-        return -attempt.died_of, ""
+    if attempt.died_of_forwarded is not None:
+        return -attempt.died_of_forwarded, ""
     if not attempt.failed and len(attempt.endings) == job.towers:
         if (sentence := _first_good_end(job, attempt)) is not None:
             attempt.broadcast.await_ends(sentence, _OTHERS_TOGETHER if attempt.preempted else _OTHER_WORKERS)

@@ -72,9 +72,9 @@ class FailureBroadcast:
         return None if store is None else in_time(_SECONDS, lambda: call(store))
 
     def publish_failure(self, sentence: str) -> str:
-        """Tell the others what has failed here; returns what was published first by any worker.
+        """Tell the others what has failed here; returns what was published first, perhaps by another worker.
 
-        This worker receives it as the others do: the one that serves the store waits for all to have.
+        It counts as received only when the listener has read it back, so worker 0 can wait until all know.
         """
         if self._store is not None and self.received is None:
             self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))

@@ -71,7 +71,7 @@ def play(program: Sequence[str], workers: int) -> int:
             restore()
             for job in jobs:
                 job.wait()
-    if (signal_number := attempt.died_of) is not None:
+    if (signal_number := attempt.died_of_forwarded) is not None:
         os.kill(os.getpid(), signal_number)
     codes = attempt.endings.values()
     return max(map(abs, codes)) if len(codes) == workers else 1
