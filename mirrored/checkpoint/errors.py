@@ -43,6 +43,8 @@ def listed(names: Iterable[str]) -> str:
 def raise_first(comm: Communicator, call: str, problem: str, prefix: str = "") -> None:
     """Raise the problem of the first tower that has one, on all towers; with several towers it names the tower.
 
+    A collective: towers without a problem call it, too.
+
     Args:
         call: what is being done, as for :func:`announce`.
         problem: this tower's; empty when it has none.

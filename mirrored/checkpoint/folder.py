@@ -17,8 +17,9 @@ rename, so a kill between the two would hide a complete checkpoint. A run that w
 later checkpoints to ``replaced-…``: the next restart would take them for its own.
 
 [Note: which tower writes] Hosts may share the folder (a network file system) or have one each under the same path. This
-is found by trying: every tower makes a probe file, and the first tower whose probe a tower sees writes for it. So hosts
-that share the folder write once, hosts with disks of their own write a copy each, and there is nothing to configure.
+is found by trying: every tower makes a probe file, then looks which probes lie in its own folder; the lowest-numbered
+of their towers writes there. So hosts that share the folder write once, hosts with disks of their own write a copy
+each, and there is nothing to configure.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class CheckpointManager:
     Attributes:
         steps: number of steps counted, including those before a restart.
         folder: the path.
-        stalled_seconds: how long saving has blocked training, in total.
+        stalled_seconds: how long training was blocked by saves that succeeded; calls of :meth:`wait` are not counted.
 
     Raises:
         ValueError: a name or a number is out of range.
@@ -156,9 +156,11 @@ class CheckpointManager:
         Raises:
             ValueError: ``name`` cannot name a checkpoint; or, on all towers, the towers are at different steps.
             TypeError: on all towers: something cannot be saved.
-            MirrorError: on all towers: they do not hold the same parameters or state of optimizers any more.
-            CheckpointError: on all towers: this checkpoint, or the one that was still being written, could not be
-                written. Earlier ones are unchanged.
+            MirrorError: on all towers: they do not hold the same parameters or state of optimizers any more. (Not with
+                ``mirror_check_interval=None``.)
+            CheckpointError: on all towers: the one before, which was still being written, failed, and this one was not
+                begun; or, with ``wait``, this one failed. Without ``wait``, its own error comes from the next
+                :meth:`save`, :meth:`wait` or the end of :meth:`resume`. Earlier ones are unchanged.
             DisagreementError: on all towers: some call something else.
         """
         if name is not None and is_step(check_name(name)):

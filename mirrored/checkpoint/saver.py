@@ -1,4 +1,4 @@
-"""Saving: the state of all towers is gathered on those that write, a thread writes it, and all learn the result.
+"""Saving: those that write gather the state of all towers, a thread writes it, and all learn the result later.
 
 [Note: what differs between towers] Mirrored parameters and the state of their optimizers are the same on all towers,
 and are written once. Everything else (buffers, random numbers, a script's own dicts) may differ, whatever its kind:
@@ -57,14 +57,14 @@ class Saver:
         self._comm = strategy.communicator
         self._folder = folder
         self._tracked = tracked
-        self._writer: BackgroundWriter | None = None
+        self._writer: Writer | None = None
         self._in_flight = ""
         problem = ""
         if folder.elect_writer(self._comm) == self._comm.index:
             path = folder.path / _LOCK
             try:
                 lock, is_new = take_lock(path, _LOCK_SECONDS)
-                self._writer = BackgroundWriter(folder, lock, strategy.health.saving)
+                self._writer = Writer(folder, lock, strategy.health.saving)
                 if is_new:  # else another manager of this process may be writing what looks left over
                     folder.clean()
             except BlockingIOError:
@@ -92,7 +92,7 @@ class Saver:
         self.wait()
         engine = self._strategy.engine
         objects, own, tensors = self._capture(step)
-        # Mirrored state is written once, as tower 0 has it, so it has to be the same on all.
+        # Each writer writes its own mirrored state. Without mirror checks the towers are trusted to hold the same.
         engine.check_before("saves a checkpoint of what all towers hold")
         if self._writer is not None:
             self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
@@ -194,12 +194,12 @@ class Saver:
         }
 
 
-class BackgroundWriter:
+class Writer:
     """Writes checkpoints into a folder, one at a time.
 
     Args:
         folder: is written to.
-        lock: the folder's lock, held until all is written.
+        lock: the folder's lock, held until this object is collected or the process ends.
         saving: makes a context that is entered while a checkpoint is written.
 
     Attributes:
@@ -264,9 +264,9 @@ class BackgroundWriter:
 
 
 def _differing(towers: Sequence[Mapping[str, str]], writers: Iterable[int]) -> list[set[str]]:
-    """For each tower the names whose checksums are not tower 0's; for tower 0 those that differ on any.
+    """Which names each tower sends.
 
-    For tower 0 also those that one of the ``writers`` does not have.
+    Tower 1 and up: what differs from tower 0's. Tower 0: all that differs anywhere, or that a writer lacks.
     """
     differing = [{name for name, checksum in other.items() if checksum != towers[0].get(name)} for other in towers]
     lacking = [towers[0].keys() - towers[writer].keys() for writer in writers]

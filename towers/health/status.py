@@ -95,7 +95,7 @@ class StatusRecord:
         """The tower is in a collective of this name; empty: in none."""
         _CALL.pack_into(self._memory, _CALL_AT, name)
 
-    def save(self, saving: bool) -> None:
+    def set_saving(self, saving: bool) -> None:
         """The tower is writing a checkpoint, or no longer."""
         self._memory[_SAVING_AT] = saving
 
@@ -308,7 +308,7 @@ class Health:
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a checkpoint is being written, by whatever thread: a job that fails gives it time to be done."""
-        return failure.saving(self.record.save)
+        return failure.saving(self.record.set_saving)
 
     def each(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
         """``items``, as they are; while one is waited for the tower is in ``phase``."""
