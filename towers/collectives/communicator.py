@@ -18,7 +18,7 @@ from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersE
 from towers.health.status import Health
 from towers.system.memory_layout import contiguous
 
-_C = TypeVar("_C", bound="Participant")
+_C = TypeVar("_C", bound="Caller")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -54,8 +54,8 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class Participant:
-    """One tower in a sequence of collectives, which it can break off.
+class Caller:
+    """One tower as it makes a sequence of collectives, which it can break off.
 
     Attributes:
         index, size: this tower and how many there are.
@@ -100,7 +100,7 @@ class InStep:
 
     __slots__ = ("_target",)
 
-    def __init__(self, target: Participant) -> None:
+    def __init__(self, target: Caller) -> None:
         self._target = target
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class Deferred:
         self.wait = finish
 
 
-class PeerGroup(Participant, ABC):
+class PeerGroup(Caller, ABC):
     """Towers that can tell each other anything, slowly perhaps: enough to form a communicator.
 
     Attributes:
@@ -171,7 +171,7 @@ class Communicator(PeerGroup):
 
     Attributes:
         backend: name for messages and the log.
-        prescale: what a tensor has to be multiplied by before :meth:`submit_average`: 1 over the number of towers where
+        prescale: what values have to be multiplied by before :meth:`submit_average`: 1 over the number of towers where
             the backend can only sum, else 1.
         may_overlap: whether averages may run beside the computation, in the order in which they were submitted; else
             they run all at once when the first is awaited.
@@ -190,11 +190,10 @@ class Communicator(PeerGroup):
 
     @abstractmethod
     def submit_average(self, tensor: Tensor) -> Pending:
-        """Have ``tensor`` averaged over all towers, in place, from now on or when the result is awaited.
+        """Start or queue the average over all towers, in place.
 
-        Nobody else uses it until then.
-
-        Its values have been multiplied by :attr:`prescale` before.
+        Leave ``tensor`` alone until :meth:`Pending.wait` returns. Gradients in it are already times :attr:`prescale`;
+        what is not, such as a bucket's tail, is summed where the backend can only sum.
         """
 
     def allocate(self, key: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

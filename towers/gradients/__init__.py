@@ -1,1 +1,1 @@
-"""Averaging gradients over the towers while backward is still running."""
+"""Averaging gradients over the towers in every backward, beside it where the communicator can."""

@@ -1,4 +1,4 @@
-"""Averaging gradients over towers while backward is still running (rule R2, docs/rules.md).
+"""Averaging gradients over the towers in every backward (rule R2, docs/rules.md).
 
 When ``backward()`` returns, every mirrored parameter's ``grad`` is the mean over towers of what each tower
 contributed. One backward goes like this:
@@ -6,7 +6,8 @@ contributed. One backward goes like this:
 1. ``_arrive``: autograd has finished a parameter's gradient. The first one opens a cycle
    (:class:`towers.gradients.cycle.Cycle`) and asks autograd to call ``_finish`` when this backward is done, the
    outermost one where checkpoints run others within it.
-2. ``Cycle.arrive``: a bucket is full; it is packed and its reduction starts, beside the backward that goes on. Buckets
+2. ``Cycle.arrive``: a bucket is full; from the second backward on it is packed and started now. Through NCCL and Gloo
+   it is then reduced beside the backward that goes on, in shared memory together with all others in step 3. Buckets
    start in the order of their indices, so that all towers make the same collectives in the same order whatever order
    their gradients came in.
 3. ``_finish``: backward is done. ``Cycle.finish`` starts what is left, the last bucket carrying which buckets this

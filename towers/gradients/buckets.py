@@ -5,26 +5,30 @@ A bucket's buffer holds, one after the other::
     | gradient of slot 0 | slot 1 | … | used? (one number a slot) | touched? (one number a unit) | backward |
 
 The numbers behind the gradients are its *tail*. They make unused parameters exact without a collective of their own:
-after the sum over towers, a slot's "used?" says how many towers computed that gradient in this backward. In the bucket
-that is the last of a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for,
-and the last numbers say which backward it is (:class:`towers.gradients.usage.Summary`). Between GPUs these flags take
-another way (:mod:`towers.gradients.usage`).
+once reduced, a slot's "used?" is not zero if any tower computed that gradient in this backward: it is the number of
+such towers, or in shared memory, which averages the tail as well, that number over N. In the bucket that is the last of
+a backward "touched?" says which units (buckets and sparse gradients) any tower has gradients for, and the last numbers
+say which backward it is (:class:`towers.gradients.usage.Summary`). Between GPUs these flags take another way
+(:mod:`towers.gradients.usage`).
 
-[Note: gradients lie in buckets] A parameter's gradient is a view of its bucket from the moment the bucket is packed, so
-nothing is copied out after the sum. DDP's ``gradient_as_bucket_view`` does the same, saves a copy of all gradients a
-step, and breaks code that keeps ``p.grad`` over ``zero_grad`` (methods that compare the gradients of several losses).
-So before a bucket is filled again, the holders of its memory are counted: if there are others than the parameters
-themselves, the bucket gets new memory. The slots' own views are never installed as gradients, since ``Module.to`` and
-``p.grad.data = …`` would move them out of the bucket.
+[Note: gradients lie in buckets] When a backward is done, each gradient that any tower computed is a view of its bucket
+(a tower's own since the bucket was packed, or before; see below), so nothing is copied out after the sum. DDP's
+``gradient_as_bucket_view`` does the same, saves a copy of all gradients a step, and breaks code that keeps ``p.grad``
+over ``zero_grad`` (methods that compare the gradients of several losses). So before a bucket is filled again, the
+holders of its memory are counted: if there are others than the parameters themselves, the bucket gets new memory. The
+slots' own views are never installed as gradients, since ``Module.to`` and ``p.grad.data = …`` would move them out of
+the bucket.
 
-[Note: copied at once] On CPUs a tower computes on the core that it reduces on, so nothing is gained by overlap, but
-much by the cache: a large gradient is copied into its bucket as soon as autograd has it, while the cache holds it, and
-the copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the last.
-Small ones are copied together, in one call, when the bucket is full.
+[Note: copied at once] CPU towers of one host compute on the cores that they reduce on, so nothing is gained by overlap,
+but much by the cache: a large gradient is copied into its bucket as soon as autograd has it, while the cache holds it,
+and the copy at once becomes the parameter's gradient, so that the next gradient is computed in the memory of the last.
+(Through Gloo the copy is times 1/N, so it becomes the gradient when the bucket is packed.) Small ones are copied
+together, in one call, when the bucket is packed: when it is full, but in a first backward, and for the last bucket of
+every one, when backward is done.
 
 [Note: stale slots contribute what they hold] A slot without a new gradient contributes the gradient that the parameter
-still has, not zero. That one is equal on all towers, so its mean is itself; a second backward that only some towers
-make must give old + mean(new), and contributing zero would divide the old.
+still has, not zero. That one is equal on all towers, so its mean is itself, to rounding unless N is a power of two; a
+second backward that only some towers make must give old + mean(new), and contributing zero would divide the old.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ class Bucket:
         self.flags: list[bool] = []
         self.buffer = self.tail = _NOTHING
         self.streams = StreamOrder(device) if device.type != "cpu" else None  # see [Note: one bucket, several streams]
-        self._ready = False
+        self._holders_checked = False
         self._packed: list[Tensor | None] = []
         self._holders = 0
         self._address = -1
@@ -143,7 +147,7 @@ class Bucket:
         self, slot: DenseSlot, parameter: Tensor, gradient: Tensor, channel: Communicator, scale: float
     ) -> None:
         """Copy a gradient that autograd has just finished into the buffer (see [Note: copied at once])."""
-        self._make_ready(channel)
+        self._check_holders(channel)
         if slot.is_installed(gradient):
             return
         _copy([slot.view], [gradient], scale)
@@ -164,7 +168,7 @@ class Bucket:
             summary: for the last bucket of a backward.
             flags_in_tail: whether the flags travel in the tail.
         """
-        self._make_ready(channel)
+        self._check_holders(channel)
         used: list[bool] = []
         sources: list[Tensor] = []
         targets: list[Tensor] = []
@@ -220,14 +224,14 @@ class Bucket:
                 "change the others before backward(), or when it has returned"
             )
 
-    def _make_ready(self, channel: Communicator) -> None:
+    def _check_holders(self, channel: Communicator) -> None:
         """See, once in a backward, that nobody else holds the memory of the buffer, which is about to be written to.
 
         See [Note: gradients lie in buckets].
         """
-        if self._ready:
+        if self._holders_checked:
             return
-        self._ready = True
+        self._holders_checked = True
         # torch may have moved the memory of all views at once (``share_memory_()``, queues of torch.multiprocessing).
         moved = self.buffer.data_ptr() != self._address
         views = storage_holders(self.buffer) - self._holders
@@ -238,14 +242,14 @@ class Bucket:
         """Give parameters that only other towers used the reduced gradient, too, and forget this backward.
 
         Args:
-            counts: how many towers have set this bucket's flags.
+            counts: what the towers have set of this bucket's flags.
             number: the backward's.
             tower: this one, for messages.
 
         Raises:
             MirrorError: a parameter is frozen on this tower and not on another one.
         """
-        self.is_packed = self._ready = False
+        self.is_packed = self._holders_checked = False
         self._packed = []
         if self.streams is not None:
             self.streams.reset()

@@ -60,7 +60,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket) -> None:
-        """Start to reduce a packed bucket, beside the backward where that can be."""
+        """Take a packed bucket, to be reduced beside the backward where that can be, else in :meth:`finish`."""
 
     @abstractmethod
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -91,6 +91,7 @@ class AllReduce(Reduction):
         self._pending: list[Pending] = []
 
     def start(self, bucket: Bucket) -> None:
+        """Submit a bucket, which starts its all-reduce through c10d, and queues it in shared memory."""
         self._pending.append(self._channel.submit_average(bucket.buffer))
 
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -128,7 +129,8 @@ class Cycle:
         IDLE ──────────────────▶ COLLECTING ──────────────▶ FINISHING
           ▲                                                    │
           └────────────────────────────────────────────────────┘
-            all buckets are reduced, towers were in the same backward
+            all buckets are reduced; towers were in the same backward
+            (between GPUs that may be read later, by ``check_paired``)
 
     An exception leaves the state as it is. The towers are out of step then, and :meth:`check_in_step` says so.
 
@@ -139,7 +141,7 @@ class Cycle:
 
     Attributes:
         state: changes in :meth:`_enter` only.
-        number: counts the backwards whose gradients were averaged.
+        number: counts averages: a cycle when it opens, and what was averaged by other means (``note_averaged``).
     """
 
     def __init__(self, channel: Communicator, reduction: Reduction, watch: Watch | None) -> None:
@@ -152,7 +154,7 @@ class Cycle:
         self._backward = BackwardCounter(channel.health)
         self._counts: list[Counts] = []  # they hold what may not have been awaited
         self._unread: Counts | None = None  # of the last backward's last bucket, where reading them waits
-        self._starts_early = False  # not before a backward has been seen that has no other within it
+        self._starts_early = False  # in the first cycle, and for good if that one contained a reentrant backward
         self._nested = False
         self._task = -1  # of autograd, in which the cycle was opened
         self._phase_outside = ""

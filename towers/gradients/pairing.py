@@ -72,7 +72,7 @@ def same_backward(counts: Sequence[float]) -> bool:
     """Whether all towers are in the same backward.
 
     Args:
-        counts: for each of the :data:`BITS` bits, how many towers have set it.
+        counts: for each of the :data:`BITS` bits, how many towers have set it, or the mean (that number over N).
     """
     return not any(map(operator.mul, counts[::2], counts[1::2]))  # of a bit and its opposite one is zero
 

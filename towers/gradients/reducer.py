@@ -90,10 +90,10 @@ class GradientReducer(Protocol):
 
     @property
     def averaged(self) -> int:
-        """How many backwards there were whose gradients were averaged."""
+        """How many averages have begun: one a backward, also if it failed, and those of :meth:`note_averaged`."""
 
     def averaged_since(self, number: int, parameters: Iterable[Tensor]) -> bool:
-        """Whether gradients of any of these were averaged after backward ``number`` (see :attr:`averaged`)."""
+        """Whether gradients of any of these were averaged after average ``number`` (see :attr:`averaged`)."""
 
     def note_averaged(self, parameters: Iterable[Tensor], *, replaced: bool) -> None:
         """Take note that the gradients of these were averaged by other means.

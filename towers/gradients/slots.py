@@ -39,7 +39,7 @@ class Slot:
         dtype: its gradient's.
         arrived: autograd has finished its gradient of this backward.
         unsynced: gradients of this tower alone were accumulated in it (``no_sync``).
-        averaged: the number of the last backward that any tower had a gradient for it in.
+        averaged: the number of the last average that any tower had a gradient for it in.
     """
 
     __slots__ = ("arrived", "averaged", "device", "dtype", "name", "parameter", "shape", "trainable", "unsynced")

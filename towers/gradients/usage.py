@@ -35,7 +35,7 @@ class Summary(NamedTuple):
 
 
 class Counts:
-    """How many towers have set each flag of one bucket; asking for them may make the host wait.
+    """For each flag of one bucket how many towers have set it, or the mean (that number over N); asking may wait.
 
     Args:
         read: gives the numbers in the order of the bucket's tail.
@@ -49,7 +49,7 @@ class Counts:
         self._backward_at = slots + units
 
     def used(self) -> Sequence[float]:
-        """How many towers have used each slot of the bucket."""
+        """For each slot of the bucket a number that is zero where no tower has used it (see the class)."""
         return self._read()[: self._touched_at]
 
     def summary(self) -> tuple[list[bool], Sequence[float]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from towers.collectives.communicator import Participant
+from towers.collectives.communicator import Caller
 from towers.collectives.shared_memory import semaphores
 from towers.collectives.shared_memory.peer_processes import PeerProcesses
 from towers.errors import DECIDE_TOGETHER, DisagreementError, PeerLostError, in_words
@@ -79,7 +79,7 @@ def _parse(text: bytes) -> tuple[int, str]:
     return int(number or 0), tag.rstrip()
 
 
-class Barrier(Participant):
+class Barrier(Caller):
     """One tower's side of a barrier.
 
     What a tower wrote into shared memory before a barrier the others see after it:

@@ -3,8 +3,9 @@
 Every tower has a segment. It holds an inbox of semaphores (one for each other tower,
 :mod:`towers.collectives.shared_memory.barrier`), a table of its shared regions
 (:mod:`towers.collectives.shared_memory.regions`: what is averaged in place), and a staging area for everything else.
-Staging is double-buffered, so that one barrier for each piece is enough: a tower that writes a half again has passed a
-barrier since it wrote it last, so all others have read it.
+Staging is double-buffered, so that no barrier is needed before a half is written again: its tower has passed one since
+it wrote it last, so all others have read it. So a piece takes one barrier, and two where each tower reduces a chunk of
+it for all (:meth:`SharedMemoryCommunicator.all_reduce` of more than 32 KiB).
 """
 
 from __future__ import annotations

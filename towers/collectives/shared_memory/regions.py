@@ -1,6 +1,6 @@
 """Shared regions: memory that a tower computes in and that the other towers of its host map, such as gradient buckets.
 
-Averaging a region takes two barriers and no staging area::
+Averaging regions, however many, takes two barriers and no staging area::
 
     barrier                     all towers have filled their regions
     average the own chunk       tower i reduces the i-th chunk of all towers' regions, always from tower 0 to the last,
@@ -138,7 +138,11 @@ class Regions:
             self._tables[self._index][_ENTRY * key + 2] = 0
 
     def average(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Average tensors that are regions, in place; returns those that are none on some tower."""
+        """Average in place every tensor that is a shared region on all towers.
+
+        Returns:
+            The others, untouched, for the slower way.
+        """
         return self._reduce(tensors, partial(reduce_into, op="sum", scale=1.0 / self._size))
 
     def sum_by_tree(self, tensors: Sequence[Tensor]) -> list[Tensor]:
