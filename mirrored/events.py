@@ -2,8 +2,9 @@
 
 [Note: listeners change nothing] Any number of listeners may be added to a moment, and none of them knows of another.
 They are called in the order in which they were added: those of the strategy first, then the engine's features in the
-order of ``Engine.__init__``, then the script's. What one raises ends the step. What replaces something in a script is
-no listener but the interceptor (:mod:`mirrored.interceptor`).
+order of ``Engine.__init__``, then the script's; in a run on a stand-in one more of the engine's, which puts running
+statistics back. What one raises ends the step. What replaces something in a script is no listener but the interceptor
+(:mod:`mirrored.interceptor`).
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ class Moment(list[Callable[..., object]]):
 class Events:
     """The listeners of one strategy, by moment. A training goes through the moments in this order.
 
+    At one tower ``recorded``, ``mirrored``, ``before_step``, ``after_step`` and the phases of backward, averaging and
+    the optimizer are missing, but for those that virtual towers or watched gradients need.
+
     Attributes:
-        recorded: ``()``: what a scope has recorded and is not mirrored yet has changed.
-        mirrored: ``(parameters)`` are mirrored from now on, the same ones in the same order on all towers.
+        recorded: ``()``: what a scope has recorded and is not mirrored yet has changed; again just before ``mirrored``.
         loaded: ``(local, total)``: a batch is there, with so many examples on this tower and on all towers.
         begin_run: ``(fn)`` is about to be called by ``strategy.run``.
-        phase: ``(phase)``: the tower enters a phase, one of :mod:`towers.health.status` (its function, backward,
-            averaging gradients, the optimizer's step, loading data) or one of the script's; empty: it leaves the last.
-        before_step: ``(optimizer)`` of mirrored parameters is about to step. (At one tower nothing looks for that.)
-        after_step: ``(optimizer)`` has stepped.
+        mirrored: ``(parameters)`` are mirrored from now on, the same ones in the same order on all towers. It comes
+            within ``begin_run``; for a lazy module, in its first forward.
+        phase: ``(name)``, one of :mod:`towers.health.status` or the script's own; "" is the script's own code. No
+            :class:`Moment` but the plain list ``health.followers``, whose listeners ``Health.enter`` calls.
+        before_step: ``(optimizer)`` of mirrored parameters is about to step.
+        after_step: ``(optimizer)`` has stepped; inside ``run`` also one of parameters that no scope mirrored.
         end_run: ``()``: the function has returned.
         failed: ``(error)``: the function, or what came before it, has ended in an exception.
         saved: ``(name)``: a checkpoint of this name has been taken; it may still be on its way to the disk.

@@ -50,8 +50,9 @@ def compute_average_loss(
         sample_weight: multiplies the losses; a number, or a tensor whose shape is a beginning of
             ``per_example_loss``'s shape, such as ``(examples,)``.
         global_batch_size: the number of examples to divide by. Default: the true number of examples of this
-            step over all towers, which a batch from ``distribute_dataset`` given to ``run`` carries with it;
-            without such a batch the towers' numbers are added up by one small collective.
+            step over all towers, which comes with the batch from ``distribute_dataset`` that ``run`` was given,
+            else with the newest one while its loop is at it; without either, one small collective adds up the
+            towers' numbers.
         denominator: "weights" divides by the sum of ``sample_weight`` over all towers instead (token losses
             with padding); it costs one small collective.
         batch: a tensor (or other object) of the distributed batch that the losses belong to, ``()`` if to none. Needed
@@ -172,7 +173,7 @@ _ScaleGradient.forward.__signature__ = inspect.signature(_ScaleGradient.forward)
 
 
 def _measure(entries: int, values: Any, counted: bool, replica: ReplicaContext, batch: Any) -> tuple[int, bool]:
-    """The number of examples of all towers (at least 1), if ``counted``, and whether losses are a stand-in's.
+    """The number of examples of all towers (1 on an empty share), if ``counted``; whether losses are a stand-in's.
 
     Args:
         entries: how many losses there are.
@@ -263,6 +264,8 @@ def expand_weights(sample_weight: Tensor | float, losses: Tensor) -> Tensor:
 def global_count(local: int, replica: ReplicaContext, what: str = "the loss", batch: Any = None) -> int:
     """The number of examples of this step over all towers, of which this one has ``local``.
 
+    On an empty share of a distributed batch it is 1: the sum of no losses is an exact zero, whatever divides it.
+
     Args:
         what: the name that messages give to what has so many entries.
         batch: something of the distributed batch that is meant, if the script says so.
@@ -277,7 +280,7 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
     if not shares:
         return _count_together(local, replica)
     if local == 0 and any(share.local == 0 for share in shares):
-        return 1  # the sum is an exact zero, whatever it is divided by
+        return 1
     fitting = {share.total for share in shares if share.local == local}
     if len(fitting) == 1:
         return fitting.pop()

@@ -34,7 +34,7 @@ class Share:
         local: number of examples of this tower.
         total: number of examples of all towers together.
         stand_in: whether the batch of a tower without examples has an entry nevertheless, which counts nothing.
-        may_stand_in: whether that is so on towers without examples, of which this one need not be one.
+        may_stand_in: whether towers without examples get a stand-in in this dataset; set on all towers.
     """
 
     local: int
@@ -65,7 +65,7 @@ def bounds(examples: int, towers: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of global batches into ``parts``, of which this tower's share has those from ``first`` to ``end``.
+    """Global batches are cut into ``parts``; this tower gets parts ``first`` … ``end`` - 1.
 
     There are as many parts as towers, or as virtual towers.
 

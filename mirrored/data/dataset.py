@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from mirrored.data.examples import CollatedParts, Request, SeededCollate, SeededExamples
+from mirrored.data.examples import CollatedParts, MapCollate, Request, SeededExamples
 from mirrored.data.order import Epoch, Order
 from mirrored.data.transfer import to_device
 from mirrored.interceptor import interceptor
@@ -35,7 +35,8 @@ class DistributedDataset(ABC):
 
     Iterating again is the next epoch, also after a loop that was left early; nobody calls ``set_epoch``. All
     towers make the same number of steps. Batches are what the collate function makes, on the tower's device;
-    a share can be empty (first dimensions of size 0), or hold a stand-in, which counts nothing (``stand_in=True``).
+    a share can be empty (what grows with the examples has size 0), or hold a stand-in, which counts nothing
+    (``stand_in=True``).
 
     Args:
         distribution: how batches are shared out.
@@ -248,7 +249,7 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class MapDataset(DistributedDataset):
-    """Examples by index: each tower loads its own share only.
+    """Examples by index: each tower loads its own share only; where that is empty, the batch's first example.
 
     Attributes:
         examples: how many the dataset has.
@@ -266,7 +267,7 @@ class MapDataset(DistributedDataset):
         self._loader: DataLoader[Any] = DataLoader(
             SeededExamples(loader.dataset),  # type: ignore[arg-type]
             batch_sampler=self._sampler,  # type: ignore[arg-type]
-            collate_fn=SeededCollate(loader.collate_fn, self._cut),  # type: ignore[arg-type]
+            collate_fn=MapCollate(loader.collate_fn, self._cut),  # type: ignore[arg-type]
             generator=self._generator,
             **settings_of(loader),
         )

@@ -76,7 +76,8 @@ class Request(NamedTuple):
     """The sampler's request for a tower's share of a global batch, in an epoch of a run.
 
     Attributes:
-        indices: those of the share's examples; where it has none, one of another tower's, to show what a batch is like.
+        indices: those of the share's examples; where it has none, the batch's first example's, from which an empty
+            batch or a stand-in is made.
         total: examples of all towers together.
     """
 
@@ -151,7 +152,7 @@ def _pair(value: Any, parts: Sequence[Any], pieces: Pieces) -> None:
             _pair(entry, others, pieces)
 
 
-class ShareCollate:
+class PartCollate:
     """A collate function with a random stream of its own for every part of a batch (masking, mixing of examples).
 
     Parts are the towers' shares, or the virtual towers' parts of them: what is drawn, and how far a part is padded,
@@ -161,13 +162,13 @@ class ShareCollate:
     def __init__(self, collate_fn: Callable[[list[Any]], Any], cut: Cut) -> None:
         self._collate_fn = collate_fn
         self._cut = cut
-        self._draws = collate_fn is not default_collate  # whose parts can be cut out of the share's batch, too
+        self._is_custom = collate_fn is not default_collate  # whose parts can be cut out of the share's batch, too
 
     def collate(self, examples: list[Any], total: int, seeds_of: Callable[[int], int]) -> Batch:
         """One batch, or a :class:`CollatedParts`, and the share that it is.
 
         Args:
-            examples: the share's examples; where it has none, one of another tower's.
+            examples: the share's examples; where it has none, the batch's first.
             total: how many examples the global batch has.
             seeds_of: a seed for the part that begins with a certain one of the examples.
 
@@ -183,7 +184,7 @@ class ShareCollate:
 
             with _own_randomness():
                 return empty_batch(lambda some: self._seeded(some, seeds_of(0)), examples[0], self._cut.tower)
-        if not self._draws or not examples:
+        if not self._is_custom or not examples:
             return self._collate_fn(examples)
         cuts = [(start, end) for start, end in self._cut.parts_of(len(examples)) if start < end]
         with _own_randomness():
@@ -198,8 +199,8 @@ class ShareCollate:
         return self._collate_fn(examples)
 
 
-class SeededCollate(ShareCollate):
-    """Collates a share of what :class:`SeededExamples` gives."""
+class MapCollate(PartCollate):
+    """Collates a share of what :class:`SeededExamples` gives (for map-style datasets)."""
 
     def __call__(self, loaded: tuple[Request, list[Any]]) -> Batch:
         request, examples = loaded
@@ -210,7 +211,7 @@ class SeededCollate(ShareCollate):
         return self.collate(examples, request.total, seed_of)
 
 
-class CollateShare(ShareCollate):
+class StreamCollate(PartCollate):
     """Collates this tower's share out of the list of a global batch's examples (for iterable datasets).
 
     What collating draws depends on the share, so it is kept off the stream that the examples are drawn from,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from mirrored import seeds
 from mirrored.data.batch_dims import BatchDims, Dims
 from mirrored.data.dataset import DistributedDataset, settings_of
-from mirrored.data.examples import CollatedParts, CollateShare
+from mirrored.data.examples import CollatedParts, StreamCollate
 from mirrored.data.order import Epoch, is_ready_made, tell_epoch
 from mirrored.shares import Batch, Cut, Distribution, Share
 from towers.collectives.agreement import announce
@@ -85,7 +85,7 @@ class StreamDataset(DistributedDataset):
     def _load(self, epoch: Epoch, first: int) -> Iterator[Batch]:
         source, ready_made = self._loader, self._ready_made
         tell_epoch(source.dataset, epoch.number)
-        collate: Any = source.collate_fn if ready_made is not None else CollateShare(source.collate_fn, self._cut)
+        collate: Any = source.collate_fn if ready_made is not None else StreamCollate(source.collate_fn, self._cut)
         loader: DataLoader[Any] = DataLoader(
             source.dataset,
             batch_size=source.batch_size,

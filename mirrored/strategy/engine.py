@@ -72,7 +72,7 @@ class Engine:
         distribution: the towers, and how batches are shared out among them.
 
     Attributes:
-        averager: averages gradients; at one tower it has none.
+        averager: averages gradients; at one tower it exists, with no parameters attached (but for watched gradients).
         virtual: the virtual towers, if there are any.
         recorder: what was created in the scope.
         is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).

@@ -101,7 +101,8 @@ class OptimizerGuard:
         recorder: knows which parameters are mirrored.
         averager: averages the gradients.
         is_inner_optimizer: whether an optimizer's step belongs to another optimizer's, which has been checked.
-        events: are told of a step of mirrored parameters that was not refused, before and after it.
+        events: are told of a step of mirrored parameters that was not refused, before and after it; after it also of
+            one inside ``run`` of parameters that no scope mirrored.
     """
 
     def __init__(
