@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mirrored.events import Events
 from towers.collectives.communicator import Communicator
 from towers.system import tree as trees
+from towers.system.newest import Newest
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,13 @@ class KnownShares:
     See [Note: batch sizes travel beside the batch].
 
     Attributes:
-        in_hand: the share of the newest batch, until its dataset is asked for another one.
+        in_hand: the share of the newest batch of each loop over distributed data.
     """
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
         self._stand_ins = WeakIdKeyDictionary()
-        self.in_hand: Share | None = None
+        self.in_hand = Newest[Share]()
 
     def add(self, batch: Any, share: Share) -> None:
         """Remember the share for every tensor, array and other object in ``batch``."""
@@ -182,7 +183,7 @@ class KnownShares:
 
     def at_hand(self, arguments: Any) -> list[Share]:
         """The shares of the batches among a run's arguments, else that of the newest batch."""
-        return self.of(arguments) or ([self.in_hand] if self.in_hand is not None else [])
+        return self.of(arguments) or [share for share in [self.in_hand.value] if share is not None]
 
     def named(self, batch: Any) -> list[Share]:
         """The share of the batch that a script names by ``batch=``; none for ``()``.
@@ -201,7 +202,8 @@ class KnownShares:
     @property
     def has_stand_in(self) -> bool:
         """Whether anything of a stand-in is in hand or still lives; else looking for one is in vain."""
-        return (self.in_hand is not None and self.in_hand.stand_in) or len(self._stand_ins) > 0
+        newest = self.in_hand.value
+        return (newest is not None and newest.stand_in) or len(self._stand_ins) > 0
 
     def holds_stand_in(self, arguments: Any) -> bool:
         """Whether any of the batches at hand is a stand-in."""

@@ -154,6 +154,7 @@ class Folder:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileExistsError):  # another tower was faster, or the next line fails
                     self.disk.mkdir(self.path)
+                    self.disk.sync_folder(self.path.parent)
             os.close(self.disk.create(probe))
         except OSError as error:
             problem = f"{self.path} cannot be written to: {error.strerror}"
@@ -201,13 +202,15 @@ class Folder:
         try:
             self._tidy(name)
         except OSError as error:
-            log.warning("%s is saved, but what it replaces could not be removed (%s)", place, error.strerror)
+            log.warning("%s is saved, but writing %s or removing what it replaces failed (%s)", place, LATEST, error.strerror)
 
     def _move_in(self, temporary: pathlib.Path, place: pathlib.Path) -> None:
         if not place.exists():
             self.disk.rename(temporary, place)
             return
         before = self.path / f"{_REPLACING}{place.name}"
+        if before.exists():  # an earlier save could not remove it
+            self.disk.remove(before)
         self.disk.rename(place, before)
         try:
             self.disk.rename(temporary, place)

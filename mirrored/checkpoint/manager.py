@@ -266,7 +266,11 @@ class CheckpointManager:
         return restored
 
     def _save_last(self) -> None:
-        self.wait()
+        try:
+            self.wait()
+        except CheckpointError:  # on all towers: an earlier save, which must not cost the last state
+            self.save(wait=True)
+            raise
         if self._saved_step != self.steps:
             self.save(wait=True)
 

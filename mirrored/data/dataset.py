@@ -71,13 +71,12 @@ class DistributedDataset(ABC):
         self._saved_order = None
         log.debug("epoch %d of a distributed dataset begins at step %d", epoch.number, step)
         health, known = self._comm.health, self._known
-        in_hand_outside, batch_outside = known.in_hand, health.batch
         in_script = threading.current_thread() is threading.main_thread()
         health.loops = loop = health.loops + 1
         try:
             for batch, share in health.each(LOADING, self._batches(epoch, step)):
                 if in_script:
-                    health.batch = BatchInHand(loop, epoch.number, step)
+                    health.batches.set(loop, BatchInHand(loop, epoch.number, step))
                 step += 1
                 if self._running is epoch:
                     self._step = step
@@ -86,13 +85,12 @@ class DistributedDataset(ABC):
                     self._pieces[epoch] = batch.pieces()
                     batch = batch.collated
                 known.add(batch, share)  # see [Note: batch sizes travel beside the batch]
-                known.in_hand = share
+                known.in_hand.set(loop, share)
                 self._events.loaded(share.local, share.total)
                 yield batch
         finally:
-            known.in_hand = in_hand_outside
-            if in_script:
-                health.batch = batch_outside
+            known.in_hand.end(loop)
+            health.batches.end(loop)
             self._pieces.pop(epoch, None)
         if self._running is epoch:
             self._epoch, self._step, self._running = epoch.number + 1, 0, None

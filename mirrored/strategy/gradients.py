@@ -224,7 +224,7 @@ class Gradients(CheckedCalls):
             )
         health = self.communicator.health
         health.train()
-        call = with_batch(call, health.batch)
+        call = with_batch(call, health.batches.value)
         from towers.gradients.averages import average
 
         return average(self.communicator, call, tensors, gradients, self.engine.recorder.name_of)

@@ -248,7 +248,7 @@ class VirtualTowers:
         reports = [own]
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
-            call = with_batch(call, self._comm.health.batch)
+            call = with_batch(call, self._comm.health.batches.value)
             announcements = announce(self._comm, call, dataclasses.asdict(own))
             reports = [_Report(**announcement.details) for announcement in announcements]
         if len({report.layout for report in reports}) > 1:

@@ -48,6 +48,27 @@ def test_a_named_checkpoint_is_replaced_whole(folder: pathlib.Path) -> None:
     assert values == {1, 2}
 
 
+def test_a_named_checkpoint_can_be_replaced_after_any_failure(folder: pathlib.Path) -> None:
+    """What could not be removed is not in the way of the next save by the same manager."""
+    progress: dict[str, Any] = {"value": 0}
+    disk, at, calls = FaultyDisk(), 0, 1
+    manager = manager_of(folder, {"progress": progress}, disk=disk)
+    manager.save("best", wait=True)
+    while at < calls:
+        at += 1
+        disk.fail(at, errno.EIO)
+        with contextlib.suppress(mirrored.CheckpointError):
+            manager.save("best", wait=True)
+        calls = disk.calls
+        progress["value"] = at
+        disk.fail(0, None)
+        manager.save("best", wait=True)
+        progress["value"] = 0
+        manager.restore("best")
+        assert progress["value"] == at
+    assert at > 10
+
+
 def names_in(folder: pathlib.Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
@@ -155,6 +176,28 @@ def _goes_on_after_a_full_disk(strategy: mirrored.Strategy, folder: str) -> int:
 def test_a_script_that_bears_a_full_disk_saves_at_the_end(folder: pathlib.Path) -> None:
     assert towers(_goes_on_after_a_full_disk, str(folder)) == [1, 1]
     assert [p.name for p in folder.glob("step-*")] == [name_of(1)]
+
+
+def _fails_in_the_background(strategy: mirrored.Strategy, folder: str) -> str:
+    disk, progress = FaultyDisk(), {"step": 0}
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": progress}, disk=disk, asynchronous=True)
+    with pytest.raises(mirrored.CheckpointError) as caught, manager.resume():
+        manager.step()
+        if strategy.is_chief:
+            disk.fail(2, errno.ENOSPC)
+        manager.save()
+        progress["step"] = 2
+        manager.step()
+    progress["step"] = 0
+    manager.restore_newest()
+    return f"{progress['step']}: {caught.value}"
+
+
+def test_the_last_state_is_saved_though_the_save_before_failed(folder: pathlib.Path) -> None:
+    texts = towers(_fails_in_the_background, str(folder))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("2: tower 0: checkpoint ")
+    assert "No space left on device" in texts[0]
 
 
 def _alone(strategy: mirrored.Strategy, folder: str) -> None:

@@ -177,6 +177,19 @@ def test_iterators_do_not_disturb_each_other(workers: int) -> None:
     assert found == [everything, [(batch, 5) for batch in everything], everything]
 
 
+def average_after_loops_side_by_side(strategy: mirrored.Strategy) -> tuple[float, object]:
+    """``zip`` ends the first iterator before the second one."""
+    first, second = (strategy.distribute_dataset(torch.arange(2.0 * size), size) for size in (2, 4))
+    for _ in zip(first, second, strict=False):
+        pass
+    loss = strategy.run(lambda: mirrored.compute_average_loss(torch.ones(2)))
+    return float(loss), strategy.health.batches.value
+
+
+def test_no_batch_is_in_hand_after_loops_side_by_side() -> None:
+    assert towers(average_after_loops_side_by_side) == [(0.5, None)] * 2
+
+
 def move_the_chief_alone(strategy: mirrored.Strategy, how: str) -> None:
     data = strategy.distribute_dataset(range(8), 4, shuffle=True)
     if strategy.is_chief:

@@ -33,7 +33,7 @@ def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     assert last.endswith("it was last seen in step 3, in the step's function")
 
 
-def wait_for_a_slow_tower(strategy: mirrored.Strategy) -> None:
+def wait_for_a_slow_tower(strategy: mirrored.Strategy, impatient: tuple[int, ...] = (0, 2)) -> None:
     with strategy.scope():
         weight = torch.nn.Linear(2, 1)
     slow = torch.ones(3, 2, requires_grad=True)
@@ -45,7 +45,7 @@ def wait_for_a_slow_tower(strategy: mirrored.Strategy) -> None:
     def step() -> None:
         if strategy.health.step == 2 and strategy.topology.index == 1:
             slow.register_hook(stay)
-        elif strategy.health.step == 2:
+        elif strategy.health.step == 2 and strategy.topology.index in impatient:
             wait_for("tower 1 is slow")
             shorten_deadlines(1)
         weight(slow).mean().backward()
@@ -61,6 +61,15 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str) -> None
     text = str(caught.value)
     assert re.match(r"tower [02] of 3 failed, in step 2, averaging gradients:", text)
     assert re.search(r"; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
+    assert "forever()" in text[text.index("tower 1, most recent call last:") :]
+
+
+def test_a_slow_tower_is_named_by_towers_that_wait_for_others_which_wait_for_it() -> None:
+    """On two hosts of two towers each, tower 3 waits for tower 2, which waits for the other host's tower 0."""
+    with pytest.raises(mirrored.TowerFailedError) as caught:
+        towers(wait_for_a_slow_tower, (3,), count=4, hosts="aabb")
+    text = str(caught.value)
+    assert re.search(r"tower 3 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 

@@ -46,13 +46,13 @@ class BackwardCounter:
         self._run = health.run
         self._step = health.step
         self._number = 0
-        self._batch = health.batch
+        self._batch = health.batches.value
 
     def begin(self) -> None:
         """Count a backward, which begins."""
         if self._run != self._health.run:
             self._run, self._number = self._health.run, 0
-        self._step, self._batch = self._health.step, self._health.batch
+        self._step, self._batch = self._health.step, self._health.batches.value
         self._number += 1
 
     def bits(self) -> list[bool]:

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from towers.errors import DeadlockError
 from towers.health import failure
 from towers.health.peers import Peers, Status, Wait
+from towers.system.newest import Newest
 from towers.system.timeouts import clock
 from towers.topology import STATUS_RECORD
 
@@ -179,8 +180,8 @@ class Health:
         evaluates: whether the run that goes on is none of training, as far as is known; else the last one.
         phase: what the tower does now; empty where it is in the script's own code.
         loops: how many loops over distributed data have begun.
-        batch: the newest batch of distributed data that the main thread has taken, until it asks for another one. None
-            where there is none; what another thread takes ahead says nothing of where a script is.
+        batches: the newest batch that the main thread has taken of each loop over distributed data; what another thread
+            takes ahead says nothing of where a script is.
         record: where it is written; in a file, other processes read it.
         heartbeat: the other towers, where there are any.
         exit_code: what this tower is about to end with, without having failed.
@@ -195,7 +196,7 @@ class Health:
         self.evaluates = False
         self.phase = ""
         self.loops = 0
-        self.batch: BatchInHand | None = None
+        self.batches = Newest[BatchInHand]()
         self.record = record or StatusRecord()
         self.heartbeat: Peers | None = None
         self.exit_code = 0

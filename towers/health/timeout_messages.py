@@ -20,7 +20,9 @@ def timeout_error(health: Health, tower: int, seconds: float, awaited: int | Non
     name = "the other towers" if awaited is None else f"tower {awaited}"
     if health.heartbeat is None:
         return collective_timeout(tower, seconds, name)
-    peers = in_other_calls(health) if awaited is None else health.heartbeat.query([awaited], stacks=True)
+    peers = in_other_calls(health)  # the awaited tower may itself wait for one of these
+    if not peers and awaited is not None:
+        peers = health.heartbeat.query([awaited], stacks=True)
     return collective_timeout(tower, seconds, name, str(health.status), listed(peers), stacks(peers))
 
 
