@@ -60,10 +60,15 @@ def show_in_traces(events: Events) -> None:
     runs: list[AbstractContextManager[Any]] = []  # one within the other
     steps: list[AbstractContextManager[Any]] = []
     events.begin_run.append(lambda fn: _begin("mirrored::run", runs))
-    events.before_step.append(lambda optimizer: _begin("mirrored::optimizer-step", steps))
+    events.before_step.append(lambda optimizer: _begin_step(steps))
     events.after_step.append(lambda optimizer: _end(steps))
     events.end_run.append(lambda: _end(runs))
     events.failed.append(lambda error: _end(runs))
+
+
+def _begin_step(steps: list[AbstractContextManager[Any]]) -> None:
+    steps.clear()  # one of a step that raised, or within which another optimizer steps, is not ended here
+    _begin("mirrored::optimizer-step", steps)
 
 
 def _begin(name: str, ranges: list[AbstractContextManager[Any]]) -> None:

@@ -210,7 +210,7 @@ class _OwnCalls:
         answered: whether there was a call of the layer's own.
     """
 
-    def __init__(self, layer: BatchNormBase, normalise: _Normalise) -> None:
+    def __init__(self, layer: _OverAllTowers, normalise: _Normalise) -> None:
         self.layer = layer
         self.normalise = normalise
         self.answered = False
@@ -235,6 +235,8 @@ class _OwnCalls:
     def is_own(self, *tensors: Tensor | None) -> bool:
         """Whether a call with these statistics, weight and bias is the layer's own."""
         layer = self.layer
+        if layer.plain.forward is BatchNormBase.forward:  # torch's, which makes no other call
+            return True
         of_layer = layer.running_mean, layer.running_var, layer.weight, layer.bias
         return all(tensor is None for tensor in of_layer) or any(
             tensor is not None and tensor is layers_own for tensor, layers_own in zip(tensors, of_layer, strict=True)

@@ -202,7 +202,9 @@ class Folder:
         try:
             self._tidy(name)
         except OSError as error:
-            log.warning("%s is saved, but writing %s or removing what it replaces failed (%s)", place, LATEST, error.strerror)
+            log.warning(
+                "%s is saved; writing %s or removing what it replaces failed: %s", place, LATEST, error.strerror
+            )
 
     def _move_in(self, temporary: pathlib.Path, place: pathlib.Path) -> None:
         if not place.exists():

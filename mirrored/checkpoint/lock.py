@@ -45,11 +45,11 @@ def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bo
         BlockingIOError: another process holds it.
         OSError: the file cannot be opened.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if (lock := _locks.get(_key(path))) is not None:  # see [Note: the lock of a process]
-            return lock, False
     deadline = Deadline(patience)
     while True:
+        with contextlib.suppress(FileNotFoundError):  # see [Note: the lock of a process]; another thread may take it
+            if (lock := _locks.get(_key(path))) is not None:
+                return lock, False
         try:
             lock = _locks[_key(path)] = FolderLock(path)
             return lock, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -71,7 +72,7 @@ class StreamDataset(DistributedDataset):
         self, distribution: Distribution, loader: DataLoader[Any], seed: int, settings: dict[str, object], dims: Dims
     ) -> None:
         super().__init__(distribution, seed, settings)
-        self._loader = loader
+        self._loader = copy.copy(loader)  # a script's own one is the key under which this object is found
         self._ready_made = ReadyMade(self._cut, dims) if is_ready_made(loader) else None
         self._sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
 

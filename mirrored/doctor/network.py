@@ -37,8 +37,10 @@ def _check_chosen(variable: str, value: str, interfaces: Mapping[str, str | None
     Gloo takes whole names, and fails on one that does not exist. NCCL takes prefixes of names; behind ``=`` whole
     names, behind ``^`` those to leave out.
     """
-    words = value.lstrip("^=").split(",")
-    exact, excluded = variable == _GLOO or "=" in value[:2], value.startswith("^")
+    if variable == _GLOO:
+        words, exact, excluded = value.split(","), True, False
+    else:
+        words, exact, excluded = value.lstrip("^=").split(","), "=" in value[:2], value.startswith("^")
     fix = f"unset {variable} (towers choose by themselves), or name one of {', '.join(interfaces)}"
     missing = [word for word in words if word not in interfaces]
     if variable == _GLOO and missing:

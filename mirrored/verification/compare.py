@@ -216,7 +216,7 @@ class RunComparison:
             return 0.0 if one is many else math.inf
         if one.digest == many.digest or not (math.isfinite(one.norm) or math.isfinite(many.norm)):
             return 0.0
-        if _is_whole(one.dtype) or not math.isfinite(one.norm):
+        if _is_whole(one.dtype) or not (math.isfinite(one.norm) and math.isfinite(many.norm)):
             return math.inf
         distance = one.distance(many, ignored)
         if self.exact and not distance:

@@ -62,7 +62,8 @@ class StepBuffers:
         for buffer in buffers:
             if buffer.is_small and not buffer.is_integer:
                 small.setdefault((buffer.tensor.device, buffer.tensor.dtype), []).append(buffer)
-        self._small = [Pack(buffers) for buffers in small.values()]
+        # Sorted, since the model of another tower may have a buffer of an earlier dtype: packs travel in one order.
+        self._small = [Pack(small[kind]) for kind in sorted(small, key=str)]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}
         self._unread: deque[tuple[list[str], HostCopy]] = deque()  # doubts of earlier steps

@@ -198,11 +198,19 @@ def frozen(*names: str) -> nn.Module:
     return layer
 
 
+def turned_off() -> nn.Module:
+    """Torch's forward gives ``F.batch_norm`` none of the buffers then."""
+    layer = fresh(affine=False)
+    layer.track_running_stats = False
+    return layer
+
+
 VARIANTS: dict[str, Callable[[], nn.Module]] = {
     "cumulative": lambda: fresh(momentum=None),
     "momentum 0": lambda: fresh(momentum=0.0),
     "not affine": lambda: fresh(affine=False),
     "no running statistics": lambda: fresh(track_running_stats=False),
+    "statistics turned off later": turned_off,
     "frozen": lambda: frozen("weight", "bias"),
     "frozen bias": lambda: frozen("bias"),
     "large eps": lambda: fresh(eps=2.0),

@@ -6,7 +6,9 @@ import fcntl
 import gc
 import os
 import pathlib
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,9 +17,17 @@ from mirrored.checkpoint.folder import Disk
 from mirrored.checkpoint.lock import take_lock
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
+from tests.support.jobs import start_program
 from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow
+
+HOLDER = """
+import fcntl, os, sys
+fcntl.lockf(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
+print("locked", flush=True)
+input()
+"""
 
 
 def manager(folder: pathlib.Path, disk: Disk | None = None) -> mirrored.CheckpointManager:
@@ -48,6 +58,17 @@ def test_the_last_manager_that_goes_leaves_the_folder(tmp_path: pathlib.Path, or
         del managers[place]
         gc.collect()
     assert another_process_may_write(tmp_path)
+
+
+def test_threads_that_wait_for_another_process_share_one_lock(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / ".lock"
+    holder = start_program(["-c", HOLDER, str(path)], stdin=subprocess.PIPE)
+    assert holder.stdout.readline() == "locked\n"
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(take_lock, path, HANG) for _ in range(2)]
+        holder.communicate("\n")
+        (first, _), (second, _) = (future.result() for future in waiting)
+    assert first is second
 
 
 def test_another_name_of_the_folder_is_the_same_folder(tmp_path: pathlib.Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -163,6 +165,17 @@ def test_batches_are_copied_ahead_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     assert done[:9] == ["a stream", "pinned", "copied", "copied", 1, (1,), "copied", 2, (3,)]
     assert done[9:11] == [3, (3,)]
     assert done.count("a stream") == 1
+
+
+def test_a_distributed_stream_does_not_keep_its_loader() -> None:
+    """Keras' fit finds it by the script's loader, which is to be freed when the script drops it."""
+    loader = DataLoader(Stream(4), batch_size=2)
+    reference = weakref.ref(loader)
+    data = mirrored.OneDeviceStrategy().distribute_dataset(loader)
+    del loader
+    gc.collect()
+    assert reference() is None
+    assert len(list(data)) == 2
 
 
 class Shuffled(IterableDataset[int]):

@@ -95,6 +95,8 @@ FAULTS = [
     (check_tf_config, Severity.WARNING, ELSEWHERE, "TF_CONFIG", "no interface of this machine"),
     (check_tf_config, Severity.PROBLEM, ELSEWHERE, "TF_CONFIG", "leads here to this machine itself"),
     (check_tf_config, Severity.PROBLEM, ELSEWHERE, "GLOO_SOCKET_IFNAME", "cannot be reached"),
+    # Gloo takes whole names, without NCCL's signs.
+    (check_interfaces, Severity.PROBLEM, {"GLOO_SOCKET_IFNAME": "^lo"}, "GLOO_SOCKET_IFNAME", "names '^lo', which"),
     # Variables that contradict each other or are left over.
     (check_launcher, Severity.PROBLEM, ONE_OF_TWO | ONE_OF_THREE, "launcher", "contradict each other"),
     (check_launcher, Severity.PROBLEM, {**ONE_OF_TWO, "MASTER_ADDR": NOWHERE}, "launcher", "does not resolve"),

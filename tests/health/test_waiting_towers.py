@@ -69,7 +69,7 @@ def test_a_slow_tower_is_named_by_towers_that_wait_for_others_which_wait_for_it(
     with pytest.raises(mirrored.TowerFailedError) as caught:
         towers(wait_for_a_slow_tower, (3,), count=4, hosts="aabb")
     text = str(caught.value)
-    assert re.search(r"tower 3 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every tower", text)
+    assert re.search(r"tower 3 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 

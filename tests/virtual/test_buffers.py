@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -113,6 +115,36 @@ def test_integer_buffers_that_cannot_be_read_at_once_are_named_on_all_towers_lat
     # Of 14 examples in 8 parts the last two have one, so on two towers only the second has seen a difference.
     assert virtual(counting_late, 14, count=2) == [[0], [0]]
     assert virtual(counting_late, 9, count=4) == [[0]] * 4
+
+
+class Adds(nn.Module):
+    """Each forward adds a number to a buffer of three: as many as there are dtypes, from 1."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        for number, dtype in enumerate(dtypes, start=1):
+            self.register_buffer(f"plus{number}", torch.zeros(3, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, buffer in enumerate(self.buffers(), start=1):
+            buffer += number
+        return self.weight * x.squeeze(1)
+
+
+def beside_a_model_of_one_tower(strategy: mirrored.Strategy) -> list[list[float]]:
+    models = [strategy.mirror(Adds(torch.bfloat16)), strategy.mirror(Adds(torch.float32, torch.bfloat16))]
+    data = TensorDataset(torch.ones(8, 1))
+    backward_each(strategy, models[-1], data, 8)
+    if not strategy.is_chief:
+        models.pop(0)
+        gc.collect()
+    backward_each(strategy, models[-1], data, 8)
+    return [buffer.tolist() for buffer in models[-1].buffers()]
+
+
+def test_buffers_of_models_that_one_tower_alone_keeps_mix_up_no_others() -> None:
+    assert virtual(beside_a_model_of_one_tower, count=2) == [[[2.0] * 3, [4.0] * 3]] * 2
 
 
 class Observes(nn.Module):
