@@ -120,7 +120,17 @@ def test_what_torch_cannot_reduce_is_refused_before_anybody_waits() -> None:
 
 def average_regions(strategy: mirrored.Strategy, fails_on: int | None) -> bool:
     """Averages in place, with windows that one tower makes anew, or cannot make."""
-    comm = strategy.communicator
+    comm, create = strategy.communicator, os.memfd_create
+    if comm.index == fails_on:
+        del os.memfd_create
+    late = comm.allocate(1, 9, torch.float32, comm.device)
+    for _ in range(2):  # the tower that could not allocate can now, alone
+        late.fill_(float(comm.index))
+        comm.submit_average(late).wait()
+        assert late.tolist() == [(comm.size - 1) / 2] * 9
+        if comm.index == fails_on and not hasattr(os, "memfd_create"):
+            os.memfd_create = create
+            late = comm.allocate(1, 9, torch.float32, comm.device)
     if comm.index == fails_on:
         del os.memfd_create
     generator = torch.Generator().manual_seed(0)

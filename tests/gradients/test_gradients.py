@@ -84,6 +84,26 @@ def accumulate(strategy: mirrored.Strategy) -> dict[str, list[float]]:
     return results
 
 
+def set_by_hand_after_no_sync(strategy: mirrored.Strategy) -> float:
+    """What ``no_sync`` accumulated is dropped, another bucket is averaged, and then a gradient is set by hand."""
+    model, other = strategy.mirror(nn.Linear(1, 1, bias=False)), strategy.mirror(nn.Linear(1, 1, bias=False))
+    backward_of = lambda module: strategy.run(lambda: module.weight.sum().backward())  # noqa: E731
+    for module in (model, other):
+        backward_of(module)
+    with strategy.no_sync():
+        backward_of(model)
+    model.weight.grad = None
+    backward_of(other)
+    model.weight.grad = torch.full((1, 1), float(strategy.topology.index))
+    backward_of(other)
+    return float(model.weight.grad)
+
+
+def test_a_gradient_set_by_hand_is_not_taken_for_one_of_no_sync() -> None:
+    settings = {"communication": mirrored.CommunicationOptions(bucket_bytes=1)}
+    assert towers(set_by_hand_after_no_sync, settings=settings) == [0.0, 1.0]
+
+
 def test_accumulation() -> None:
     for r, result in enumerate(towers(accumulate)):
         assert result["two backwards"] == [16.5]  # 11 · mean(1, 2)

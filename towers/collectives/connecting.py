@@ -37,8 +37,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
     """Join the other towers, form c10d's default process group with them, and share memory where that is possible.
 
     A default group that exists already (the script made it, or an earlier strategy did) stays; the towers get a group
-    of their own beside it, and join in its store. If it was formed through a file, they join in the launcher's store,
-    where a launcher serves one.
+    of their own beside it, and join in the launcher's store; where no launcher serves one, in that group's.
 
     Args:
         topology: this tower's place; its ``address`` is that of the store where the towers join.
@@ -48,7 +47,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         StartupError: not all towers came before the deadline, and the text lists the missing; or ``options`` ask for
             shared memory, and the towers cannot have it.
         HandshakeError: the towers do not belong together: versions, options or devices contradict; or this process
-            has another job token than the others (beside an existing default group: a StartupError at the deadline).
+            has another job token than the others.
         PortInUseError: the store's address is taken.
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
@@ -73,25 +72,24 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         token=topology.token,
         seconds=options.startup_timeout_seconds,
     )
+    if beside := dist.is_initialized():
+        _check_default_group(tower, device, backend)
+        opened = default_store() if tower.chief_serves else tower.open_store()
+        store = dist.PrefixStore(f"towers/attempt{topology.attempt}/later{next(_later)}", opened)
+    else:
+        opened = tower.open_store()
+        opened.set_timeout(timedelta(seconds=tower.seconds))
+        store = dist.PrefixStore(f"towers/attempt{topology.attempt}", opened)
     message = {
         **machine.identity(*topology.address),
         "options": asdict(options),
         "device": str(device),
         "accelerator": accelerator.uuid(device) if device.type != "cpu" else None,
     }
-    if dist.is_initialized():
-        _check_default_group(tower, device, backend)
-        meeting = default_store()
-        if not tower.chief_serves and not meeting.has_extended_api():  # type: ignore[attr-defined]
-            meeting = tower.open_store()  # a file takes no heartbeats, the launcher's store does
-        store = dist.PrefixStore(f"towers/attempt{topology.attempt}/later{next(_later)}", meeting)
-        _choose_network(tower, tower.handshake(store, message, compare_towers))
+    _choose_network(tower, tower.handshake(store, message, compare_towers))
+    if beside:
         group = ProcessGroupCommunicator(new_group(backend, timeout), where, backend, timeout, options.wire_dtype)
     else:
-        opened = tower.open_store()
-        opened.set_timeout(timedelta(seconds=tower.seconds))
-        store = dist.PrefixStore(f"towers/attempt{topology.attempt}", opened)
-        _choose_network(tower, tower.handshake(store, message, compare_towers))
         c10d = dist.PrefixStore("c10d", store)
         group = join_default_group(c10d, tower.index, topology.size, where, backend, timeout, options.wire_dtype)
     group.health = health

@@ -208,6 +208,9 @@ class GradientAverager(GradientReducer):
 
     def _finish(self, reduction: Reduction | None = None) -> None:
         self._cycle.finish(reduction)
+        if self._any_unsynced:
+            for slot in self.layout.dense:  # also where nothing was averaged: such a gradient has been dropped
+                slot.unsynced = False
         self._any_unsynced = False
         if self._lazy is not None:
             self._lazy.defer_rest()

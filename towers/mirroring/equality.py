@@ -85,7 +85,8 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
     near = [one for one in held if isinstance(one.value, Tensor) and one.value.device == comm.device]
     far = [one for one in held if not isinstance(one.value, Tensor) or one.value.device != comm.device]
     prints = fingerprints([one.value for one in near if isinstance(one.value, Tensor)])
-    description = json.dumps([[(one.name, one.kind) for one in held], _texts(far)])
+    texts = _texts(far)
+    description = json.dumps([[(one.name, one.kind) for one in held], texts])
     digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
     digests = [reported.details for reported in announce(comm, call, digest)]
     if all(other == digest for other in digests):
@@ -94,7 +95,9 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
         pending, rows = comm.start_all_gather(prints)
         pending.wait()
         return Comparison(near, HostCopy(rows))
-    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(describe(held)).encode())]
+    texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
+    description = json.dumps({one.name: [one.kind, texts[one.name]] for one in held})
+    towers = [json.loads(data) for data in comm.all_gather_bytes(description.encode())]
     return Comparison([], None, differences(towers, held))
 
 

@@ -23,7 +23,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator, InStep, as_bytes
 from towers.collectives.shared_memory.communicator import SharedMemoryCommunicator
-from towers.collectives.values import concatenate
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.cycle import AllReduce, Reduction
 from towers.gradients.keys import Keys
@@ -97,20 +96,21 @@ class ShardTransport:
         Args:
             shards: every tower's; none that is whole.
         """
+        sizes = [[shard.nbytes for shard in row] for row in shards]
+        longest = max(map(sum, sizes))
         channel, index = self.channel, self.channel.index
-        shapes = [(sum(shard.nbytes for shard in row),) for row in shards]
-        nothing = torch.empty(0, dtype=torch.uint8, device=channel.device)
 
         def spread() -> None:
-            local = torch.cat([nothing, *(as_bytes(shard.of(shard.parameter)) for shard in shards[index])])
-            everything = concatenate(channel, local, shapes, 0)
-            all_shards = [shard for row in shards for shard in row]
-            pieces = everything.split([shard.nbytes for shard in all_shards])
-            for piece, shard in zip(pieces, all_shards, strict=True):
-                here = shard.of(shard.parameter)
-                here.copy_(piece.clone().view(here.dtype).view(here.shape))
+            packed = torch.zeros(longest, dtype=torch.uint8, device=channel.device)
+            for piece, shard in zip(packed[: sum(sizes[index])].split(sizes[index]), shards[index], strict=True):
+                piece.copy_(as_bytes(shard.of(shard.parameter)))
+            for tower, row in enumerate(channel.all_gather(packed)):
+                pieces = row[: sum(sizes[tower])].split(sizes[tower])
+                for piece, shard in zip(pieces, shards[tower] if tower != index else (), strict=False):
+                    here = shard.of(shard.parameter)
+                    here.copy_(piece.clone().view(here.dtype).view(here.shape))
 
-        return spread
+        return spread if longest else lambda: None
 
 
 def transport_for(channel: Communicator) -> ShardTransport:

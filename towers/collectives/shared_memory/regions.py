@@ -155,7 +155,7 @@ class Regions:
         others = []
         for tensor in tensors:
             region = at.get(tensor.data_ptr())
-            if region is None or self._map(region).tensors is None:
+            if region is None or self._map(region, by_all=False).tensors is None:
                 others.append(tensor)
                 continue
             for pieces in region.pieces:
@@ -196,8 +196,13 @@ class Regions:
         self._mapped = []
         self.newly_mapped = False
 
-    def _map(self, region: _Region) -> _Region:
-        """Map every tower's memory where it is new."""
+    def _map(self, region: _Region, *, by_all: bool = True) -> _Region:
+        """Map every tower's memory where it is new.
+
+        Args:
+            by_all: all towers do it now; else only those that have memory of their own there, so this tower's file is
+                kept open until all have.
+        """
         changed = False
         for tower, table in enumerate(self._tables):
             version, file, nbytes = table[_ENTRY * region.key : _ENTRY * (region.key + 1)]
@@ -205,14 +210,16 @@ class Regions:
                 continue
             region.versions[tower], changed = version, True
             if tower == self._index:
-                self._mapped.append(region)
-            elif nbytes > 0:
+                continue
+            if nbytes > 0:
                 region.blocks[tower] = self._open(tower, file).tensor(torch.uint8, nbytes)
             else:
                 region.blocks[tower] = _NOTHING if nbytes == _REFUSED else None
         if changed:
             self.newly_mapped = True
             self._cut(region)
+        if region.segment is not None and region.segment.file >= 0 and (by_all or region.tensors is not None):
+            self._mapped.append(region)
         return region
 
     def _cut(self, region: _Region) -> None:
