@@ -23,7 +23,10 @@ class PortInUseError(StartupError, OSError):
 
 
 class HandshakeError(TowersError):
-    """The handshake has shown that the towers do not belong together: raised on all of them, with one text."""
+    """The towers do not belong together, and all raise this with one text.
+
+    A process that takes another's index, or comes from another job, raises it alone.
+    """
 
 
 class DisagreementError(TowersError, ValueError):

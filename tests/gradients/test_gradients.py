@@ -88,13 +88,15 @@ def set_by_hand_after_no_sync(strategy: mirrored.Strategy) -> float:
     """What ``no_sync`` accumulated is dropped, another bucket is averaged, and then a gradient is set by hand."""
     model, other = strategy.mirror(nn.Linear(1, 1, bias=False)), strategy.mirror(nn.Linear(1, 1, bias=False))
     backward_of = lambda module: strategy.run(lambda: module.weight.sum().backward())  # noqa: E731
-    for module in (model, other):
+    for module in (model, other, other, other):
         backward_of(module)
     with strategy.no_sync():
         backward_of(model)
     model.weight.grad = None
     backward_of(other)
     model.weight.grad = torch.full((1, 1), float(strategy.topology.index))
+    with strategy.no_sync():
+        backward_of(other)
     backward_of(other)
     return float(model.weight.grad)
 
