@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from towers.topology import Topology
 
-_MOST = 1_000_000  # towers: more than anybody has; whoever comes keeps a list of all
+_MOST = 1_000_000  # towers: more than anybody has; each of them keeps a list of all
 
 
 class ClusterError(ValueError):

@@ -1,7 +1,7 @@
 """Guards against silent drift: checks of optimizers' steps before they change anything, and of early backwards.
 
 [Note: an average, not a call] A parameter that an optimizer steps needs a gradient that a backward of ours has averaged
-since that optimizer's last step, whoever has written it into ``p.grad``: gradients of ``torch.autograd.grad``, of
+since that optimizer's last step, by whatever way it came into ``p.grad``: gradients of ``torch.autograd.grad``, of
 ``no_sync`` or of a compiler's graph are refused. Whether ``backward()`` was called says nothing about that. Gradients
 that are all zeros are equal on all towers, and pass.
 

@@ -216,7 +216,7 @@ class RunComparison:
             return 0.0 if one is many else math.inf
         if one.digest == many.digest or not (math.isfinite(one.norm) or math.isfinite(many.norm)):
             return 0.0
-        if _is_whole(one.dtype) or not (math.isfinite(one.norm) and math.isfinite(many.norm)):
+        if _is_integer(one.dtype) or not (math.isfinite(one.norm) and math.isfinite(many.norm)):
             return math.inf
         distance = one.distance(many, ignored)
         if self.exact and not distance:
@@ -255,7 +255,7 @@ def _size_of(tensors: Mapping[str, Sketch | None]) -> float:
     return max((s.rms for s in tensors.values() if s is not None and math.isfinite(s.norm)), default=0.0)
 
 
-def _is_whole(dtype: str) -> bool:
+def _is_integer(dtype: str) -> bool:
     """Whether numbers of a dtype have no rounding errors."""
     return dtype.startswith(("int", "uint", "bool"))
 
@@ -342,7 +342,7 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
 
 
 def _least(comparison: RunComparison, dtype: str) -> float:
-    if comparison.exact or _is_whole(dtype):
+    if comparison.exact or _is_integer(dtype):
         return 0.0
     finer = comparison.usual < usual_tolerance(dtype)
     return max(comparison.tolerance, usual_tolerance(dtype)) if finer else comparison.tolerance
