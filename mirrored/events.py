@@ -10,7 +10,7 @@ statistics back. What one raises ends the step. What replaces something in a scr
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from towers.health.status import Health
@@ -58,24 +58,22 @@ class Events:
 def show_in_traces(events: Events) -> None:
     """Let runs and optimizers' steps be ranges in the trace of a running profiler."""
     runs: list[AbstractContextManager[Any]] = []  # one within the other
-    steps: list[AbstractContextManager[Any]] = []
-    events.begin_run.append(lambda fn: _begin("mirrored::run", runs))
-    events.before_step.append(lambda optimizer: _begin_step(steps))
-    events.after_step.append(lambda optimizer: _end(steps))
-    events.end_run.append(lambda: _end(runs))
-    events.failed.append(lambda error: _end(runs))
+    step = ExitStack()
 
+    def begin_run(fn: Callable[..., Any]) -> None:
+        runs.append(range_("mirrored::run"))
+        runs[-1].__enter__()
 
-def _begin_step(steps: list[AbstractContextManager[Any]]) -> None:
-    steps.clear()  # one of a step that raised, or within which another optimizer steps, is not ended here
-    _begin("mirrored::optimizer-step", steps)
+    def end_run(*_: Any) -> None:
+        if runs:  # else the run was interrupted before it began
+            runs.pop().__exit__(None, None, None)
 
+    def begin_step(optimizer: Any) -> None:
+        step.close()  # of a step that raised, or within which another optimizer steps
+        step.enter_context(range_("mirrored::optimizer-step"))
 
-def _begin(name: str, ranges: list[AbstractContextManager[Any]]) -> None:
-    ranges.append(range_(name))
-    ranges[-1].__enter__()
-
-
-def _end(ranges: list[AbstractContextManager[Any]]) -> None:
-    if ranges:  # a step of an optimizer may end that has not begun for the listeners
-        ranges.pop().__exit__(None, None, None)
+    events.begin_run.append(begin_run)
+    events.before_step.append(begin_step)
+    events.after_step.append(lambda optimizer: step.close())
+    events.end_run.append(end_run)
+    events.failed.append(end_run)

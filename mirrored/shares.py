@@ -183,7 +183,8 @@ class KnownShares:
 
     def at_hand(self, arguments: Any) -> list[Share]:
         """The shares of the batches among a run's arguments, else that of the newest batch."""
-        return self.of(arguments) or [share for share in [self.in_hand.value] if share is not None]
+        newest = self.in_hand.value
+        return self.of(arguments) or ([newest] if newest is not None else [])
 
     def named(self, batch: Any) -> list[Share]:
         """The share of the batch that a script names by ``batch=``; none for ``()``.

@@ -9,9 +9,9 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalCluste
 
 
 def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
-    """Who started this process as a tower, by torchrun's variables (torchrun, our own agent, ``launch``) or SLURM's.
+    """The launcher of this tower, by torchrun's variables (torchrun, our own agent, ``launch``) or SLURM's.
 
-    None: nobody, it is no tower yet.
+    None: this process is no tower yet.
     """
     if torchrun.present(environ):
         return torchrun.TorchrunClusterResolver(environ)

@@ -1,4 +1,4 @@
-"""What functions that build a tower's own input pipeline, or its own value, are told of the tower."""
+"""Arguments of functions that build a tower's own input pipeline, or its own value."""
 
 from __future__ import annotations
 

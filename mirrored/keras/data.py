@@ -41,7 +41,7 @@ class Loop:
     """A ``fit``, ``evaluate`` or ``predict``, or one batch of them.
 
     Attributes:
-        strategy: whose model it is of.
+        strategy: the model's.
         reads_every: after how many batches the logs are read; 0: not before the end of the epoch.
         steps: how many batches were run.
         logs: those of all towers, as they were read last.

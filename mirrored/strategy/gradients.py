@@ -83,24 +83,14 @@ class Gradients(CheckedCalls):
         current = current_frame()
         if current is None or current.replica is None:
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
-        virtual = self.engine.virtual
-        if virtual is None:
-            return self._backward_of_share(loss_fn, batch, sample_weight, denominator)
-        if self.accumulates:
-            raise RuntimeError(
-                "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so inside "
-                "no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating does)"
-            )
-        return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
-
-    def _backward_of_share(
-        self,
-        loss_fn: Callable[..., Tensor],
-        batch: Sequence[Any],
-        sample_weight: Tensor | float | None,
-        denominator: Literal["examples", "weights"],
-    ) -> Tensor:
-        """:meth:`backward` without virtual towers: forward and backward of this tower's share at once."""
+        if (virtual := self.engine.virtual) is not None:
+            if self.accumulates:
+                raise RuntimeError(
+                    "strategy.backward() with virtual towers adds up the gradients of all towers, and cannot do so "
+                    "inside no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating "
+                    "does)"
+                )
+            return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
         loss: Tensor | None = None
         # see [Note: nothing is computed on an empty share]
         if self.known_shares.is_empty(batch) and not self.engine.communicates_in_forward:

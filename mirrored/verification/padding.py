@@ -20,7 +20,7 @@ class Padding(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a tensor of a batch looks like.
+    """The shape and the paddings of a tensor of a batch.
 
     Attributes:
         shape: its shape.

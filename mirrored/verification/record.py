@@ -171,7 +171,6 @@ class TraceRecorder(StepLimit):
     def __init__(self, limit: int, folder: str, interventions: Interventions) -> None:
         super().__init__(limit, folder, further=not interventions.rates)
         self.watching = self._watcher = Watcher(self.trace, interventions)
-        self._modules = self._watcher.modules
         self._rounding = RoundingPerturbation() if interventions.rounding else None
         self._buffers: dict[str, Sketch] = {}
         self._evaluates = False  # the run under way has called a module outside of training
@@ -217,7 +216,7 @@ class TraceRecorder(StepLimit):
             if watcher.interventions.padding:
                 args, kwargs = padding.pad((args, kwargs), len(trace.calls), watcher.interventions.padding, call.shares)
             if not trace.calls or trace.calls[-1].steps != call.steps:
-                call.parameters = {name: digest_of(p) for name, p in self._modules.parameters.items()}
+                call.parameters = {name: digest_of(p) for name, p in self._watcher.modules.parameters.items()}
             trace.calls.append(call)
             others = draws.other_generators()
             watcher.call, watcher.drawn = call, draws.generator_state(watcher.device)
@@ -274,10 +273,10 @@ class TraceRecorder(StepLimit):
         if in_a_graph():
             return
         self._watcher.before_module(module, inputs)
-        self._modules.calls.append(module)
-        if len(self._modules.calls) > 1:
+        self._watcher.modules.calls.append(module)
+        if len(self._watcher.modules.calls) > 1:
             return
-        name = self._modules.root_name(module)
+        name = self._watcher.modules.root_name(module)
         tensor = next(padding.tensors_of(inputs), None)
         strategy, replica = strategy_with_towers(), current_replica()
         at_hand = replica.arguments if replica is not None else None
@@ -303,7 +302,7 @@ class TraceRecorder(StepLimit):
     def _after_module(self, module: nn.Module, inputs: object, output: Any) -> Any:
         if in_a_graph():
             return None
-        self._modules.leave(module)
+        self._watcher.modules.leave(module)
         return self._rounding.perturb(output) if self._rounding is not None else None
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ class TraceRecorder(StepLimit):
         for group, rate in zip(optimizer.param_groups, rates[at] if at < len(rates) else (), strict=False):
             group["lr"] = rate
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        named = list(zip(self._modules.name_parameters(parameters, number), parameters, strict=True))
+        named = list(zip(self._watcher.modules.name_parameters(parameters, number), parameters, strict=True))
         foreign, unsynced = [], []
         if (strategy := strategy_with_towers()) is not None:
             accumulated = strategy.engine.averager.unsynced()
@@ -348,10 +347,10 @@ class TraceRecorder(StepLimit):
         if not compared:
             return
         step = self.trace.steps[-1]
-        self._modules.note_addresses()
-        step.after = {name: sketch(self._modules.parameters[name]) for name in step.before}
+        self._watcher.modules.note_addresses()
+        step.after = {name: sketch(self._watcher.modules.parameters[name]) for name in step.before}
         several = self.trace.towers > 1 and not self.trace.virtual
-        step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._modules.buffers(several)}
+        step.buffers = {name: self._sketch(name, buffer) for name, buffer in self._watcher.modules.buffers(several)}
 
     def _sketch(self, name: str, buffer: Tensor) -> Sketch:
         """The sketch of a buffer; most of the large ones (masks, tables) never change."""

@@ -62,7 +62,7 @@ class StepBuffers:
         for buffer in buffers:
             if buffer.is_small and not buffer.is_integer:
                 small.setdefault((buffer.tensor.device, buffer.tensor.dtype), []).append(buffer)
-        # Sorted, since the model of another tower may have a buffer of an earlier dtype: packs travel in one order.
+        # In one order on all towers: a model that some tower has dropped may hold the first buffer of a dtype.
         self._small = [Pack(small[kind]) for kind in sorted(small, key=str)]
         self._firsts: dict[str, Tensor] = {}
         self._doubts: dict[str, Tensor] = {}

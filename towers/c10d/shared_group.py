@@ -157,9 +157,9 @@ class SharedMemoryGroup(Group):
         """Send a tensor to some ranks, and receive one from some, each by its rank."""
 
         def task(comm: SharedMemoryCommunicator) -> None:
+            nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
             with outputs_of(list(received.values())) as dense:
                 filled = dict(zip(received, dense, strict=True))
-                nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
                 comm.exchange(
                     [as_bytes(sent.get(rank, nothing)) for rank in range(comm.size)],
                     [as_bytes(filled.get(rank, nothing)) for rank in range(comm.size)],

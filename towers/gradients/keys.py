@@ -1,8 +1,8 @@
 """Keys of a communicator's memory (:meth:`Communicator.allocate`).
 
 [Note: keys are used again, one layout later] Shared memory has places for 4,096 keys, and a script that mirrors a copy
-of its model in every step would use them up. Buckets are laid out anew after a collective only, so a
-tower that makes the next layout knows that all towers have let go of what the last one released.
+of its model in every step would use them up. Buckets are laid out anew after a collective only, so a tower that makes
+the next layout knows that all towers have let go of what the last one released.
 """
 
 from __future__ import annotations

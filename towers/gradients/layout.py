@@ -83,7 +83,7 @@ class BucketLayout:
         return kept
 
     def in_order_of(self, arrivals: Sequence[str], channel: Communicator) -> list[Named] | None:
-        """What is :meth:`kept`, in an order in which buckets fill as ``arrivals`` came; None where it has that order.
+        """The layout of :meth:`kept`, ordered so that buckets fill as ``arrivals`` came; None where it has that order.
 
         Args:
             arrivals: names as gradients came, the same on all towers; what has not come follows.

@@ -23,7 +23,7 @@ Read = Callable[[], Sequence[float]]
 
 
 class Summary(NamedTuple):
-    """What the last bucket of a backward tells the towers beside its own flags.
+    """The message of the last bucket of a backward, beside its own flags.
 
     Attributes:
         touched: the units that this tower has gradients for.

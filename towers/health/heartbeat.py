@@ -90,6 +90,9 @@ class Heartbeat:
         health: this tower's; the heartbeat ends with it.
         tower: this tower, as it met the others.
         store: where they met.
+
+    Raises:
+        StartupError: the store has ended.
     """
 
     def __init__(self, health: Health, tower: Participant, store: SignedStore) -> None:
@@ -97,7 +100,8 @@ class Heartbeat:
         self._record = health.record
         self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
-        self._sending, self._asking = (store.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
+        with tower.needs_server():
+            self._sending, self._asking = (store.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
         self._blocked = 0  # how often towers have reported that they keep waiting
@@ -153,7 +157,7 @@ class Heartbeat:
         return self._find_deadlock(store) if self._tower == 0 else waits is not None
 
     def _find_deadlock(self, store: SignedStore) -> bool:
-        """What the chief does, see [Note: deadlocks]; whether some tower keeps waiting."""
+        """Look for a deadlock, as the chief does (see [Note: deadlocks]); whether some tower keeps waiting."""
         before, self._blocked = self._blocked, store.add(_BLOCKED, 0)
         if self._blocked == before:
             self._beats = {}

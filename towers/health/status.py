@@ -13,7 +13,6 @@ answers no query; after 30 seconds (10 where its process cannot be seen) it read
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import pathlib
@@ -223,7 +222,7 @@ class Health:
     def enter(self, phase: str) -> None:
         """The tower enters a phase ("writing the checkpoint"); an empty one is the script's own code."""
         self.phase = phase
-        self.record.enter(self.run, self.step, self._running, self.evaluates, _encoded(phase))
+        self.record.enter(self.run, self.step, self._running, self.evaluates, phase.encode())
         for follow in self.followers:
             follow(phase)
 
@@ -320,8 +319,3 @@ class Health:
             if item is _END:
                 return
             yield item  # type: ignore[misc]
-
-
-@functools.lru_cache(64)
-def _encoded(phase: str) -> bytes:
-    return phase.encode()

@@ -13,13 +13,14 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -38,7 +39,7 @@ _ABSENT = object()
 
 
 def versions() -> str:
-    """What must be equal on all workers and towers."""
+    """The versions that must be equal on all workers and towers."""
     try:
         version = importlib.metadata.version("mirrored")
     except importlib.metadata.PackageNotFoundError:
@@ -76,6 +77,11 @@ class Participant:
         """Whether this process serves the store."""
         return self.chief_serves and self.index == 0
 
+    @property
+    def server(self) -> str:
+        """The process that serves the store, for messages."""
+        return f"the chief ({self.kind} 0)" if self.chief_serves else "the launcher's store"
+
     def open_store(self, others: Sequence[str] = ()) -> TCPStore:
         """The store where the processes meet, which this process serves or joins.
 
@@ -88,8 +94,7 @@ class Participant:
         """
         if self.serves:
             return serve_store(*self.address, self.origin, self.token, others)
-        deadline, address = Deadline(self.seconds), join_address(*self.address)
-        server = f"the chief ({self.kind} 0)" if self.chief_serves else "the launcher's store"
+        deadline, address, server = Deadline(self.seconds), join_address(*self.address), self.server
         while True:
             try:
                 socket.create_connection(self.address, timeout=2.0).close()
@@ -116,8 +121,9 @@ class Participant:
                 f"the address comes from {self.origin}: start {server} there, or correct that"
             ) from None
         try:
-            own = {"host": socket.gethostname()}
-            SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
+            with self.needs_server():
+                own = {"host": socket.gethostname()}
+                SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
         except OtherJobError as error:
             raise HandshakeError(
                 f"{self.kind} {self.index} (on {socket.gethostname()}) is not of the job that meets at {address}: its "
@@ -125,11 +131,17 @@ class Participant:
                 f"{JOB_TOKEN} or none (under torchrun without one, the same TORCHELASTIC_RUN_ID); look for variables "
                 "left over from another job"
             ) from None
+        return store
+
+    @contextlib.contextmanager
+    def needs_server(self) -> Iterator[None]:
+        """Inside, an error of torch's store is a :class:`StartupError` that names the process which served it."""
+        try:
+            yield
         except TowersError:
             raise
         except RuntimeError as error:
-            raise StartupError(f"{server} went away during the start-up: {printable(str(error))}") from None
-        return store
+            raise StartupError(f"{self.server} went away during the start-up: {printable(str(error))}") from None
 
     def handshake(self, store: Store, message: Message, compare: Compare) -> list[Message]:
         """Publish ``message``, wait for everybody's, and return all of them in order.
@@ -144,15 +156,13 @@ class Participant:
             HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
         """
         handshake = _Handshake(self, SignedStore(store, self.token), compare)
-        try:
-            return handshake.run({"host": socket.gethostname(), "versions": versions(), **message})
-        except TowersError:
-            if self.serves:
-                handshake.wait_until_read()
-            raise
-        except RuntimeError as error:  # what torch's store raises when its server is gone
-            text = f"{self.kind} 0 ({self.names[0]}) went away during the start-up: {printable(str(error))}"
-            raise StartupError(text) from None
+        with self.needs_server():
+            try:
+                return handshake.run({"host": socket.gethostname(), "versions": versions(), **message})
+            except TowersError:
+                if self.serves:
+                    handshake.wait_until_read()
+                raise
 
 
 class _Handshake:

@@ -1,4 +1,4 @@
-"""What the agents of several workers tell each other: which tower of the job failed first, and whose towers have ended.
+"""Messages between the agents of several workers: which tower of the job failed first, and whose towers have ended.
 
 [Note: failures of other workers] The first failure goes to all workers through the agents' store. An agent whose towers
 have not failed ends them, and one whose towers have only lost a peer says whose failure was first. An agent whose
@@ -61,10 +61,15 @@ class FailureBroadcast:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
                 while (message := signed.read(_FAILURE)) is None:
                     clock.sleep(_INTERVAL)
-                in_time(_SECONDS, lambda: signed.add(_KNOWN, 1))
-                self.received, self._knows = printable(message.get("sentence")), True
+                in_time(_SECONDS, lambda: self._acknowledge(signed))
+                self.received = printable(message.get("sentence"))
 
         threading.Thread(target=listen, name="towers-broadcast", daemon=True).start()
+
+    def _acknowledge(self, store: SignedStore) -> None:
+        """Tell worker 0, perhaps again, that this worker knows how the job has ended."""
+        store.write(f"{_KNOWN}{self._worker}", {})
+        self._knows = True
 
     def _ask(self, call: Callable[[SignedStore], T]) -> T | None:
         """The store's answer; None where there is no store, or it does not answer in time."""
@@ -102,9 +107,10 @@ class FailureBroadcast:
         others = self._workers - 1
         wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
         if self.received is None:
-            self._knows = self._ask(lambda store: store.add(_KNOWN, 1)) is not None
+            self._ask(self._acknowledge)
 
     def leave(self) -> None:
         """Where this worker serves the store, wait for a moment until all know how the job has ended."""
         if self._knows and self._worker == 0:
-            wait_until(lambda: (self._ask(lambda store: store.add(_KNOWN, 0)) or 0) >= self._workers, _SECONDS)
+            keys = [f"{_KNOWN}{worker}" for worker in range(self._workers)]
+            wait_until(lambda: bool(self._ask(lambda store: store.read_all(keys))), _SECONDS)

@@ -47,8 +47,7 @@ def network_identity() -> str:
 
 
 def identity(host: str, port: int) -> dict[str, str | None]:
-    """What other towers compare this machine by: ``machine``, ``network`` and its own ``address`` on the way to
-    ``host``."""
+    """This machine as others compare it: ``machine``, ``network`` and its own ``address`` on the way to ``host``."""
     return {"machine": host_identity(), "network": network_identity(), "address": address_towards(host, port)}
 
 

@@ -27,7 +27,7 @@ class Named:
     sparse: bool = False
 
     def describe(self) -> list[object]:
-        """What must be equal on all towers."""
+        """The properties that must be equal on all towers."""
         tensor = self.tensor
         layout = "sparse gradients" if self.sparse else f"strides {tensor.stride()}"
         gradients = gradient_dtype(tensor)

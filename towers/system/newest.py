@@ -1,4 +1,4 @@
-"""The newest of what several loops are at."""
+"""The newest value among those of several loops."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ T = TypeVar("T")
 
 
 class Newest(Generic[T]):
-    """What loops are at, by their numbers. Loops may end in any order, as two iterators under ``zip`` do."""
+    """Values of loops, which may end in any order (two iterators under ``zip`` do) and run in several threads."""
 
     def __init__(self) -> None:
         self._by_loop: dict[int, T] = {}
 
     def set(self, loop: int, value: T) -> None:
-        """The loop has come to a value, which is the newest now."""
+        """Set a loop's value, which is the newest now."""
         self._by_loop.pop(loop, None)
         self._by_loop[loop] = value
 
     def end(self, loop: int) -> None:
-        """The loop is over."""
+        """Forget a loop, which is over."""
         self._by_loop.pop(loop, None)
 
     @property
     def value(self) -> T | None:
         """The newest value among the loops that are not over."""
-        return next(reversed(self._by_loop.values()), None)
+        values = list(self._by_loop.values())  # at once: another thread's loop may begin or end meanwhile
+        return values[-1] if values else None

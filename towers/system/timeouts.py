@@ -87,7 +87,7 @@ def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:
 
 
 def in_time(seconds: float, call: Callable[[], T]) -> T | None:
-    """What ``call`` returns; None where it does not return in time, or raises an exception."""
+    """The result of ``call``; None where it does not return in time, or raises an exception."""
     try:
         return run_with_timeout(seconds, call)
     except Exception:
