@@ -102,7 +102,9 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
 
         chosen = HostStagedCommunicator(chosen, device)
         if tower.index == 0:
-            log.info("gradients go through the hosts' memory: %s", _why_staged(options, device))
+            none = f"torch has no collectives between {device.type}s"
+            reason = "so it was asked, or towers share a device" if options.implementation == "host" else none
+            log.info("gradients go through the hosts' memory: %s", reason)
     health.enter("")
     log.debug("tower %d is connected by %s", tower.index, chosen.backend)
     return chosen
@@ -124,11 +126,6 @@ def _backend_or_host(implementation: str, device: torch.device) -> str:
     if implementation == "shared_memory" and device.type != "cpu":
         raise ValueError(f"implementation 'shared_memory' works between CPU towers; this tower runs on {device}")
     return "gloo" if implementation == "shared_memory" else implementation
-
-
-def _why_staged(options: CommunicationOptions, device: torch.device) -> str:
-    asked = options.implementation == "host"
-    return "so it was asked, or towers share a device" if asked else f"torch has no collectives between {device.type}s"
 
 
 def refuse_unknown_peers() -> None:
