@@ -8,10 +8,10 @@ and all its holders share one :class:`FolderLock`.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import pathlib
+import threading
 import weakref
 
 from mirrored.checkpoint.folder import FILE_MODE
@@ -34,6 +34,9 @@ class FolderLock:
 _locks: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
 """The locks of this process, by process id (a forked child holds none), device and inode."""
 
+# Of two threads that both find no lock, each would take one, and the first to let go of its own would end the other's.
+_taking = threading.Lock()
+
 
 def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bool]:
     """This process's lock on a file, which is made where it is missing; and whether the lock is new.
@@ -47,12 +50,12 @@ def take_lock(path: pathlib.Path, patience: float = 0.0) -> tuple[FolderLock, bo
     """
     deadline = Deadline(patience)
     while True:
-        with contextlib.suppress(FileNotFoundError):  # see [Note: the lock of a process]; another thread may take it
-            if (lock := _locks.get(_key(path))) is not None:
-                return lock, False
         try:
-            lock = _locks[_key(path)] = FolderLock(path)
-            return lock, True
+            with _taking:  # see [Note: the lock of a process]; another thread may have taken it
+                if path.exists() and (lock := _locks.get(_key(path))) is not None:
+                    return lock, False
+                lock = _locks[_key(path)] = FolderLock(path)
+                return lock, True
         except BlockingIOError:
             if deadline.has_passed():
                 raise

@@ -90,10 +90,9 @@ class Saver:
             CheckpointError, DisagreementError, MirrorError, TypeError, ValueError: see ``CheckpointManager.save``.
         """
         self.wait()
-        engine = self._strategy.engine
         objects, own, tensors = self._capture(step)
         # Each writer writes its own mirrored state. Without mirror checks the towers are trusted to hold the same.
-        engine.check_before("saves a checkpoint of what all towers hold")
+        self._strategy.engine.check_before("saves a checkpoint of what all towers hold")
         if self._writer is not None:
             self._writer.start(name, self._manifest(step, objects, own), tensors, asynchronous=not wait)
         self._in_flight = name
