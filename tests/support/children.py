@@ -19,10 +19,10 @@ def in_a_child(work: Callable[[], object]) -> str:
             text = str(work())
         except BaseException:
             text = traceback.format_exc()
-        os.write(writer, text.encode()[-4000:])
+        os.write(writer, text.encode(errors="backslashreplace")[-4000:])
         os._exit(0)
     os.close(writer)
-    with open(reader) as stream:
+    with open(reader, errors="replace") as stream:  # the first character may be cut
         text = stream.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return str(code) if code else text
