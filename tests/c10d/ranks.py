@@ -9,14 +9,11 @@ import torch.distributed as dist
 
 import towers.backend  # noqa: F401  (registers it in every rank)
 from tests.support.jobs import launch
-from tests.support.waiting import HANG
 
 
-def ranks(
-    fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm", timeout: float = HANG
-) -> Any:
+def ranks(fn: Callable[..., Any], *args: Any, count: int = 2, backend: str = "towers_shm") -> Any:
     """``fn(*args)`` on ``count`` ranks of a default group; the results in order."""
-    return launch(_in_group, fn, args, backend, count=count, timeout=timeout)
+    return launch(_in_group, fn, args, backend, count=count)
 
 
 def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:

@@ -32,7 +32,6 @@ def towers(
     fn: Callable[..., Any],
     *args: Any,
     count: int = 2,
-    timeout: float = HANG,
     settings: Settings | None = None,
     hosts: str = "",
 ) -> list[Any]:
@@ -42,12 +41,12 @@ def towers(
         settings: those of the strategy; the seed is 0 if they have none.
         hosts: a letter for each tower, which are then on different hosts as their letters are.
     """
-    return launch(_with_strategy, fn, args, settings or {}, hosts, count=count, timeout=timeout)
+    return launch(_with_strategy, fn, args, settings or {}, hosts, count=count)
 
 
-def launch(fn: Callable[..., Any], *args: Any, count: int = 2, timeout: float = HANG) -> list[Any]:
+def launch(fn: Callable[..., Any], *args: Any, count: int = 2) -> list[Any]:
     """``fn(*args)`` on ``count`` CPU towers; the results in order."""
-    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=timeout)
+    return mirrored.launch(fn, args, devices=[f"cpu:{i}" for i in range(count)], timeout=HANG)
 
 
 def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings, hosts: str) -> Any:
@@ -113,7 +112,8 @@ def run_program(
 
 def check_code(result: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
     """The result, which must have this exit code; None: any."""
-    assert code in (None, result.returncode), f"exit code {result.returncode}: {result.stdout}{result.stderr}"
+    text = f"{result.args} ended with exit code {result.returncode}: {result.stdout}{result.stderr}"
+    assert code in (None, result.returncode), text
     return result
 
 

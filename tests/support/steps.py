@@ -39,9 +39,9 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def equal_one_device(fn: Callable[..., Any], *args: Any, tolerance: float = 1e-12, count: int = 2) -> list[Any]:
-    """What ``fn(strategy, *args)`` gives on each of ``count`` towers: on each the same as on one device."""
-    expected, results = fn(mirrored.OneDeviceStrategy(), *args), towers(fn, *args, count=count)
+def equal_one_device(fn: Callable[..., Any], *args: Any, tolerance: float = 1e-12) -> list[Any]:
+    """What ``fn(strategy, *args)`` gives on each of two towers: the same as on one device."""
+    expected, results = fn(mirrored.OneDeviceStrategy(), *args), towers(fn, *args)
     for result in results:
         torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     return results
