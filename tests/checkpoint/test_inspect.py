@@ -97,9 +97,10 @@ ABSURD: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "absurd towers": ("it is of 1000000000000 towers", lambda manifest: manifest.update(towers=10**12)),
     "more of their own": ("it is of 1 towers, but holds", lambda manifest: manifest["own"].append({})),
     "virtual towers of -4": ("its field 'virtual_towers' is -4", lambda manifest: manifest.update(virtual_towers=-4)),
-    "bytes of -1": (
-        "its field 'files' is",
-        lambda manifest: manifest["files"]["tensors.safetensors"].update(bytes=-1),
+    "bytes of -1": ("its field 'files' is", lambda manifest: manifest["files"]["tensors.safetensors"].update(bytes=-1)),
+    "other bytes": (
+        "is .* bytes long, but was written with 7: it is damaged",
+        lambda manifest: manifest["files"]["tensors.safetensors"].update(bytes=7),
     ),
 }
 

@@ -42,8 +42,8 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
 @pytest.mark.parametrize(
     ("tower", "number", "said"),
     [
-        (None, signal.SIGTERM, r"by SIGTERM: the towers ended after step \d+, with exit code 75"),
-        (None, signal.SIGINT, r"by SIGINT: the towers ended after step \d+, with exit code 75"),
+        (None, signal.SIGTERM, r" by SIGTERM: the towers ended after step \d+, with exit code 75"),
+        (None, signal.SIGINT, r" by SIGINT: the towers ended after step \d+, with exit code 75"),
         (1, signal.SIGTERM, ": .*"),  # which takes the others along
     ],
 )
@@ -52,7 +52,7 @@ def test_towers_that_are_told_to_end_may_save(told: Told, tower: int | None, num
     os.kill(process.pid if tower is None else ids[tower], number)
     out, error = end_of(process, EXIT_PREEMPTED)
     assert out.splitlines() == ["saved"]
-    assert re.fullmatch(f"towers: preempted ?{said}", error.splitlines()[-1])
+    assert re.fullmatch(f"towers: preempted{said}", error.splitlines()[-1])
 
 
 @pytest.mark.parametrize("told", ["stubborn"], indirect=True)
@@ -79,7 +79,8 @@ def test_a_program_that_launches_passes_signals_on(saves: bool, tmp_path: pathli
     with tempfile.TemporaryDirectory() as temporary:  # with a short name: those of sockets have at most 108 characters
         process = start_program(words, env={"TMPDIR": temporary})
         wait_for_line(process.stdout, "step 3\n" if saves else "ready\n")
-        processes = family(process.pid)[1:]
+        _, *processes = family(process.pid)
+        assert len(processes) >= 2, "two towers"
         process.terminate()
         end_of(process, EXIT_PREEMPTED if saves else -signal.SIGTERM)
         wait_until(lambda: not any(os.path.exists(f"/proc/{each}") for each in processes))

@@ -179,8 +179,7 @@ def settings_of_compile() -> dict[str, Any]:
         found[name] = [*model.get_weights(), np.array(history.history["loss"])]
     breaks = list(torch._dynamo.utils.counters["graph_break"])
     assert breaks, "Keras' own, at backward"
-    traced = [text for text in breaks if "mirrored/keras/patching" in text]
-    assert not traced, "what replaces Keras' functions"
+    assert not (traced := [text for text in breaks if "mirrored/keras/patching" in text]), traced
     return found
 
 
