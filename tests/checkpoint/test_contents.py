@@ -135,7 +135,7 @@ def test_state_of_another_dtype_than_its_parameter_keeps_it(folder: pathlib.Path
         ([print], "progress/value/0 is a builtin_function_or_method, which cannot be saved"),
     ],
 )
-def test_what_would_not_come_back_as_it_was_is_refused(folder: pathlib.Path, value: Any, words: str) -> None:
+def test_values_that_would_not_come_back_are_refused(folder: pathlib.Path, value: Any, words: str) -> None:
     manager = manager_of(folder, {"progress": {"value": value}})
     with pytest.raises(TypeError, match=words):
         manager.save()

@@ -173,7 +173,7 @@ NOT_AN_OBJECT = "TF_CONFIG must be a JSON object with 'cluster' and 'task', not 
     ],
 )
 @pytest.mark.row(1, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-def test_what_cannot_be_is_refused(config: object, words: str) -> None:
+def test_impossible_clusters_are_refused(config: object, words: str) -> None:
     refused(config, words)
 
 
@@ -184,7 +184,7 @@ def test_empty(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.row(7, 9)
-def test_what_looks_wrong_and_can_be() -> None:
+def test_unusual_clusters_are_read() -> None:
     assert tf_config(two_workers(index="1")).worker == 1
     addresses = ["[::1]:2222", "[fe80::1]:1"]
     assert tf_config(first_of(worker=addresses)).addresses == tuple(addresses)

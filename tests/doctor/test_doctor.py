@@ -24,7 +24,7 @@ from mirrored.doctor.network import check_interfaces
 from mirrored.doctor.resources import check_cores
 from tests.support.clusters import torchrun_variables
 from tests.support.commands import Command
-from tests.support.jobs import ROOT, start_program
+from tests.support.jobs import ROOT, run_program, start_program
 from tests.support.waiting import HANG
 from towers.system.timeouts import clock, run_with_timeout
 
@@ -174,8 +174,7 @@ def test_towers_that_cannot_be_started_are_a_problem_of_the_machine(tmp_path: pa
     folder = tmp_path / ("x" * 100)  # launch makes a socket there, whose path has to be short
     folder.mkdir()
     program = "from mirrored.doctor import jobs; print(*jobs.check_cpu_towers({}))"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+    result = run_program(["-c", program], env={"TMPDIR": str(folder)})
     assert "cannot work together on this machine: OSError: AF_UNIX path too long" in result.stdout, result.stderr
 
 
