@@ -25,8 +25,9 @@ _DUMPABLE = 4  # PR_SET_DUMPABLE
 
 
 @pytest.fixture
-def place() -> Iterator[pathlib.Path]:
+def place(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder of an ordinary user's, which the folders of pytest are not."""
+    manager(tmp_path).restore_newest()  # loads modules, which that user may not be allowed to read
     path = pathlib.Path(tempfile.mkdtemp(dir="/tmp"))
     os.chown(path, NOBODY, NOBODY) if os.geteuid() == 0 else None
     try:
