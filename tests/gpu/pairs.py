@@ -19,7 +19,7 @@ from tests.support.jobs import ROOT
 def run_pair(words: list[str], limit: float = 120.0) -> list[Any]:
     """What a program prints last, as JSON, on two ranks on one GPU, which NCCL takes for two hosts: never for speed.
 
-    Who has lost the other would spin in NCCL: five seconds after a rank has failed, the other is ended.
+    A rank that has lost the other would spin in NCCL: five seconds after a rank has failed, the other is ended.
     """
     common = {
         "WORLD_SIZE": "2",

@@ -85,7 +85,7 @@ def accumulate(strategy: mirrored.Strategy) -> dict[str, list[float]]:
 
 
 def set_by_hand_after_no_sync(strategy: mirrored.Strategy) -> float:
-    """What ``no_sync`` accumulated is dropped, another bucket is averaged, and then a gradient is set by hand."""
+    """A gradient of ``no_sync`` is dropped, another bucket is averaged, and then a gradient is set by hand."""
     model, other = strategy.mirror(nn.Linear(1, 1, bias=False)), strategy.mirror(nn.Linear(1, 1, bias=False))
     backward_of = lambda module: strategy.run(lambda: module.weight.sum().backward())  # noqa: E731
     for module in (model, other, other, other):

@@ -204,7 +204,7 @@ def refused(strategy: mirrored.Strategy, kind: str) -> None:
         ("graph", ValueError, r"carries no graph.*add the penalty to the loss"),
         ("unused", ValueError, r"strategy.grad\(\) of 2 inputs on tower 0: .*Set allow_unused=True"),
         ("graph in gradients", ValueError, r"average_gradients\(\) of 2 parameters on tower 1: a gradient carries a"),
-        ("number", mirrored.DisagreementError, r"tower 1 strategy.grad\(\) of 2 inputs, tower 0 strategy.grad\(\) of"),
+        ("number", mirrored.DisagreementError, r"tower 1 strategy.grad\(\) of 2 inputs, tower 0 strategy.grad.. of 1"),
         ("shape", mirrored.DisagreementError, r"of shape \(1, 2\) on tower 0, but torch.float32 of shape \(2, 2\) on"),
         ("no_sync", RuntimeError, r"in no_sync\(\) gradients are each tower's own"),
         ("other call", mirrored.DisagreementError, r"tower 1 strategy.grad\(\) of 2 inputs, tower 0 strategy.barrier"),

@@ -71,13 +71,13 @@ def train(
 def train_gan(strategy: mirrored.Strategy) -> list[Tensor]:
     """Two models, two optimizers, two losses in one step: the parameters, and the losses of virtual towers.
 
-    The generator's step goes through the discriminator, whose gradients nobody wants.
+    The generator's step goes through the critic, whose gradients nobody wants.
     """
-    made = strategy.mirror(seeded(lambda: nn.Linear(3, 5).double()))
+    generator = strategy.mirror(seeded(lambda: nn.Linear(3, 5).double()))
     last = [nn.Dropout(0.2)] if strategy.virtual_towers is not None else []
-    judge = seeded(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *last, nn.Linear(8, 1)).double())
-    strategy.mirror(judge)
-    optimize_made, optimize_judge = (torch.optim.Adam(model.parameters(), 0.01) for model in (made, judge))
+    critic = seeded(lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *last, nn.Linear(8, 1), nn.Flatten(0)).double())
+    strategy.mirror(critic)
+    generator_optimizer, critic_optimizer = (torch.optim.Adam(m.parameters(), 0.01) for m in (generator, critic))
     losses: list[Tensor] = []
 
     def backward(loss_of: Callable[[Tensor, Tensor], Tensor], *batch: Tensor) -> None:
@@ -87,17 +87,17 @@ def train_gan(strategy: mirrored.Strategy) -> list[Tensor]:
             mirrored.compute_average_loss(loss_of(*batch)).backward()
 
     def step(real: Tensor, noise: Tensor) -> None:
-        optimize_judge.zero_grad()
-        backward(lambda x, z: (F.softplus(-judge(x)) + F.softplus(judge(made(z).detach()))).squeeze(1), real, noise)
-        optimize_judge.step()
-        optimize_made.zero_grad()
-        backward(lambda x, z: F.softplus(-judge(made(z))).squeeze(1), real, noise)
-        optimize_made.step()
+        critic_optimizer.zero_grad()
+        backward(lambda x, z: F.softplus(-critic(x)) + F.softplus(critic(generator(z).detach())), real, noise)
+        critic_optimizer.step()
+        generator_optimizer.zero_grad()
+        backward(lambda x, z: F.softplus(-critic(generator(z))), real, noise)
+        generator_optimizer.step()
 
     noise = torch.randn(41, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for batch in strategy.distribute_dataset(TensorDataset(make_data(41)[0], noise), 16):
         strategy.run(step, args=batch)
-    return [*parameters_of(made), *parameters_of(judge), *losses]
+    return [*parameters_of(generator), *parameters_of(critic), *losses]
 
 
 def clip(model: nn.Module) -> None:
