@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mirrored
-from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, parameters_of, seeded, towers
+from tests.support.jobs import WAYS, all_raise, assert_close, make_data, make_mlp, parameters_of, seeded, towers
 from tests.support.steps import local_share
 
 RUNS = 20
 SKIPS = {5: 0, 15: 1}
 """In which runs a tower leaves out a backward, and which tower: the numbers of backwards balance in the end."""
 
-WAYS: dict[str, dict[str, Any]] = {**SETTINGS, "virtual towers": {"virtual_towers": 4}}
 UNCHECKED = {"mirror_check_interval": None}
 
 
@@ -116,7 +115,7 @@ def _several_loops(strategy: mirrored.Strategy) -> int:
 
 @pytest.mark.parametrize("setting", ["shared memory", "gloo"])
 def test_a_tower_may_have_other_batches_at_hand(setting: str) -> None:
-    assert towers(_several_loops, settings=SETTINGS[setting]) == [15, 15]
+    assert towers(_several_loops, settings=WAYS[setting]) == [15, 15]
 
 
 def _one_more(strategy: mirrored.Strategy) -> None:
@@ -163,6 +162,6 @@ def _layer_drop(strategy: mirrored.Strategy, reentrant: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("setting", ["shared memory", "gloo"])
 def test_reentrant_checkpoints_of_a_random_depth_are_one_backward(setting: str) -> None:
-    nested, plain = (towers(_layer_drop, reentrant, count=3, settings=SETTINGS[setting]) for reentrant in (True, False))
+    nested, plain = (towers(_layer_drop, reentrant, count=3, settings=WAYS[setting]) for reentrant in (True, False))
     for parameters in nested:
         assert_close(parameters, plain[0], 1e-12)

@@ -1,7 +1,7 @@
 """A backend of torch.distributed between simulated devices, as NCCL is between GPUs.
 
 A collective is queued behind the work of the stream that is current when it is called, and runs on a stream of the
-group's own; ``wait()`` lets the current stream wait for it, and not the host. Who uses a result without it sees what
+group's own; ``wait()`` lets the current stream wait for it, and not the host. A use of a result without it sees what
 was there before. Numbers travel through Gloo.
 """
 

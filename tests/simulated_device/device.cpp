@@ -99,7 +99,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     Lock lock(world().mutex);
-    // Who synchronizes with one event knows what for: this is not noted as waiting.
+    // A host that synchronizes with one event knows what for: this is not noted as waiting.
     if (event) run_until(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->number);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import mirrored
 from tests.support.datasets import Streamed
-from tests.support.jobs import SETTINGS, make_data, make_mlp, parameters_of, towers
+from tests.support.jobs import WAYS, make_data, make_mlp, parameters_of, towers
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
@@ -232,11 +232,11 @@ def use_all(strategy: mirrored.Strategy, folder: pathlib.Path, setting: str, def
     return found
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, "virtual towers"])
+@pytest.mark.parametrize("setting", WAYS)
 def test_another_default_device(setting: str, tmp_path: pathlib.Path) -> None:
     """As in the scope of a strategy on a GPU, where tensors are made there if nobody says where."""
     checks = {"nonfinite_gradients": "raise", "mirror_check_interval": 2}
-    settings = {**SETTINGS.get(setting, {"virtual_towers": 4}), **checks}
+    settings = {**WAYS[setting], **checks}
     results = {
         default: towers(use_all, tmp_path / default, setting, default, settings=settings) for default in ("cpu", "meta")
     }

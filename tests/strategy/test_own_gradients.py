@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import mirrored
-from tests.support.jobs import SETTINGS, all_raise, assert_close, make_data, make_mlp, seeded, towers
+from tests.support.jobs import WAYS, all_raise, assert_close, make_data, make_mlp, seeded, towers
 
 pytestmark = pytest.mark.slow
 
@@ -143,11 +143,11 @@ def trained(strategy: mirrored.Strategy, how: str) -> list[Tensor]:
     return [p.detach() for p in parameters]
 
 
-@pytest.mark.parametrize("setting", [*SETTINGS, "virtual towers"])
+@pytest.mark.parametrize("setting", WAYS)
 def test_training_by_own_gradients(setting: str) -> None:
     expected = trained(mirrored.OneDeviceStrategy(), "backward")
     for how in ("grad", "average", "no_sync") if setting != "virtual towers" else ("grad",):
-        for parameters in towers(trained, how, settings=SETTINGS.get(setting, {"virtual_towers": 4})):
+        for parameters in towers(trained, how, settings=WAYS[setting]):
             assert_close(parameters, expected, 1e-12)
 
 

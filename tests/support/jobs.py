@@ -26,6 +26,7 @@ Settings = dict[str, Any]
 GLOO: Settings = {"communication": mirrored.CommunicationOptions(implementation="gloo")}
 SETTINGS: dict[str, Settings] = {"shared memory": {}, "gloo": GLOO, "sharded": {"shard_optimizer": True}}
 """Ways of averaging gradients."""
+WAYS: dict[str, Settings] = {**SETTINGS, "virtual towers": {"virtual_towers": 4}}
 
 
 def towers(
@@ -171,6 +172,4 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
 
 def assert_close(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], tolerance: float) -> None:
     """Equal shapes, and values within an absolute and relative tolerance."""
-    assert len(actual) == len(expected)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(list(actual), list(expected), rtol=tolerance, atol=tolerance)
