@@ -94,10 +94,9 @@ def go_on_after_a_broken_backward(strategy: mirrored.Strategy, how: str) -> None
         strategy.run(step, args=(True,))
     if how == "a backward":
         strategy.run(step, args=(False,))
-        return
-    with strategy.scope():
-        nn.Linear(1, 1)
-    strategy.run(lambda: None)
+    else:
+        strategy.mirror(nn.Linear(1, 1))
+        strategy.run(lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,7 @@ def _in_turn(
 
 def assert_same_state(ours: dict[str, Any], expected: dict[str, Any]) -> None:
     assert ours["param_groups"] == expected["param_groups"]
-    assert ours["state"].keys() == expected["state"].keys()
-    for number, state in expected["state"].items():
-        assert ours["state"][number].keys() == state.keys()
-        for key, value in state.items():
-            our = ours["state"][number][key]
-            if not isinstance(value, Tensor):
-                assert our == value
-                continue
-            assert (our.shape, our.dtype, our.stride()) == (value.shape, value.dtype, value.stride()), (number, key)
-            assert torch.equal(our, value), (number, key)
+    torch.testing.assert_close(ours["state"], expected["state"], rtol=0, atol=0, check_stride=True)
 
 
 def both(fn: Callable[..., Any], names: Sequence[str] = (), **options: Any) -> tuple[list[Any], list[Any]]:
