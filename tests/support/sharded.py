@@ -53,13 +53,17 @@ def _in_turn(
     strategy: mirrored.Strategy, fn: Callable[..., Any], args: tuple[Any, ...], names: Sequence[str], settings: Any
 ) -> Any:
     buckets._LARGE_BYTES = 1000  # some of these small gradients are to be treated as large ones are
-    assert (strategy.engine.attached(OptimizerSharder) is not None) is settings["shard_optimizer"]
-    if not names:
+
+    def run(strategy: mirrored.Strategy, *args: Any) -> Any:
+        assert (strategy.engine.attached(OptimizerSharder) is not None) is settings["shard_optimizer"]
         return fn(strategy, *args)
+
+    if not names:
+        return run(strategy, *args)
     results = {}
     for name in names:
         try:
-            results[name] = fn(mirrored.MirroredStrategy(**settings), name)
+            results[name] = run(mirrored.MirroredStrategy(**settings), name)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
     return results
