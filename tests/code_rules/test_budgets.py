@@ -15,10 +15,10 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 18_710, 8_494
+PRODUCT, CORE = 18_709, 8_494
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They only fall."""
 
-AROUND = {"tests": 18_642, "scripts": 2_032}
+AROUND = {"tests": 18_633, "scripts": 2_032}
 """Lines of code that Python files of other folders may have. They only fall, too."""
 
 FILE_LINES = 400
