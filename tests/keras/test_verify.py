@@ -6,9 +6,8 @@ import pathlib
 
 import pytest
 
-from tests.support.commands import run_command
-from tests.support.jobs import ROOT
-from tests.support.waiting import HANG
+import mirrored
+from tests.verification.scripts import PROGRAMS
 
 OTHERS = [
     ("unbuilt", 3, 0, "parameters are equal within 0.0001, and so are the 1 results that are reduced or gathered"),
@@ -34,8 +33,6 @@ OTHERS = [
     ],
 )
 def test_what_keras_scripts_hold(tmp_path: pathlib.Path, kind: str, towers: int, code: int, words: str) -> None:
-    script = ROOT / "tests" / "programs" / "verification" / "keras_fit.py"
-    command = ["mirrored", "verify", "--towers", str(towers), str(script), kind, str(tmp_path)]
-    result = run_command(command, timeout=HANG, code=code)
-    said = " ".join(result.stdout.split())
-    assert words in said, result.stdout + result.stderr
+    report = mirrored.verify(PROGRAMS / "keras_fit.py", [kind, str(tmp_path)], towers=towers)
+    assert report.exit_code == code, report
+    assert words in " ".join(str(report).split())
