@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -17,9 +19,10 @@ import mirrored
 from tests.support.jobs import GLOO, SETTINGS, towers
 from tests.support.meeting import say, shorten_deadlines, wait_for
 from tests.support.unwell import TORCHRUN, unwell
-from tests.support.waiting import HANG, forever
+from tests.support.waiting import HANG, forever, wait_until
 from towers.collectives import nccl_watch, process_group
 from towers.health import heartbeat
+from towers.health.heartbeat import Heartbeat
 from towers.health.status import StatusRecord
 
 pytestmark = pytest.mark.slow
@@ -31,6 +34,33 @@ def test_a_stopped_tower_is_found_at_the_deadline() -> None:
     assert re.match(r"towers: tower [02] failed in step 3, averaging gradients: CollectiveTimeoutError: ", last)
     assert re.search(r"tower 1 has sent no heartbeat for \d+ s \(stopped, or its host is gone\)", last)
     assert last.endswith("it was last seen in step 3, in the step's function")
+
+
+def wait_for_a_stopped_tower(strategy: mirrored.Strategy) -> None:
+    """While tower 0 asks tower 2, which waits, too, tower 1 is woken: tower 2 does so at its deadline."""
+    processes = strategy.gather(torch.tensor([os.getpid()])).tolist()
+    if strategy.topology.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        forever()
+    if strategy.topology.index == 0:
+        ask, record = Heartbeat._ask, strategy.health.record.of_peer(1)
+        assert record is not None
+
+        def woken(self: Heartbeat, asked: list[int]) -> dict[int, str]:
+            assert asked == [2]
+            before = record.last_beat
+            os.kill(processes[1], signal.SIGCONT)
+            wait_until(lambda: record.last_beat > before)
+            return ask(self, asked)
+
+        Heartbeat._ask = woken  # type: ignore[assignment, method-assign]
+        shorten_deadlines(1.2 * heartbeat._SILENT_AND_STOPPED)
+    strategy.reduce("sum", 1)
+
+
+def test_a_stopped_tower_that_another_one_wakes_is_said_to_have_been_silent() -> None:
+    with pytest.raises(mirrored.TowerFailedError, match=r"; tower 1 has sent no heartbeat for \d+ s"):
+        towers(wait_for_a_stopped_tower, count=3)
 
 
 def wait_for_a_slow_tower(strategy: mirrored.Strategy, impatient: tuple[int, ...] = (0, 2)) -> None:

@@ -210,10 +210,9 @@ class Heartbeat:
         """
         peers = self._peers(towers)
         asked = [peer.tower for peer in peers if peer.lives] if stacks else []
-        if not asked:
-            return peers
         answers = self._ask(asked)
-        return [dataclasses.replace(peer, stack=answers.get(peer.tower, "")) for peer in self._peers(towers)]
+        now = {peer.tower: peer for peer in self._peers(asked)}  # one that was silent may have been woken to end
+        return [dataclasses.replace(now.get(peer.tower, peer), stack=answers.get(peer.tower, "")) for peer in peers]
 
     def _peers(self, towers: Sequence[int]) -> list[PeerStatus]:
         by_store = in_time(_STORE_SECONDS, lambda: self._read_beats(towers)) or {}
