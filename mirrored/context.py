@@ -77,23 +77,14 @@ class ReplicaContext:
     backward through them.
     """
 
-    __slots__ = ("arguments", "strategy")
+    __slots__ = ("arguments", "device", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
 
     def __init__(self, strategy: ActiveStrategy, arguments: object = None) -> None:
         self.strategy = strategy
         self.arguments = arguments
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        return self.strategy.topology.index
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return self.strategy.num_replicas_in_sync
-
-    @property
-    def device(self) -> torch.device:
-        return self.strategy.device
+        self.replica_id_in_sync_group = strategy.topology.index
+        self.num_replicas_in_sync = strategy.num_replicas_in_sync
+        self.device = strategy.device
 
     @instead_of(reduce_op='all_reduce("sum", value)', options="leave it out")
     def all_reduce(self, op: str | ReduceOp, value: Any) -> Any:

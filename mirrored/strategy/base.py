@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mirrored.cluster.resolver import ClusterResolver
-from mirrored.context import ReplicaContext, current_frame, frame, note_towers_of
+from mirrored.context import ReplicaContext, current_replica, frame, note_towers_of
 from mirrored.data.dataset import DistributedDataset
 from mirrored.data.distribute import distribute
 from mirrored.data.input_context import InputContext, ValueContext
@@ -35,6 +35,7 @@ from towers.topology import Topology
 
 if TYPE_CHECKING:
     from mirrored.data.batch_dims import Dims
+    from mirrored.variables import Variable
 
 log = get_logger("mirrored")
 
@@ -49,6 +50,7 @@ class Strategy(Gradients):
         num_replicas_in_sync: how many towers train together.
         device: this tower's device.
         is_chief: whether this is tower 0, the one that writes and prints.
+        virtual_towers: the number of virtual towers; None where there are none.
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
@@ -81,6 +83,7 @@ class Strategy(Gradients):
         self._seed = seed
         self._several = topology.size > 1
         cut = cut_for(topology.size, topology.index, training.virtual_towers)
+        self.virtual_towers = cut.parts if cut.virtual else None
         self.events = Events(self.health)
         self._distribution = Distribution(communicator, cut, self.known_shares, self.events)
         self.accumulates = False
@@ -92,11 +95,6 @@ class Strategy(Gradients):
         if self._several:
             kinds.models = self.engine.recorder.models
             note_towers_of(self)
-
-    @property
-    def virtual_towers(self) -> int | None:
-        """The number of virtual towers; None where there are none."""
-        return self._distribution.cut.parts if self._distribution.cut.virtual else None
 
     # -- creating the model ------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class Strategy(Gradients):
             ValueError: ``sync_batch_norm`` with virtual towers.
         """
         self._check_here("scope()")
-        if (current := current_frame()) is not None and current.replica is not None:
+        if current_replica() is not None:
             raise RuntimeError("scope() was entered inside strategy.run(...); create the model outside of it")
         on_device = torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
         with self.engine.recording(sync_batch_norm), frame(self, None), on_device:
@@ -243,6 +241,36 @@ class Strategy(Gradients):
             self.engine.virtual.step = state["backwards"]
 
     # -- values ------------------------------------------------------------------------------------------
+
+    def variable(
+        self,
+        value: Any,
+        synchronization: str = "auto",
+        aggregation: str = "none",
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
+    ) -> Variable:
+        """A value that towers write and read, as TensorFlow's ``tf.Variable`` under a strategy; all towers call it.
+
+        Checkpoints save it, and no optimizer takes it. See :mod:`mirrored.variables` for the rules.
+
+        Args:
+            value: the first value, a tensor, array or number; all towers take tower 0's.
+            synchronization: "on_write" (which "auto" is): all towers hold the same. "on_read": each tower holds its
+                own inside ``run``, and reading outside aggregates them.
+            aggregation: makes one value of the towers': "sum", "mean", "only_first_replica" (tower 0's) or "none". With
+                "none" an on_write variable is written outside ``run`` only, and an on_read one used inside only.
+            dtype: default the value's: int64, bool or torch's default for Python's numbers.
+            name: for messages; default a number.
+
+        Raises:
+            ValueError: on all towers: an unknown word; a sum of booleans or a mean of integers; or virtual towers,
+                whose bits would depend on the number of towers.
+            DisagreementError: on all towers, when shapes, dtypes or the other arguments differ.
+        """
+        from mirrored.variables import Variable
+
+        return Variable(self, self._check_here, value, synchronization, aggregation, dtype, name)
 
     @instead_of(reduce_op='reduce("sum", value)', options="leave it out")
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:
@@ -393,6 +421,5 @@ class Strategy(Gradients):
         """
         from mirrored.data.streams import PipelineDataset
 
-        towers = self._distribution.comm.size
-        pipeline = fn(InputContext(towers, self._distribution.comm.index, towers))
+        pipeline = fn(InputContext(self.num_replicas_in_sync, self.topology.index, self.num_replicas_in_sync))
         return PipelineDataset(self._distribution.of_dataset(stand_in), pipeline, self._seed or 0, batch_dims)

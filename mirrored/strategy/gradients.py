@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mirrored.context import current_frame
+from mirrored.context import current_replica
 from mirrored.interceptor import interceptor
 from mirrored.losses import compute_average_loss
 from mirrored.seeds import TowerStreams
@@ -80,8 +80,7 @@ class Gradients(CheckedCalls):
             MirrorError: virtual towers made different things of an integer buffer (on GPUs by a later call).
         """
         self._check_here("backward()")
-        current = current_frame()
-        if current is None or current.replica is None:
+        if (replica := current_replica()) is None:
             raise RuntimeError("strategy.backward is for the function that strategy.run(...) calls")
         if (virtual := self.engine.virtual) is not None:
             if self.accumulates:
@@ -90,7 +89,7 @@ class Gradients(CheckedCalls):
                     "inside no_sync(); call it outside (a larger virtual_towers saves as much memory as accumulating "
                     "does)"
                 )
-            return virtual.backward(loss_fn, batch, sample_weight, denominator, current.replica, self.streams.seed)
+            return virtual.backward(loss_fn, batch, sample_weight, denominator, replica, self.streams.seed)
         loss: Tensor | None = None
         # see [Note: nothing is computed on an empty share]
         if self.known_shares.is_empty(batch) and not self.engine.communicates_in_forward:

@@ -142,8 +142,7 @@ class OptimizerGuard:
                 "strategy.run(...): the towers' gradients are not averaged. Put the training step into a function "
                 "and call strategy.run(train_step, args=...)"
             )
-        drifting = [p for p in foreign if p.grad is not None]
-        if drifting:
+        if drifting := [p for p in foreign if p.grad is not None]:
             names = ", ".join(self._recorder.name_of(p) for p in drifting[:3])
             more = f" and {len(drifting) - 3} more" if len(drifting) > 3 else ""
             raise MirrorError(
@@ -157,8 +156,7 @@ class OptimizerGuard:
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
         unsynced = self._averager.unsynced()
-        stale = [unsynced[id(p)] for p in parameters if id(p) in unsynced]
-        if stale:
+        if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
             raise MirrorError(
                 f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
                 "under no_sync, and no backward() outside it has averaged them"
@@ -199,8 +197,7 @@ class OptimizerGuard:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if averager.averaged_since(stepped, parameters):  # see [Note: an average, not a call]
             return
-        unaveraged = [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]
-        if unaveraged:
+        if unaveraged := [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]:
             kind, tower = type(optimizer).__name__, self._comm.index
             slot = averager.slot_of(unaveraged[0])
             name = slot.name if slot is not None else self._recorder.name_of(unaveraged[0])

@@ -54,7 +54,7 @@ def to_leaf(value: Any) -> _Leaf:
     raise TypeError(f"a value of type {type(value).__name__} cannot be reduced or gathered; use tensors or numbers")
 
 
-def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
+def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None, call: str | None = None) -> Any:
     """Reduce a nested value over all towers; all towers get the result.
 
     Args:
@@ -64,6 +64,7 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
             ``axis`` of one shape, with it the sizes of the reduced dimensions may differ.
         axis: None reduces across towers only; an int or a tuple also reduces those dimensions of each tower's
             value ("mean" divides by the number of elements of all towers together).
+        call: what a person would say is being done; default the name and arguments of this function.
 
     Returns:
         The structure of ``tree``. Integers and booleans sum and multiply to int64 and average to float32
@@ -79,7 +80,7 @@ def reduce(comm: Communicator, op: str, tree: Any, axis: Axis = None) -> Any:
         local.append(reduced)
         return [str(tensor.dtype), list(reduced.shape), count]
 
-    call = f"reduce({op!r}, axis={axis})"
+    call = call or f"reduce({op!r}, axis={axis})"
     leaves, described, bodies = _announce_leaves(comm, call, tree, describe, local)
     _check_equal(call, described, lambda leaf: leaf[:2])
     totals = _combine(comm, op, local) if bodies is None else _combine_here(op, local, bodies)

@@ -1,0 +1,305 @@
+"""Variables that towers write, with the rules of TensorFlow's ``tf.Variable`` under a strategy.
+
+The rules are those of ``OnWritePolicy`` and ``OnReadPolicy`` (tensorflow/python/distribute/values.py, values_util.py),
+where every tower is a process of its own:
+
+============  ===================================  =====================================================
+code runs     on_write: every tower the same       on_read: every tower its own
+============  ===================================  =====================================================
+inside run    a write aggregates the towers'       a write and a read are this tower's own
+              values; a read is this tower's
+outside       all towers write the same value; a   a read aggregates the towers' values; ``assign`` divides
+              read is this tower's                 a sum among them, else each takes the value
+============  ===================================  =====================================================
+
+[Note: writes that TensorFlow lets pass] Without an aggregation, TensorFlow writes a mirrored variable of one replica
+alone inside ``run``, and outside it takes any value that a worker passes. Both let towers drift apart in silence. Here
+the first is an error, and so is a value that differs between towers.
+
+[Note: a sum is divided exactly] Each tower's addend is a multiple of the sum's unit in the last place. So no partial
+sum is rounded, and reading gives the bits that were assigned, on any number of towers and in any order.
+
+[Note: every tower's value is saved] TensorFlow saves what reading gives, and divides a sum again when it is restored.
+The state here also holds every tower's own value, for a run on as many towers to continue in the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mirrored.context import ActiveStrategy, current_replica
+from mirrored.interceptor import interceptor
+from towers.collectives import values
+from towers.collectives.agreement import agree, announce
+from towers.collectives.communicator import as_bytes, from_bytes
+from towers.errors import DisagreementError
+from towers.system import tree as trees
+
+_SYNCHRONIZATIONS = ("on_write", "on_read", "auto")
+_AGGREGATIONS = ("sum", "mean", "only_first_replica", "none")
+
+_numbers: weakref.WeakKeyDictionary[ActiveStrategy, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""The next number of each strategy's variables that were given no name."""
+
+_Operators: Any = object
+"""A base that lets type checkers know of any operator and any method; they are a tensor's."""
+
+
+class Variable(_Operators):  # type: ignore[misc]
+    """A value that towers write and read; made by :meth:`mirrored.Strategy.variable`.
+
+    Its operators, its conversions, torch's functions and the methods of tensors compute with :meth:`value`. It is no
+    tensor, has no gradient, and no optimizer takes it. ``copy.deepcopy`` makes another variable of the same strategy.
+
+    Attributes:
+        name: the variable's name in messages.
+        synchronization: "on_write" or "on_read".
+        aggregation: "sum", "mean", "only_first_replica" or "none".
+        shape, dtype, device: those of its value; they stay.
+    """
+
+    def __init__(
+        self,
+        strategy: ActiveStrategy,
+        check_here: Callable[[str], None],
+        value: Any,
+        synchronization: object,
+        aggregation: object,
+        dtype: torch.dtype | None,
+        name: str | None,
+    ) -> None:
+        self.name = name or f"Variable_{next(_numbers.setdefault(strategy, itertools.count()))}"
+        call = f"strategy.variable() of {self.name!r}"
+        check_here(call)
+        self._check_here, self._comm = check_here, strategy.communicator
+        try:
+            self.synchronization = _choice("synchronization", synchronization, _SYNCHRONIZATIONS)
+            self.aggregation = _choice("aggregation", aggregation, _AGGREGATIONS)
+            local = torch.as_tensor(_plain(value), dtype=dtype, device=strategy.device).detach()
+            self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
+            integral = not (self.dtype.is_floating_point or self.dtype.is_complex)
+            if (self.aggregation == "mean" and integral) or (self.aggregation == "sum" and self.dtype == torch.bool):
+                raise ValueError(f"a {self.aggregation} of {self.dtype} has another dtype: give dtype=torch.float32")
+            if strategy.virtual_towers is not None and (self.synchronization, self.aggregation) != ("on_write", "none"):
+                raise ValueError("with virtual_towers, write it outside strategy.run, with aggregation='none'")
+        except Exception as error:
+            announce(self._comm, call, error=error)  # an error on all towers
+            raise
+        fixed = ("synchronization", "aggregation", "shape", "dtype")
+        agree(self._comm, call, {option: str(getattr(self, option)) for option in fixed})
+        self._local = self._of_first_tower(call, local)
+
+    # -- reading and writing -----------------------------------------------------------------------------
+
+    def value(self) -> Tensor:
+        """The current value: a new tensor without a graph, on this tower's device.
+
+        Outside ``run``, reading an on_read variable aggregates the towers' values, and all towers call it.
+
+        Raises:
+            ValueError: an on_read variable without an aggregation, outside ``run``.
+            DisagreementError: on all towers, when some call something else.
+        """
+        call = f"value() of variable {self.name!r}"
+        self._check_here(call)
+        if self.synchronization == "on_write" or current_replica() is not None:
+            return self._local.clone()
+        if self.aggregation == "none":
+            raise ValueError(f"{call} outside strategy.run: you must specify an aggregation, or read it inside")
+        return self._aggregated(call, self._local)
+
+    read_value = value
+
+    def assign(self, value: Any) -> Tensor:
+        """Replace the value; returns :meth:`value`.
+
+        Args:
+            value: a tensor, array, number or variable of this variable's shape, whose dtype can be cast to this
+                variable's (as ``torch.can_cast`` says). It is copied, without its graph.
+
+        Raises:
+            ValueError: another shape; an on_write variable without an aggregation, inside ``run``; or an on_read one
+                without, outside. Where towers aggregate, all of them raise it.
+            TypeError: another dtype; on all towers likewise.
+            DisagreementError: on all towers, when some call something else, or, outside ``run``, pass another value.
+        """
+        return self._write("assign", value, lambda before, after: after)
+
+    def assign_add(self, value: Any) -> Tensor:
+        """Add to the value; see :meth:`assign`. To an on_read sum each tower adds its own, inside ``run``."""
+        return self._write("assign_add", value, torch.add)
+
+    def assign_sub(self, value: Any) -> Tensor:
+        """Subtract from the value; see :meth:`assign_add`."""
+        return self._write("assign_sub", value, torch.sub)
+
+    def _write(self, method: str, value: Any, update: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        call = f"{method}() of variable {self.name!r}"
+        self._check_here(call)
+        in_replica, on_read = current_replica() is not None, self.synchronization == "on_read"
+        if in_replica and on_read:
+            self._local = update(self._local, self._converted(value))
+            return self.value()
+        if on_read and (self.aggregation == "none" or (self.aggregation == "sum" and method != "assign")):
+            raise ValueError(f"{call} outside strategy.run does not say which tower's value changes: call it inside")
+        if in_replica and self.aggregation == "none":
+            raise ValueError(
+                f"{call} inside strategy.run: you must specify an aggregation to update an on_write variable there, "
+                "such as strategy.variable(…, aggregation='sum'), 'mean' or 'only_first_replica'; or update it outside"
+            )
+        try:
+            incoming = self._converted(value)
+        except Exception as error:
+            announce(self._comm, call, error=error)  # an error on all towers
+            raise
+        incoming = self._aggregated(call, incoming) if in_replica else self._of_first_tower(call, incoming, same=True)
+        self._local = update(self._local, self._addend_of(incoming))
+        return self.value()
+
+    def _converted(self, value: Any) -> Tensor:
+        """A copy of ``value`` that can take this variable's place.
+
+        Raises:
+            ValueError, TypeError: it has another shape, or a dtype that cannot be cast.
+        """
+        value = _plain(value)
+        natural = torch.as_tensor(value, device=self.device)
+        if natural.shape != self.shape:
+            raise ValueError(f"a value of shape {tuple(natural.shape)} for a variable of shape {tuple(self.shape)}")
+        if not torch.can_cast(natural.dtype, self.dtype):
+            raise TypeError(f"a value of {natural.dtype} for a variable of {self.dtype}: convert it first")
+        return torch.as_tensor(value, dtype=self.dtype, device=self.device).detach().clone()
+
+    # -- towers ------------------------------------------------------------------------------------------
+
+    def _aggregated(self, call: str, local: Tensor) -> Tensor:
+        if self.aggregation == "only_first_replica":
+            result = self._of_first_tower(call, local)
+        else:
+            result = values.reduce(self._comm, self.aggregation, local, call=call).to(self.dtype)
+        interceptor().returned(call, result)
+        return result
+
+    def _of_first_tower(self, call: str, local: Tensor, same: bool = False) -> Tensor:
+        """Tower 0's value.
+
+        Args:
+            same: it must be that of all towers; see [Note: writes that TensorFlow lets pass].
+        """
+        body = as_bytes(local.cpu()).numpy().tobytes() if same or self._comm.index == 0 else b""
+        bodies = [announced.body for announced in announce(self._comm, call, body=body)]
+        if same and len(set(bodies)) > 1:
+            raise DisagreementError(
+                f"{call} outside strategy.run: the towers pass different values; reduce them first, or write inside run"
+            )
+        return from_bytes(bodies[0]).view(self.dtype).view(self.shape).to(self.device)
+
+    def _addend_of(self, value: Tensor) -> Tensor:
+        """What this tower holds, for reading to give ``value``; see [Note: a sum is divided exactly]."""
+        towers, unit = self._comm.size, torch.ones_like(value)
+        if self.synchronization == "on_write" or self.aggregation != "sum":
+            return value
+        if value.is_complex():
+            return torch.complex(self._addend_of(value.real), self._addend_of(value.imag))
+        if value.is_floating_point():  # a unit in the last place; where it under- or overflows, tower 0 takes all
+            unit = torch.ldexp(unit * torch.finfo(value.dtype).eps / 2, torch.frexp(value).exponent)
+        addend = torch.div(value, unit * towers, rounding_mode="trunc").mul(unit).nan_to_num(0, 0, 0).to(value.dtype)
+        return addend if self._comm.index else value - addend * (towers - 1)
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What reading gives outside ``run`` ("value") and, for on_read, every tower's value ("of_each_tower").
+
+        All towers call it, and get the same. The second has a row for each tower. Without an aggregation there is no
+        first one.
+        """
+        if self.synchronization == "on_write":
+            return {"value": self._local}
+        call = f"state_dict() of variable {self.name!r}"
+        value = {} if self.aggregation == "none" else {"value": self._aggregated(call, self._local)}
+        return {**value, "of_each_tower": values.gather(self._comm, self._local.unsqueeze(0))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of a variable of either synchronization; all towers load the same, and it is no collective.
+
+        On as many towers as have saved it, each on_read value returns to its tower. On other numbers it is assigned, so
+        that reading gives what it gave.
+
+        Raises:
+            ValueError, TypeError: it is no such state; has another shape, or a dtype that cannot be cast; or was saved
+                by another number of towers without an aggregation.
+        """
+        each = state.get("of_each_tower", ())
+        if self.synchronization == "on_read" and len(each) == self._comm.size:
+            self._local = self._converted(each[self._comm.index])
+        elif "value" in state:
+            self._local = self._addend_of(self._converted(state["value"]))
+        else:
+            raise ValueError(f"{self.name!r} was saved by other towers than {self._comm.size}, without an aggregation")
+
+    def __deepcopy__(self, memo: object) -> Variable:
+        return copy.copy(self)  # values are replaced, never changed in place
+
+    # -- as its value ------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*trees.map_leaves(_plain, args), **trees.map_leaves(_plain, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name.endswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"a variable has no {name!r}; assign, assign_add and assign_sub write it")
+        if callable(getattr(Tensor, name)):  # is to read when it is called, not where it is passed to run
+            return lambda *args, **kwargs: getattr(self.value(), name)(*args, **kwargs)
+        return getattr(self.value(), name)
+
+    def __array__(self, dtype: object = None, copy: object = None) -> Any:
+        return self.value().cpu().numpy()  # NumPy converts it
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r} ({self.synchronization}, {self.aggregation}), tower {self._comm.index}: {self._local}>"
+
+
+def _plain(value: Any) -> Any:
+    return value.value() if isinstance(value, Variable) else value
+
+
+def _on_values(op: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls ``op`` with the values of variables."""
+    return lambda *operands: op(*map(_plain, operands))
+
+
+def _refuse_in_place(*_: object) -> NoReturn:
+    raise TypeError("a variable is not changed in place: write it by assign, assign_add or assign_sub")
+
+
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    _op = getattr(operator, f"__{_name}__")
+    setattr(Variable, f"__{_name}__", _on_values(_op))
+    setattr(Variable, f"__r{_name}__", _on_values(lambda right, left, op=_op: op(left, right)))
+    setattr(Variable, f"__i{_name}__", _refuse_in_place)
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "index", "getitem"):
+    setattr(Variable, f"__{_name}__", _on_values(getattr(operator, f"__{_name}__")))
+for _kind in (float, int, bool, complex, len, iter, format):
+    setattr(Variable, f"__{_kind.__name__}__", _on_values(_kind))
+
+
+def _choice(name: str, chosen: object, choices: tuple[str, ...]) -> str:
+    """One of ``choices``, named as text in any case or by TensorFlow's enumeration; "auto" is the first.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    text = str(getattr(chosen, "name", chosen)).lower()
+    if text not in choices:
+        raise ValueError(f"{name} is {chosen!r}, but must be one of {', '.join(choices)}")
+    return choices[0] if text == "auto" else text
