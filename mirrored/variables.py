@@ -1,17 +1,5 @@
 """Variables that towers write, with the rules of TensorFlow's ``tf.Variable`` under a strategy.
 
-The rules are those of ``OnWritePolicy`` and ``OnReadPolicy`` (tensorflow/python/distribute/values.py, values_util.py),
-where every tower is a process of its own:
-
-============  ===================================  =====================================================
-code runs     on_write: every tower the same       on_read: every tower its own
-============  ===================================  =====================================================
-inside run    a write aggregates the towers'       a write and a read are this tower's own
-              values; a read is this tower's
-outside       all towers write the same value; a   a read aggregates the towers' values; ``assign`` divides
-              read is this tower's                 a sum among them, else each takes the value
-============  ===================================  =====================================================
-
 [Note: writes that TensorFlow lets pass] Without an aggregation, TensorFlow writes a mirrored variable of one replica
 alone inside ``run``, and outside it takes any value that a worker passes. Both let towers drift apart in silence. Here
 the first is an error, and so is a value that differs between towers.
@@ -54,16 +42,37 @@ _Operators: Any = object
 
 
 class Variable(_Operators):  # type: ignore[misc]
-    """A value that towers write and read; made by :meth:`mirrored.Strategy.variable`.
+    """A value that towers write and read; made by :meth:`mirrored.Strategy.variable`, on all towers alike.
+
+    The rules are those of ``OnWritePolicy`` and ``OnReadPolicy`` (tensorflow/python/distribute/values.py):
+
+    | | on_write: all towers hold the same | on_read: each tower holds its own |
+    |---|---|---|
+    | inside ``run`` | a write aggregates the towers' values | a write and a read are this tower's own |
+    | outside | all towers write one value | a read aggregates; ``assign`` divides a sum among the towers |
 
     Its operators, its conversions, torch's functions and the methods of tensors compute with :meth:`value`. It is no
     tensor, has no gradient, and no optimizer takes it. ``copy.deepcopy`` makes another variable of the same strategy.
+
+    Args:
+        strategy, check_here: given by :meth:`mirrored.Strategy.variable`.
+        value: the first value, a tensor, array or number; all towers take tower 0's.
+        synchronization: "on_write" (which "auto" is) or "on_read".
+        aggregation: makes one value of the towers': "sum", "mean", "only_first_replica" (tower 0's) or "none". With
+            "none" an on_write variable is written outside ``run`` only, and an on_read one is used inside only.
+        dtype: default the value's: int64, bool or torch's default for Python's numbers.
+        name: for messages; default a number.
 
     Attributes:
         name: the variable's name in messages.
         synchronization: "on_write" or "on_read".
         aggregation: "sum", "mean", "only_first_replica" or "none".
         shape, dtype, device: those of its value; they stay.
+
+    Raises:
+        ValueError: on all towers: an unknown word; a sum of booleans or a mean of integers; or virtual towers, unless
+            it is on_write without an aggregation, as what towers write depends on their number.
+        DisagreementError: on all towers, when shapes, dtypes, synchronization or aggregation differ.
     """
 
     def __init__(
@@ -73,8 +82,8 @@ class Variable(_Operators):  # type: ignore[misc]
         value: Any,
         synchronization: object,
         aggregation: object,
-        dtype: torch.dtype | None,
-        name: str | None,
+        dtype: torch.dtype | None = None,
+        name: str | None = None,
     ) -> None:
         self.name = name or f"Variable_{next(_numbers.setdefault(strategy, itertools.count()))}"
         call = f"strategy.variable() of {self.name!r}"

@@ -54,9 +54,8 @@ class Strategy(Gradients):
         cluster_resolver: what the cluster was read from.
         topology: this tower's place among the others.
         communicator: collectives over all towers.
-        health: where this tower is (``step``, the training step as checkpoints count, and a phase), which is what a
-            failure report says of it; ``with strategy.health.during("writing the report"):`` adds a phase of the
-            script's own.
+        health: where this tower is, as failure reports say it: ``step``, the training step as checkpoints count, and a
+            phase; ``with strategy.health.during("writing the report"):`` adds one of the script's own.
         events: the moments of a training; a script may add listeners (:mod:`mirrored.events`).
         streams: this tower's random numbers.
         engine: what is attached to models and optimizers.
@@ -242,35 +241,11 @@ class Strategy(Gradients):
 
     # -- values ------------------------------------------------------------------------------------------
 
-    def variable(
-        self,
-        value: Any,
-        synchronization: str = "auto",
-        aggregation: str = "none",
-        dtype: torch.dtype | None = None,
-        name: str | None = None,
-    ) -> Variable:
-        """A value that towers write and read, as TensorFlow's ``tf.Variable`` under a strategy; all towers call it.
-
-        Checkpoints save it, and no optimizer takes it. See :mod:`mirrored.variables` for the rules.
-
-        Args:
-            value: the first value, a tensor, array or number; all towers take tower 0's.
-            synchronization: "on_write" (which "auto" is): all towers hold the same. "on_read": each tower holds its
-                own inside ``run``, and reading outside aggregates them.
-            aggregation: makes one value of the towers': "sum", "mean", "only_first_replica" (tower 0's) or "none". With
-                "none" an on_write variable is written outside ``run`` only, and an on_read one used inside only.
-            dtype: default the value's: int64, bool or torch's default for Python's numbers.
-            name: for messages; default a number.
-
-        Raises:
-            ValueError: on all towers: an unknown word; a sum of booleans or a mean of integers; or virtual towers,
-                whose bits would depend on the number of towers.
-            DisagreementError: on all towers, when shapes, dtypes or the other arguments differ.
-        """
+    def variable(self, value: Any, synchronization: str = "auto", aggregation: str = "none", **other: Any) -> Variable:
+        """A :class:`mirrored.variables.Variable`, which towers write; ``other`` are its ``dtype`` and ``name``."""
         from mirrored.variables import Variable
 
-        return Variable(self, self._check_here, value, synchronization, aggregation, dtype, name)
+        return Variable(self, self._check_here, value, synchronization, aggregation, **other)
 
     @instead_of(reduce_op='reduce("sum", value)', options="leave it out")
     def reduce(self, op: str | ReduceOp, value: Any, axis: int | tuple[int, ...] | None = None) -> Any:

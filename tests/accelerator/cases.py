@@ -111,7 +111,14 @@ def values() -> dict[str, Any]:
         (mirrored.get_replica_context().all_reduce("sum", x) * [1.0, 3.0][tower]).backward()
         return float(x.grad)
 
+    mean, total = strategy.variable(0.0, aggregation="mean"), strategy.variable([1.0], "on_read", "sum")
+
+    def write() -> bool:
+        total.assign_add(torch.tensor([tower + 1.0]))
+        return mean.assign_add(torch.tensor(tower + 1.0, device=device)).device == total.value().device == device
+
     return {
+        "variables": [strategy.run(write), mean.item(), total.tolist(), total.assign([7.0]).tolist()],
         "reduce": strategy.reduce("sum", torch.tensor([tower + 1.0], device=device)).tolist(),
         "mean of numbers": strategy.reduce("mean", tower + 1),
         "gather": strategy.gather(torch.full((tower + 1, 1), tower, device=device)).tolist(),
@@ -119,7 +126,13 @@ def values() -> dict[str, Any]:
     }
 
 
-VALUES = {"reduce": [3], "mean of numbers": 1.5, "gather": [[0], [1], [1]], "gradient of all-sum": 4}
+VALUES = {
+    "variables": [True, 1.5, [5], [7]],
+    "reduce": [3],
+    "mean of numbers": 1.5,
+    "gather": [[0], [1], [1]],
+    "gradient of all-sum": 4,
+}
 
 
 def step_without_waiting(part: str) -> list[float]:
