@@ -82,6 +82,7 @@ class Variable(_Operators):  # type: ignore[misc]
         value: Any,
         synchronization: object,
         aggregation: object,
+        *,
         dtype: torch.dtype | None = None,
         name: str | None = None,
     ) -> None:

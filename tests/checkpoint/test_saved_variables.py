@@ -13,7 +13,7 @@ from tests.support.jobs import text_of, towers
 
 SAVED: dict[str, tuple[Any, ...]] = {
     "mirrored": (0.0, "on_write", "mean"),
-    "sum": (0.0, "on_read", "sum", torch.float64),
+    "sum": (torch.zeros((), dtype=torch.float64), "on_read", "sum"),
     "count": (0, "on_read", "sum"),
     "mean": (0.0, "on_read", "mean"),
     "first": (0.0, "on_read", "only_first_replica"),

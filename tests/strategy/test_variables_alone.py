@@ -67,7 +67,7 @@ def test_it_is_no_parameter(strategy: mirrored.Strategy) -> None:
 
 
 def test_properties(strategy: mirrored.Strategy) -> None:
-    v = strategy.variable([1, 2], "ON_READ", "Sum", torch.float32, "v")
+    v = strategy.variable([1, 2], "ON_READ", "Sum", dtype=torch.float32, name="v")
     options = (v.name, v.synchronization, v.aggregation, v.shape, v.dtype, v.device)
     assert options == ("v", "on_read", "sum", (2,), torch.float32, torch.device("cpu"))
     assert [strategy.variable(x).dtype for x in (1, 1.0, True)] == [torch.int64, torch.float32, torch.bool]
@@ -82,7 +82,7 @@ def test_a_copy_is_another_variable(strategy: mirrored.Strategy) -> None:
 
 
 def test_what_is_written_is_converted_as_far_as_nothing_is_lost(strategy: mirrored.Strategy) -> None:
-    v = strategy.variable(0.0, "on_read", "mean", torch.float64)
+    v = strategy.variable(0.0, "on_read", "mean", dtype=torch.float64)
     strategy.run(v.assign, (0.1,))
     assert v.item() == 0.1
     strategy.run(v.assign_add, (np.float32(1),))
