@@ -7,6 +7,6 @@ then a thread) and :mod:`.folder` (files, through :mod:`.tensors` and :mod:`.man
 
 from mirrored.checkpoint.errors import CheckpointError, Preempted
 from mirrored.checkpoint.manager import CheckpointManager
-from mirrored.checkpoint.weights import LoadReport, load_weights
+from mirrored.checkpoint.weights import LoadReport, load_weights, save_weights
 
-__all__ = ["CheckpointError", "CheckpointManager", "LoadReport", "Preempted", "load_weights"]
+__all__ = ["CheckpointError", "CheckpointManager", "LoadReport", "Preempted", "load_weights", "save_weights"]

@@ -33,6 +33,13 @@ class Preempted(SystemExit):
         self.step = step
 
 
+class TrainingStopped(SystemExit):
+    """The training ends early, on all towers, and is saved. ``CheckpointManager.resume`` takes it at its end.
+
+    Elsewhere it ends the program, with exit code 0.
+    """
+
+
 def listed(names: Iterable[str]) -> str:
     """Up to 20 names from an untrusted checkpoint, printable, as an enumeration."""
     shown = [printable(name, 100) for name in names]

@@ -8,6 +8,8 @@
         best/             a checkpoint that was given a name
         latest            a text: the name of the newest, for people and other programs
         .lock             held by the process that writes here
+        .ended            a note of the run: it has ended, and after which step
+        .stop             a note of its evaluator: the run is to end early, and why
         .saving-…         being written, or left by a process that was killed meanwhile
 
 A checkpoint is written under another name, flushed to the disk, and renamed; ``latest`` is replaced in the same way.
@@ -30,6 +32,7 @@ import os
 import pathlib
 import queue
 import secrets
+import shutil
 import threading
 from collections.abc import Iterable
 
@@ -44,6 +47,8 @@ log = get_logger("mirrored")
 FILE_MODE = 0o600
 _FOLDER_MODE = 0o700
 _SAVING, _REMOVING, _REPLACING, _PROBE = ".saving-", ".removing-", ".replacing-", ".probe-"
+ENDED, STOP = ".ended", ".stop"
+"""Notes that a run and its evaluator leave each other."""
 
 
 class Disk:
@@ -206,6 +211,33 @@ class Folder:
                 "%s is saved; writing %s or removing what it replaces failed: %s", place, LATEST, error.strerror
             )
 
+    def keep_as(self, name: str, source: pathlib.Path) -> None:
+        """Keep a checkpoint also under a name of its own, which pruning leaves alone; replaces the one of that name.
+
+        Raises:
+            OSError: it could not be linked or renamed.
+        """
+        temporary = self.path / f"{_SAVING}{name}-{os.getpid()}"
+        link_files(source, temporary)
+        self._move_in(temporary, self.path / name)
+        self.disk.sync_folder(self.path)
+        self._tidy(name)
+
+    def note(self, name: str) -> str | None:
+        """The text of a note; None: there is none."""
+        with contextlib.suppress(OSError):
+            return (self.path / name).read_text(errors="replace")
+        return None
+
+    def leave_note(self, name: str, text: str | None) -> None:
+        """Leave a note in place of the one that is there; None removes it. An error of the disk is a warning."""
+        try:
+            (self.path / name).unlink(missing_ok=True)
+            if text is not None:
+                self.disk.write_file(self.path / name, [memoryview(text.encode())])
+        except OSError as error:
+            log.warning("%s could not be written or removed: %s", self.path / name, error.strerror)
+
     def _move_in(self, temporary: pathlib.Path, place: pathlib.Path) -> None:
         if not place.exists():
             self.disk.rename(temporary, place)
@@ -259,3 +291,21 @@ class Folder:
                     if entry.is_dir():
                         log.info("%s was left by a run that ended while it saved; it is removed", entry)
                     self.disk.remove(entry)
+
+
+def link_files(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Make ``target`` a folder with the files of a checkpoint: hard links, or copies where there are no links.
+
+    Where another checkpoint takes its name meanwhile, the files may be those of both, which their checksums show.
+
+    Raises:
+        OSError: the checkpoint was removed, before or meanwhile; or ``target`` is there, or cannot be written.
+    """
+
+    def link(file: str, place: str) -> None:
+        try:
+            os.link(file, place, follow_symlinks=False)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(file, place, follow_symlinks=False)
+
+    shutil.copytree(source, target, symlinks=True, copy_function=link)

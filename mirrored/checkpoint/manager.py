@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from mirrored.checkpoint.errors import CheckpointError, Preempted
-from mirrored.checkpoint.folder import Disk, Folder
+from mirrored.checkpoint.errors import CheckpointError, Preempted, TrainingStopped
+from mirrored.checkpoint.folder import ENDED, STOP, Disk, Folder
 from mirrored.checkpoint.manifest import check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
@@ -29,7 +29,8 @@ from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
-_STOP, _SAVE = 1, 2  # requests
+_STOP, _SAVE, _FINISH = 1, 2, 4  # requests
+_LOOK_EVERY = 10  # steps between two looks for an evaluator's request
 
 
 class CheckpointManager:
@@ -130,6 +131,7 @@ class CheckpointManager:
         Raises:
             Preempted: SIGTERM, SIGINT or SIGHUP has come to some tower; the step is saved, and the program ends with
                 code 75.
+            TrainingStopped: an evaluator asks to stop early; the step is saved, and :meth:`resume` takes the exception.
             CheckpointError: see :meth:`save`.
         """
         self.steps += 1
@@ -139,12 +141,28 @@ class CheckpointManager:
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
             local |= _SAVE
             self._requested_save = True
+        if self.steps % _LOOK_EVERY == 0 and self._saver.writes and (reason := self._folder.note(STOP)) is not None:
+            log.info("an evaluator stops the training early: %r", reason)
+            local |= _FINISH
         requested = self._requests.collect(local)
         if requested & _STOP:
             self._save_last()
             self._end()
+        elif requested & _FINISH:
+            self.stop()
         elif requested & _SAVE or (self._every_steps is not None and self.steps % self._every_steps == 0):
             self.save()
+
+    def stop(self) -> NoReturn:
+        """End the training early, saved, as after its last step. All towers call it.
+
+        Raises:
+            TrainingStopped: always; :meth:`resume` takes it, and the script goes on behind that block.
+        """
+        self._save_last()
+        if self._saver.writes:
+            self._folder.leave_note(STOP, None)
+        raise TrainingStopped
 
     def save(self, name: str | None = None, *, wait: bool | None = None) -> None:
         """Save the current state. All towers call it.
@@ -210,7 +228,8 @@ class CheckpointManager:
 
         Inside, the first SIGTERM, SIGINT or SIGHUP on any tower lets all of them finish the same step, save, and end
         with exit code 75; a second one ends the program at once, and so does the end of ``grace_seconds``. Outside of
-        :meth:`step` nothing is interrupted.
+        :meth:`step` nothing is interrupted. Where an evaluator stops the training early, :meth:`step` leaves the block
+        on all towers, and the script goes on behind it.
 
         Yields the restored checkpoint; None where there was none.
 
@@ -219,11 +238,17 @@ class CheckpointManager:
                 the newest does not fit the objects of this run.
         """
         with self._signals:
-            yield self.restore_newest()
+            restored = self.restore_newest()
+            for name in (ENDED, STOP) if self._saver.writes else ():
+                self._folder.leave_note(name, None)
+            with contextlib.suppress(TrainingStopped):
+                yield restored
             self._save_last()
             towers = announce(self._comm, "ends a resumed run", self._signals.received is not None)
             if any(announced.details for announced in towers):
                 self._end()
+            if self._saver.writes:
+                self._folder.leave_note(ENDED, f"after step {self.steps}, at {clock.wall_time()}")
 
     @property
     def written_seconds(self) -> float:

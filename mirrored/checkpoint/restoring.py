@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Iterator, Sequence
 
 from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
@@ -75,7 +76,7 @@ class Restorer:
         problem = ""
         for step in common:
             try:
-                stored = self._open(name_of(step))
+                stored = self.open(self._folder.path / name_of(step))
             except CheckpointError as error:
                 problem = str(error)
                 self._warn(f"{problem}; the checkpoint before it is used, if there is one")
@@ -97,10 +98,10 @@ class Restorer:
         Raises:
             CheckpointError: on all towers: it is damaged, or does not fit; nothing was changed then.
         """
-        return self._restore(self._open(name))
+        return self._restore(self.open(self._folder.path / name))
 
-    def _open(self, name: str) -> StoredCheckpoint:
-        """A checkpoint that is intact in the folders of all towers.
+    def open(self, path: pathlib.Path) -> StoredCheckpoint:
+        """A checkpoint that is intact at this path on all towers; close it.
 
         Raises:
             CheckpointError: on all towers: it is not.
@@ -108,23 +109,31 @@ class Restorer:
         problem = ""
         with contextlib.ExitStack() as stack:
             try:
-                stored = StoredCheckpoint(self._folder.path / name, check=self._verifies)
+                stored = StoredCheckpoint(path, check=self._verifies)
                 stack.callback(stored.close)
             except CheckpointError as error:
                 problem = str(error)
-            raise_first(self._comm, f"checks checkpoint {name}", problem)
+            raise_first(self._comm, f"checks checkpoint {path.name}", problem)
             stack.pop_all()
         return stored
 
     def _restore(self, stored: StoredCheckpoint) -> Restored:
         """Restore a checkpoint that is known to be intact, and close it."""
         path = stored.path
-        with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {path.name}"):
-            self._strategy.engine.mirror_pending()
-            restored = _load_all(self._comm, self._tracked, stored)
+        restored = self.load(stored)
         if self._comm.index == 0:
             log.info("goes on from %s, after step %d%s", path, restored.step, _remark(restored, self._comm.size))
         return restored
+
+    def load(self, stored: StoredCheckpoint) -> Restored:
+        """Load a checkpoint that is known to be intact, and close it.
+
+        Raises:
+            CheckpointError: on all towers: it does not fit; nothing was changed then.
+        """
+        with contextlib.closing(stored), self._strategy.health.during(f"restoring checkpoint {stored.path.name}"):
+            self._strategy.engine.mirror_pending()
+            return _load_all(self._comm, self._tracked, stored)
 
     def _warn(self, text: str) -> None:
         if self._comm.index == 0:

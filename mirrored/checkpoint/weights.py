@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -112,6 +113,20 @@ def load_weights(
         tuple(key for key in saved if key not in used),
         tuple(misfits.values()),
     )
+
+
+def save_weights(module: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the parameters and buffers of a model as a file of safetensors, which :func:`load_weights` reads.
+
+    Anything else reads it, too (``safetensors.torch.load_file``). Tied parameters are written under each of their
+    names. The file is replaced at once: readers see the old or the new one. One tower calls it.
+    """
+    path = pathlib.Path(path)
+    state = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    save_file({key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}, beside)
+    os.replace(beside, path)
 
 
 def _read(path: pathlib.Path, name: str) -> dict[str, Tensor]:

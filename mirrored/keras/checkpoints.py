@@ -17,6 +17,7 @@ import numpy as np
 
 from mirrored import generators
 from mirrored.checkpoint import CheckpointManager
+from mirrored.checkpoint.errors import TrainingStopped
 from mirrored.data.dataset import DistributedDataset
 from mirrored.keras import data
 from mirrored.keras.keras_private import set_first_epoch
@@ -124,7 +125,10 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._progress.batch = batch + 1
         assert self.manager is not None
-        self.manager.step()
+        try:
+            self.manager.step()
+        except TrainingStopped:
+            self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._progress.epoch, self._progress.batch, self._progress.place = epoch + 1, 0, None
