@@ -20,10 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
-        help="run a script on several towers of this machine",
-        usage="mirrored run [--towers N] [--devices D,D,…] [--log-dir DIR] [-m] SCRIPT [ARGUMENT …]",
+        aliases=["evaluate"],
+        help="run a script on several towers of this machine; evaluate: as the evaluator of its training",
+        usage="mirrored run|evaluate [--towers N] [--devices D,D,…] [--log-dir DIR] [-m] SCRIPT [ARGUMENT …]",
         description="Runs a script once per tower, as MirroredStrategy() itself does when it finds several GPUs; "
-        "here for CPU towers and for choosing devices.",
+        "here for CPU towers and for choosing devices. 'mirrored evaluate' runs it on one tower, unless options say "
+        "otherwise, as the task 'evaluator' of a cluster, beside its training.",
     )
     run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU, else one")
     run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
@@ -48,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
+    if parsed.command == "evaluate":
+        os.environ["MIRRORED_TASK"] = "evaluator"
+        parsed.towers = parsed.towers or (None if parsed.devices else 1)
     try:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
@@ -56,7 +61,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     from towers.launching import agent
     from towers.launching.job import Job
 
-    job = Job(towers=len(names), devices=tuple(names), started_by="mirrored run", log_dir=parsed.log_dir)
+    job = Job(towers=len(names), devices=tuple(names), started_by=f"mirrored {parsed.command}", log_dir=parsed.log_dir)
     return agent.run(job, program)
 
 

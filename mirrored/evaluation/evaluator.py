@@ -1,0 +1,263 @@
+"""The evaluator: evaluates each new checkpoint, and keeps a table of the results.
+
+::
+
+    results/run/                 a folder of checkpoints
+        step-00000120/
+        best/                    a checkpoint that an exporter keeps
+        evaluation/              or evaluation-NAME
+            metrics.jsonl        the table: one JSON object a line
+            best/model.safetensors
+            events.out.tfevents…   where tensorboard is installed
+
+[Note: the table is the memory] An evaluator that was killed and is started again reads its table: what was evaluated is
+not evaluated again, and the best so far stays the best. A row is written last, so that a checkpoint is exported twice
+rather than never. Checkpoints are told apart by the SHA-256 of their tensors: a run that went back to an earlier step
+writes others under the same names.
+
+[Note: towers decide alike] All towers have the same rows and metrics, so each decides by itself, and an error is one on
+all of them. The chief alone watches, and writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import ENDED, STOP, Disk, Folder
+from mirrored.checkpoint.lock import FolderLock, take_lock
+from mirrored.checkpoint.manifest import TENSORS, check_name
+from mirrored.checkpoint.restoring import Restorer
+from mirrored.checkpoint.tracked import track
+from mirrored.checkpoint.weights import save_weights
+from mirrored.evaluation.watching import checkpoints_iterator
+from mirrored.interceptor import interceptor
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
+from towers.system.log import get_logger
+
+log = get_logger("mirrored")
+
+TABLE = "metrics.jsonl"
+
+Row = dict[str, Any]
+"""A row of the table: the metrics, ``step`` and ``sha256``."""
+
+
+def is_evaluator(strategy: Strategy) -> bool:
+    """Whether this process is to evaluate: it is the task ``evaluator`` of TF_CONFIG, or ``mirrored evaluate``'s."""
+    return "evaluator" in (getattr(strategy.cluster_resolver, "task_type", ""), os.environ.get("MIRRORED_TASK"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exporter:
+    """Exports weights, in place of those before: of every checkpoint, or of each that is better than all before.
+
+    Args:
+        name: of the folder with the weights. A checkpoint that was chosen by a metric is itself kept under that name,
+            too, for ``CheckpointManager.restore``.
+        metric: a name in what the evaluation returns; default: every checkpoint is exported.
+        higher_is_better: default: lower is.
+    """
+
+    name: str
+    metric: str | None = None
+    higher_is_better: bool = False
+
+    def chooses(self, rows: Sequence[Row]) -> bool:
+        """Whether the last row's checkpoint is to be exported."""
+        return self.metric is None or _best(rows, self.metric, self.higher_is_better) is rows[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """Stops training when a metric has not become better for so many steps, as TensorFlow's hooks do.
+
+    ``stop_if_no_decrease_hook`` is this one; ``stop_if_no_increase_hook`` has ``higher_is_better=True``.
+
+    Args:
+        metric: a name in what the evaluation returns.
+        max_steps: how many steps of training without a better value.
+        min_steps: evaluations of earlier steps do not count.
+    """
+
+    metric: str
+    max_steps: int
+    min_steps: int = 0
+    higher_is_better: bool = False
+
+    def reason(self, rows: Sequence[Row]) -> str:
+        """Why training is to stop after the evaluation of the last row; empty: it goes on."""
+        last = rows[-1]["step"]
+        counted = sorted((row for row in rows if self.min_steps <= row["step"] < last), key=lambda row: row["step"])
+        steps = last - _best([*counted, rows[-1]], self.metric, self.higher_is_better)["step"]
+        return f"{self.metric} has not become better for {steps} steps" if steps >= self.max_steps else ""
+
+
+def _best(rows: Sequence[Row], metric: str, higher_is_better: bool) -> Row:
+    """The first row with the best value; NaN is the worst.
+
+    Raises:
+        ValueError: the last row does not have the metric.
+    """
+    if metric not in rows[-1]:
+        raise ValueError(f"the metric {metric!r} is asked for, but the evaluation returned only {', '.join(rows[-1])}")
+    sign = 1 if higher_is_better else -1
+    return max(rows, key=lambda row: ((value := sign * row.get(metric, math.nan)) == value, value))
+
+
+@dataclasses.dataclass
+class Evaluator:
+    """Evaluates each new checkpoint of a run, beside it, until the run has ended. (TensorFlow's ``SidecarEvaluator``.)
+
+    All towers of the evaluator make the same calls. ::
+
+        evaluator = Evaluator(strategy, "results/run", {"model": model}, evaluate)
+        if is_evaluator(strategy):
+            evaluator.run()
+
+    Args:
+        strategy: that of the evaluator's own towers.
+        folder: that of the run's CheckpointManager, which may not be there yet.
+        objects: what the evaluation needs of a checkpoint, by name: models, metrics.
+        evaluate: returns the metrics, numbers by name, the same on all towers. It is called without gradients, and with
+            the models in eval mode.
+        name: of this evaluation, where a run has several.
+        exporters: say of which checkpoints the weights are exported.
+        stop: says when training is to stop early.
+        timeout_seconds: how long it waits for a new checkpoint.
+
+    Attributes:
+        rows: the table.
+
+    Raises:
+        ValueError: there is no folder, or something has no proper name.
+        TypeError: an object has no state.
+    """
+
+    strategy: Strategy
+    folder: str | os.PathLike[str]
+    objects: Mapping[str, Any]
+    evaluate: Callable[[], Mapping[str, Any]]
+    name: str = ""
+    exporters: Sequence[Exporter] = ()
+    stop: EarlyStopping | None = None
+    timeout_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not self.folder:
+            raise ValueError(f"folder is {self.folder!r}, but must be that of the run's CheckpointManager")
+        self._folder = Folder(interceptor().folder(pathlib.Path(self.folder)), Disk())
+        self._output = self._folder.path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
+        self._models = {key: target for key, target in self.objects.items() if isinstance(target, nn.Module)}
+        tracked = [track(key, target, self.strategy.is_mirrored) for key, target in self.objects.items()]
+        self._restorer = Restorer(self.strategy, self._folder, tracked, self.strategy.is_chief)
+        self._lock: FolderLock | None = None
+        self._board: Any = None
+        self.rows: list[Row] = []
+
+    def run(self) -> list[Row]:
+        """Evaluate every new checkpoint until the run has ended; returns the table.
+
+        Raises:
+            CheckpointError: no checkpoint has come in time, one does not fit the objects, or another process evaluates.
+            TypeError, ValueError: the evaluation returns no metrics, or not the one that is asked for.
+        """
+        self._open()
+        new: Iterator[Any] = itertools.repeat(None)
+        if self.strategy.is_chief:
+            new = checkpoints_iterator(self._folder.path, self._output / "held", self.timeout_seconds)
+        while (path := self._of_chief(next(new, ""))) != "":
+            if path is not None:
+                self.evaluate_one(pathlib.Path(path))
+        return self.rows
+
+    def _of_chief(self, value: Any) -> Any:
+        """The chief's value, on all towers; a path becomes a text."""
+        return announce(self.strategy.communicator, "evaluates checkpoints", value)[0].details
+
+    def _open(self) -> None:
+        """Read the table; see [Note: the table is the memory]."""
+        if self.strategy.is_chief and self._lock is None:
+            self._output.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock, _ = take_lock(self._output / ".lock")
+            except BlockingIOError:
+                text = f"another process evaluates into {self._output}; give each evaluation a name of its own"
+                raise CheckpointError(text) from None
+            if (self._output / TABLE).exists():
+                self.rows = [json.loads(line) for line in (self._output / TABLE).read_text().splitlines()]
+            if importlib.util.find_spec("tensorboard") is not None:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self._output))
+        self.rows = self._of_chief(self.rows)
+
+    def evaluate_one(self, path: pathlib.Path) -> str:
+        """Evaluate a checkpoint, unless it is damaged or was evaluated before; all towers call it.
+
+        Returns:
+            Why training is to stop early; empty: it goes on.
+        """
+        self._open()
+        try:
+            stored = self._restorer.open(path)
+        except CheckpointError as error:
+            log.warning("%s; it is not evaluated", error)
+            return ""
+        row = {"step": stored.manifest["step"], "sha256": stored.manifest["files"][TENSORS]["sha256"]}
+        if any(row.items() <= other.items() for other in self.rows):
+            stored.close()
+            return ""
+        self._restorer.load(stored)
+        modes = [(layer, layer.training) for model in self._models.values() for layer in model.modules()]
+        for layer, _ in modes:
+            layer.training = False
+        with self.strategy.health.during(f"evaluating step {row['step']}"), torch.no_grad():
+            metrics = self.evaluate()
+        for layer, mode in modes:
+            layer.training = mode
+        if not isinstance(metrics, Mapping) or metrics.keys() & row.keys():
+            raise TypeError(
+                f"the evaluation returned {metrics!r}, but must return numbers by names other than {[*row]}"
+            )
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self.rows.append(metrics | row)
+        chosen = [exporter for exporter in self.exporters if exporter.chooses(self.rows)]
+        reason = self.stop.reason(self.rows) if self.stop is not None else ""
+        if self.strategy.is_chief:
+            self._export(path, chosen)
+            self._write(metrics)
+            if reason and self._folder.note(ENDED) is None:
+                log.info("training is asked to stop early: %s", reason)
+                self._folder.leave_note(STOP, reason)
+        return reason
+
+    def _export(self, path: pathlib.Path, chosen: Sequence[Exporter]) -> None:
+        for exporter in chosen:
+            for name, model in self._models.items():
+                save_weights(model, self._output / exporter.name / f"{name}.safetensors")
+            if exporter.metric is not None:
+                self._folder.keep_as(exporter.name, path)
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        """Write the last row."""
+        step = self.rows[-1]["step"]
+        if self._board is not None:
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        with open(self._output / TABLE, "a") as table:
+            table.write(f"{json.dumps(self.rows[-1])}\n")
+        log.info("step %d: %s", step, ", ".join(f"{name} {value:g}" for name, value in metrics.items()))
