@@ -55,9 +55,8 @@ _BLOCKED, _DEADLOCK = "blocked", "deadlock"
 _SILENT = 10.0  # seconds without a heartbeat after which a tower that does not answer counts as gone
 _SILENT_AND_STOPPED = 2.5  # the same where its process is seen to be stopped or gone
 _LONGEST = 30.0  # the same where its process can run; and seconds that a tower which lives may take to answer
-_REQUEST = timedelta(seconds=30)  # for a request of the store by the heartbeat's own thread
+_REQUEST = timedelta(seconds=30)  # for a request of the store by the heartbeat's own thread, also at exit
 _STORE_SECONDS = 10.0  # seconds for a request by others, since the store's host may do much else
-_LEAVING = 0.5  # seconds for the request that goes on when the interpreter ends
 _SERVING = 5.0  # seconds that a process which serves the store stays for others that end, too
 _FRAMES = 12  # of a stack, the innermost
 _HEAD_START = 3.0  # seconds by which towers that wait for a step that is too long let others report first
@@ -113,9 +112,9 @@ class Heartbeat:
         self._thread.start()
 
     def _stop(self) -> None:
-        """End the thread: inside the store it would be in the way of the interpreter's finalization."""
+        """End the thread: one that comes back from the store while the interpreter is finalized aborts the process."""
         self._calls.put(None)
-        self._thread.join(_LEAVING)
+        self._thread.join(_REQUEST.total_seconds())
 
     # -- sending -----------------------------------------------------------------------------------------
 
