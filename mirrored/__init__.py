@@ -12,6 +12,7 @@ from mirrored import foreign_names
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mirrored.central.strategy import CentralStorageStrategy as CentralStorageStrategy
     from mirrored.checkpoint import CheckpointError as CheckpointError
     from mirrored.checkpoint import CheckpointManager as CheckpointManager
     from mirrored.checkpoint import LoadReport as LoadReport
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from towers.options import CommunicationOptions as CommunicationOptions
 
 _NAMES = {
+    "mirrored.central.strategy": "CentralStorageStrategy",
     "mirrored.checkpoint": "CheckpointError CheckpointManager LoadReport Preempted load_weights",
     "mirrored.cluster.resolver": "ClusterError ClusterResolver LocalClusterResolver",
     "mirrored.cluster.slurm": "SlurmClusterResolver",
@@ -73,8 +75,7 @@ _NAMES = {
     "mirrored.verification": "verify",
     "towers.errors": (
         "CannotStartError CollectiveTimeoutError DeadlockError DisagreementError ForkedError HandshakeError "
-        "MirrorError NonFiniteGradientError PeerLostError PortInUseError StartupError TowerFailedError "
-        "TowersError"
+        "MirrorError NonFiniteGradientError PeerLostError PortInUseError StartupError TowerFailedError TowersError"
     ),
     "towers.launching.launch": "launch",
     "towers.options": "CommunicationOptions",

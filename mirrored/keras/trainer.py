@@ -76,8 +76,8 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
         )
     if training.strategy.engine.attached(OptimizerSharder) is not None:
         raise RuntimeError(
-            f"model.{call} with shard_optimizer=True: the steps of torch's optimizers are shared out, Keras' are not. "
-            "Leave shard_optimizer out"
+            f"model.{call} with shard_optimizer=True or in central storage: the steps of torch's optimizers are shared "
+            "out, Keras' are not. Leave shard_optimizer out, or use MirroredStrategy"
         )
     return training
 

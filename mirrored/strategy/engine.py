@@ -88,7 +88,7 @@ class Engine:
                 "the same bits on any number of towers: leave one of the two out"
             )
         self._comm = comm = distribution.comm
-        self._several = comm.size > 1
+        self._several = comm.size > 1 or (training.central and comm.device.type != "cpu")
         self._checks_unasked = training.mirror_check_interval is not None
         self.recorder = Recorder()
         self.one_tower_reads_state = False
@@ -98,9 +98,9 @@ class Engine:
         channel = comm.channel() if self._several else comm
         transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
-            from towers.sharding.transport import transport_for
+            from towers.sharding.choosing import transport_for
 
-            transport = transport_for(channel)
+            transport = transport_for(channel, central=training.central, timeout=communication.timeout_seconds)
         watch = None
         if training.nonfinite_gradients != "ignore":
             from towers.gradients.nonfinite import GradientWatch
@@ -132,8 +132,7 @@ class Engine:
         elif watch is not None:
             events.mirrored.append(self.averager.add)
         self._records = bool(events.mirrored)
-        names = ", ".join(kind.__name__ for kind in self._features)
-        log.debug("attached to tower %d: %s", comm.index, names or "nothing")
+        log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")
         if self._several or self.virtual is not None:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,8 @@ class MirroredStrategy(Strategy):
         StartupError, HandshakeError: the towers did not all come, or do not belong together.
     """
 
+    _options: Callable[..., TrainingOptions] = TrainingOptions
+
     @instead_of(cross_device_ops=_COMMUNICATION, communication_options=_COMMUNICATION)
     def __init__(
         self,
@@ -105,7 +107,7 @@ class MirroredStrategy(Strategy):
         nonfinite_gradients: str = "ignore",
         seed: int | None = None,
     ) -> None:
-        training = TrainingOptions(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
+        training = self._options(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
         communication = CommunicationOptions() if communication is None else communication
         if not isinstance(communication, CommunicationOptions):
             raise TypeError(

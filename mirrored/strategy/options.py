@@ -12,7 +12,7 @@ _ACTIONS = ("ignore", "warn", "raise")
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOptions:
-    """The arguments of that name of :class:`mirrored.MirroredStrategy`.
+    """The arguments of that name of :class:`mirrored.MirroredStrategy`, and whether the storage is central.
 
     Raises:
         ValueError: an option is none of its values.
@@ -22,12 +22,11 @@ class TrainingOptions:
     virtual_towers: int | None = None
     mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL
     nonfinite_gradients: str = "ignore"
+    central: bool = False
 
     def __post_init__(self) -> None:
         interval, action = self.mirror_check_interval, self.nonfinite_gradients
         if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
-            raise ValueError(
-                f"mirror_check_interval is {interval!r}, but must be a positive whole number of runs, or None"
-            )
+            raise ValueError(f"mirror_check_interval is {interval!r}, but must be None or a whole number of runs > 0")
         if action not in _ACTIONS:
             raise ValueError(f"nonfinite_gradients is {action!r}, but must be one of {', '.join(_ACTIONS)}")

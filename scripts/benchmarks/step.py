@@ -1,7 +1,8 @@
 """Time of a training step: ours against DDP, and one tower against a bare loop.
 
 ``--variants`` names what is compared with DDP (on Gloo between CPU towers, on NCCL between GPUs) and with no
-communication at all: "ours"; "sharded", ours with ``shard_optimizer=True``; "ddp-shm", DDP on our own backend for
+communication at all: "ours"; "sharded", ours with ``shard_optimizer=True``; "central", its CentralStorageStrategy (both
+are compared with "sharded", too, where that is named); "ddp-shm", DDP on our own backend for
 torch.distributed (CPUs); "zero", DDP with its ZeroRedundancyOptimizer; "tensorflow", its MirroredStrategy on logical
 CPUs (of mlp; left out where it is not installed: the extra of that name). ``--untouched`` adds a second DDP and a
 second bare loop, in processes of their own without mirrored, as a script has them that never heard of it (CPUs). All
@@ -37,6 +38,7 @@ import mirrored
 
 LABELS = {
     "ours": "ours",
+    "central": "central storage",
     "sharded": "sharded",
     "ddp-shm": "DDP on our backend",
     "zero": "ZeRO",
@@ -47,6 +49,7 @@ LABELS = {
 BASES = {
     "DDP": "DDP",
     "bound": "no communication",
+    "sharded": "sharded",
     "untouched DDP": "untouched DDP",
     "untouched bound": "untouched bare loop",
 }
@@ -68,6 +71,8 @@ def _two_towers(
         chosen["ours"] = work.ours()
     if "sharded" in variants:
         chosen["sharded"] = work.ours(steps.strategy(implementation, shard_optimizer=True))
+    if "central" in variants:
+        chosen["central"] = work.ours(steps.strategy(implementation, mirrored.CentralStorageStrategy))
     if "ddp-shm" in variants:
         import towers.backend
 
@@ -124,7 +129,7 @@ def main(arguments: Sequence[str]) -> None:
                 how = (options.implementation, options.optimizer, compared, meeting)
                 times = mirrored.launch(_two_towers, (*timing, *how), devices=devices)[0]
             for variant in compared:
-                for base in filter(times.__contains__, BASES):
+                for base in filter(times.__contains__, set(BASES) - {variant}):
                     label = f"{LABELS[variant]} ÷ {BASES[base]}"
                     ratio = steps.print_row(f"{case}: {label}", times[variant], times[base])
                     bars.append(figure.Bar(case, label, ratio))

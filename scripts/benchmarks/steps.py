@@ -24,11 +24,11 @@ Times = dict[str, list[float]]
 """Name of a variant, and its seconds per step, one number a turn."""
 
 
-def strategy(implementation: str, **options: Any) -> mirrored.Strategy:
+def strategy(
+    implementation: str, kind: type[mirrored.MirroredStrategy] = mirrored.MirroredStrategy, **options: Any
+) -> mirrored.Strategy:
     """A strategy whose towers communicate by an implementation."""
-    return mirrored.MirroredStrategy(
-        communication=mirrored.CommunicationOptions(implementation=implementation), **options
-    )
+    return kind(communication=mirrored.CommunicationOptions(implementation=implementation), **options)
 
 
 class Work:

@@ -1,4 +1,4 @@
-"""One long run that is killed again and again, at any time, on any tower."""
+"""One long run that is killed again and again, at any time, on any tower; every other time in central storage."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import mirrored
 from tests.faults.training import train
+from tests.support.jobs import strategy_of
 
 TOWERS, EPOCHS = 3, 800  # long enough for 200 kills
 
 
-def _job(folder: str, processes: str) -> dict[str, Any]:
-    strategy = mirrored.MirroredStrategy(seed=0)
+def _job(folder: str, processes: str, central: bool = False) -> dict[str, Any]:
+    strategy = strategy_of({"central": central})
     place = pathlib.Path(processes, str(strategy.topology.index))
     place.write_text(str(os.getpid()))
     return train(strategy, folder, epochs=EPOCHS, every_steps=2)
@@ -49,7 +50,7 @@ def random_kills(count: int, seed: int) -> int:
             killer = threading.Thread(target=_killer, args=(pathlib.Path(_empty(processes)), random_numbers, ended))
             killer.start()
             try:
-                mirrored.launch(_job, (str(folder), str(processes)), towers=TOWERS)
+                mirrored.launch(_job, (str(folder), str(processes), killed % 2 == 1), towers=TOWERS)
                 ended.set()
                 print(f"the run came to its end after {killed} kills; raise EPOCHS")
                 return 1

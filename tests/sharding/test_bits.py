@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests.support.features import FEATURES, mlp, train_gan, with_feature
 from tests.support.jobs import make_data, parameters_of
-from tests.support.sharded import assert_same_bits, assert_same_state, both, equal_unsharded, tensors
+from tests.support.sharded import assert_same_bits, assert_same_state, both, equal_unsharded, launch, tensors
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -92,8 +92,9 @@ def train_awkward(strategy: mirrored.Strategy, name: str) -> tuple[list[Tensor],
 
 
 @pytest.fixture(scope="module")
-def optimizers() -> tuple[list[Any], list[Any]]:
-    return both(train_awkward, list(OPTIMIZERS))
+def optimizers() -> tuple[list[Any], ...]:
+    ours, expected = both(train_awkward, list(OPTIMIZERS))
+    return ours, expected, launch(train_awkward, names=list(OPTIMIZERS), central=True)
 
 
 def assert_same_training(name: str, trained: tuple[list[Any], list[Any]]) -> None:
@@ -103,8 +104,10 @@ def assert_same_training(name: str, trained: tuple[list[Any], list[Any]]) -> Non
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_bits_of_the_unsharded_step(name: str, optimizers: tuple[list[Any], list[Any]]) -> None:
-    assert_same_training(name, optimizers)
+def test_the_bits_of_the_unsharded_step(name: str, optimizers: tuple[list[Any], ...]) -> None:
+    sharded, unsharded, central = optimizers
+    assert_same_training(name, (sharded, unsharded))
+    assert_same_training(name, (central, unsharded))
 
 
 @pytest.mark.parametrize("implementation", ["auto", "gloo"])
@@ -165,7 +168,7 @@ def changes(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
 
 
 def test_changes_between_steps() -> None:
-    equal_unsharded(changes, ("thawed", "another group", "another model", "another dtype", "state again"))
+    equal_unsharded(changes, ("thawed", "another group", "another model", "another dtype", "state again"), central=True)
 
 
 def test_two_models_with_two_optimizers() -> None:

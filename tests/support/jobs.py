@@ -39,7 +39,7 @@ def towers(
     """``fn(strategy, *args)`` on ``count`` CPU towers, each with its own ``MirroredStrategy``; the results in order.
 
     Args:
-        settings: those of the strategy; the seed is 0 if they have none.
+        settings: see :func:`strategy_of`; the seed is 0 if they have none.
         hosts: a letter for each tower, which are then on different hosts as their letters are.
     """
     return launch(_with_strategy, fn, args, settings or {}, hosts, count=count)
@@ -53,7 +53,13 @@ def launch(fn: Callable[..., Any], *args: Any, count: int = 2) -> list[Any]:
 def _with_strategy(fn: Callable[..., Any], args: tuple[Any, ...], settings: Settings, hosts: str) -> Any:
     if hosts:
         os.environ["NCCL_HOSTID"] = hosts[int(os.environ["RANK"])]
-    return fn(mirrored.MirroredStrategy(**{"seed": 0, **settings}), *args)
+    return fn(strategy_of(settings), *args)
+
+
+def strategy_of(settings: Settings) -> mirrored.Strategy:
+    """A strategy with these arguments; with "central" a CentralStorageStrategy."""
+    options = {"seed": 0, **settings}
+    return (mirrored.CentralStorageStrategy if options.pop("central", False) else mirrored.MirroredStrategy)(**options)
 
 
 def failures(fn: Callable[..., Any], *args: Any, **options: Any) -> list[BaseException]:

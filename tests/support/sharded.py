@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.features import mlp
-from tests.support.jobs import towers
+from tests.support.jobs import strategy_of, towers
 from towers.gradients import buckets
 from towers.sharding.optimizer import OptimizerSharder
 
@@ -35,6 +35,7 @@ def launch(
     fn: Callable[..., Any],
     *args: Any,
     sharded: bool = True,
+    central: bool = False,
     names: Sequence[str] = (),
     implementation: str = "auto",
     **options: Any,
@@ -43,9 +44,11 @@ def launch(
 
     Args:
         sharded: is the optimizer's step shared out.
+        central: and the parameters in central storage.
     """
     communication = mirrored.CommunicationOptions(implementation=implementation, bucket_bytes=20_000)
-    settings = {"shard_optimizer": sharded, "seed": 1, "communication": communication}
+    sharding = {"central": True} if sharded and central else {"shard_optimizer": sharded}
+    settings = {**sharding, "seed": 1, "communication": communication}
     return towers(_in_turn, fn, args, names, settings, settings=settings, **options)
 
 
@@ -55,7 +58,7 @@ def _in_turn(
     buckets._LARGE_BYTES = 1000  # some of these small gradients are to be treated as large ones are
 
     def run(strategy: mirrored.Strategy, *args: Any) -> Any:
-        assert (strategy.engine.attached(OptimizerSharder) is not None) is settings["shard_optimizer"]
+        assert (strategy.engine.attached(OptimizerSharder) is not None) is settings.get("shard_optimizer", True)
         return fn(strategy, *args)
 
     if not names:
@@ -63,7 +66,7 @@ def _in_turn(
     results = {}
     for name in names:
         try:
-            results[name] = run(mirrored.MirroredStrategy(**settings), name)
+            results[name] = run(strategy_of(settings), name)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
     return results
@@ -85,9 +88,14 @@ def assert_same_bits(ours: Any, expected: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def equal_unsharded(fn: Callable[..., Any], names: Sequence[str] = (), **options: Any) -> None:
-    """Sharded and not, each tower has the same bits."""
-    assert_same_bits(*both(fn, names, **options))
+def equal_unsharded(
+    fn: Callable[..., Any], names: Sequence[str] = (), *, central: bool = False, **options: Any
+) -> None:
+    """Sharded and not, and perhaps in central storage, each tower has the same bits."""
+    ours, expected = both(fn, names, **options)
+    assert_same_bits(ours, expected)
+    if central:
+        assert_same_bits(launch(fn, names=names, central=True, **options), expected)
 
 
 def tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

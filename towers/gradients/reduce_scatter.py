@@ -21,10 +21,10 @@ from torch.utils.weak import TensorWeakRef
 from towers.collectives.arithmetic import chunk_of
 from towers.collectives.communicator import Communicator, InStep
 from towers.collectives.shared_memory.regions import Regions
-from towers.gradients.buckets import Bucket, DenseSlot
+from towers.gradients.buckets import Bucket
 from towers.gradients.cycle import AllReduce
 from towers.gradients.lazy import LazyGradient, make_lazy, make_ordinary
-from towers.gradients.slots import handles_gradients
+from towers.gradients.slots import Slot, handles_gradients
 from towers.system.torch_private import disable_dynamo
 
 
@@ -34,7 +34,7 @@ class ReduceScatter(AllReduce):
     def __init__(self, channel: Communicator, regions: Regions) -> None:
         super().__init__(channel)
         self._regions = regions
-        self._lazy: dict[DenseSlot, TensorWeakRef] = {}  # the gradients that were averaged last
+        self._lazy: dict[Slot, TensorWeakRef] = {}  # the gradients that were averaged last
         self._reduced: list[tuple[Bucket, list[Tensor]]] = []  # with every tower's memory, until gathered or dropped
         self._owes_barrier = False
 
@@ -104,12 +104,12 @@ class ReduceScatter(AllReduce):
             make_ordinary(gradient)
         self._lazy = {}
 
-    def holds_moved_gradient(self, slots: Iterable[DenseSlot]) -> bool:
+    def holds_moved_gradient(self, slots: Iterable[Slot]) -> bool:
         """Whether a lazily gathered gradient has been given to another parameter, one of these."""
         living = self._living()
         return any(isinstance(slot.gradient, LazyGradient) and slot.gradient is not living.get(slot) for slot in slots)
 
-    def _living(self) -> dict[DenseSlot, Tensor]:
+    def _living(self) -> dict[Slot, Tensor]:
         """The lazily gathered gradients that somebody still holds."""
         return {slot: gradient for slot, ref in self._lazy.items() if (gradient := ref()) is not None}
 

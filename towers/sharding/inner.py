@@ -13,8 +13,22 @@ from collections import OrderedDict, defaultdict
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 
 from towers.errors import MirrorError
 from towers.sharding.shards import Shard
@@ -23,11 +37,14 @@ from towers.system.torch_private import compiler_traces
 _OWN_SETTINGS = ("params", "capturable")
 """What an optimizer and its inner one do not have in common: torch.compile makes the outer one alone capturable."""
 
-_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD)
+_ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, Rprop, ASGD, SparseAdam)
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(optimizer: Optimizer, feature: str, remedy: str) -> None:
     """See that an optimizer that goes over shards computes the same as one that goes over whole parameters.
+
+    Args:
+        feature, remedy: what the error calls this, and what it advises.
 
     Raises:
         MirrorError: that is not known of it.
@@ -36,12 +53,12 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if kind not in _ELEMENTWISE and not getattr(kind, "elementwise", False):
         known = ", ".join(sorted(known.__name__ for known in _ELEMENTWISE))
         raise MirrorError(
-            f"shard_optimizer=True cannot shard {kind.__name__}.step(): that is known to be right for optimizers that "
+            f"{feature} cannot shard {kind.__name__}.step(): that is known to be right for optimizers that "
             f"update each element for itself ({known}). If {kind.__name__} does, set {kind.__name__}.elementwise = "
-            "True; else leave shard_optimizer out"
+            f"True; else {remedy}"
         )
     if optimizer.defaults.get("differentiable"):
-        raise MirrorError("shard_optimizer=True cannot shard an optimizer with differentiable=True")
+        raise MirrorError(f"{feature} cannot shard an optimizer with differentiable=True")
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -53,9 +70,9 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner
 
 
-def inner_parameter(shard: Shard) -> nn.Parameter:
+def inner_parameter(shard: Shard, memory: Tensor) -> nn.Parameter:
     """A parameter of the inner optimizer, in the memory of the shard."""
-    parameter = nn.Parameter(shard.of(shard.parameter), requires_grad=False)
+    parameter = nn.Parameter(memory, requires_grad=False)
     if parameter.dtype != shard.slot.dtype:
         parameter.grad_dtype = shard.slot.dtype
     return parameter
@@ -116,7 +133,7 @@ class ShardedState(dict[Any, Any]):
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise MirrorError(
-            f"the state of {self._name} is sharded over the towers (shard_optimizer=True): take it from "
+            f"the state of {self._name} is sharded over the towers: take it from "
             "optimizer.state_dict(), which has all of it, and give it back by load_state_dict()"
         )
 

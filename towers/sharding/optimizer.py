@@ -33,6 +33,7 @@ from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
 from towers.gradients.buckets import DenseSlot
 from towers.gradients.layout import BucketLayout
+from towers.gradients.slots import Slot
 from towers.sharding import state as sharded_state
 from towers.sharding.inner import (
     ShardedState,
@@ -84,7 +85,7 @@ class OptimizerSharder:
         Raises:
             DisagreementError: on all towers, when some have.
         """
-        self._transport.begin(purpose)
+        self._transport.barrier(purpose)
 
     def prepare(self, optimizer: Optimizer) -> None:
         """See, before a step of an optimizer, that the inner one does it; all towers call it.
@@ -121,8 +122,8 @@ class _Division:
     all_shards: list[list[Shard]]
     shards: list[Shard]
     parameters: list[nn.Parameter]
-    sharded: list[DenseSlot]
-    templates: Mapping[DenseSlot, Tensor]
+    sharded: list[Slot]
+    templates: Mapping[Slot, Tensor]
     spread: Callable[[], None]
 
 
@@ -130,7 +131,7 @@ class ShardedOptimizer:
     """One optimizer and this tower's inner one."""
 
     def __init__(self, optimizer: Optimizer, averager: GradientAverager, transport: ShardTransport, name: str) -> None:
-        check_elementwise(optimizer)
+        check_elementwise(optimizer, transport.feature, transport.remedy)
         self._averager = averager
         self._transport = transport
         self._name = name
@@ -147,7 +148,7 @@ class ShardedOptimizer:
         optimizer.register_state_dict_pre_hook(self._show_state)
         optimizer.register_state_dict_post_hook(self._hide_state)
         self._hooks = before.id, after.id
-        weakref.finalize(optimizer, transport.channel.release, key)
+        weakref.finalize(optimizer, transport.release, key)
 
     def move_hooks(self, optimizer: Optimizer) -> None:
         """See that the inner one steps after all other hooks of the optimizer, which find its parameters again."""
@@ -200,14 +201,7 @@ class ShardedOptimizer:
             self._take_state(optimizer, division)
         whole = any(shard.whole and shard.nbytes for shard in division.shards)
         self._transport.gather_gradients(division.sharded, whole=whole)
-        for shard, parameter in zip(division.shards, division.parameters, strict=True):
-            outer = shard.parameter
-            if not shard.is_at(parameter, outer):  # a script has given the parameter other memory
-                parameter.data = shard.of(outer)
-            gradient = outer.grad
-            if gradient is not None and gradient.stride() != outer.stride():
-                gradient = torch.empty_like(outer).copy_(gradient)
-            parameter.grad = None if gradient is None else shard.of(gradient)
+        self._transport.load(division.shards, division.parameters)
         step_inner(optimizer, self.inner, args, kwargs)
         for parameter in division.parameters:
             parameter.grad = None  # a gradient that is held keeps its memory from being used again
@@ -221,10 +215,10 @@ class ShardedOptimizer:
 
     def _divide(self, optimizer: Optimizer, groups: list[list[int]]) -> _Division:
         """Divide the parameters as the buckets are divided now; state goes along."""
-        slots = [[self._slot_of(p) for p in group["params"]] for group in optimizer.param_groups]
+        slots = [[self._slot_of(p, group) for p in group["params"]] for group in optimizer.param_groups]
         flat = [slot for group in slots for slot in group]
         if len(set(flat)) != len(flat):
-            raise MirrorError(f"shard_optimizer=True cannot shard {self._name}: it holds a parameter twice")
+            raise MirrorError(f"{self._transport.feature} cannot shard {self._name}: it holds a parameter twice")
         if self._division is not None and isinstance(optimizer.state, ShardedState):
             present = {slot.parameter() for slot in flat}
             state = {**self._unused, **self._whole_state()}
@@ -239,26 +233,27 @@ class ShardedOptimizer:
         layout = self._averager.layout
         self._transport.place(sharded, layout, self._averager.keys)
         spread = self._transport.plan([[shard for shard in row if not shard.whole] for row in all_shards])
-        parameters = [inner_parameter(shard) for shard in shards]
+        parameters = [inner_parameter(shard, self._transport.home(shard)) for shard in shards]
         make_groups(optimizer, self.inner, shards, parameters)
         self._division = _Division(layout, groups, all_shards, shards, parameters, sharded, templates, spread)
         if isinstance(optimizer.state, ShardedState):
             optimizer.state = defaultdict(dict)
         return self._division
 
-    def _slot_of(self, parameter: Tensor) -> DenseSlot:
-        slot = self._averager.slot_of(parameter)
-        if isinstance(slot, DenseSlot):
+    def _slot_of(self, parameter: Tensor, group: Mapping[str, Any]) -> Slot:
+        slot, transport = self._averager.slot_of(parameter), self._transport
+        if isinstance(slot, DenseSlot) or (slot is not None and transport.takes_sparse and not group.get("momentum")):
             return slot
         what = f"parameter {slot.name}, whose gradients are sparse" if slot else "parameters that no scope mirrored"
-        raise MirrorError(f"shard_optimizer=True cannot shard {self._name}: it holds {what}")
+        momentum = ", together with momentum" if slot is not None and transport.takes_sparse else ""
+        raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{momentum}")
 
-    def _updated_whole(self, slots: Sequence[DenseSlot]) -> set[DenseSlot]:
+    def _updated_whole(self, slots: Sequence[Slot]) -> set[Slot]:
         """The parameters that every tower has to update whole, since some tower cannot shard them."""
         local = bytes(self._can_be_sharded(slot) for slot in slots)
         rows = self._transport.channel.all_gather_bytes(local)
         whole = {slot for slot, *can in zip(slots, *rows, strict=True) if not all(can)}
-        names = [slot.name for slot in slots if slot in whole and slot.numel]
+        names = [slot.name for slot in slots if slot in whole and slot.shape.numel()]
         if names and self._transport.channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
@@ -269,7 +264,7 @@ class ShardedOptimizer:
             )
         return whole
 
-    def _can_be_sharded(self, slot: DenseSlot) -> bool:
+    def _can_be_sharded(self, slot: Slot) -> bool:
         parameter = slot.parameter()
         if parameter is None or not parameter.numel() or not is_dense(parameter):
             return False
@@ -284,7 +279,7 @@ class ShardedOptimizer:
         shards: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for shard, parameter in zip(division.shards, division.parameters, strict=True):
             if state := optimizer.state.get(shard.parameter):
-                shards[parameter] = sharded_state.shard_of(state, shard)
+                shards[parameter] = sharded_state.shard_of(state, shard, self._transport.state_device)
         self.inner.state = shards
         optimizer.state = ShardedState(self._name)  # type: ignore[assignment]
 
@@ -297,7 +292,7 @@ class ShardedOptimizer:
             body = sharded_state.encode(self.inner.state, division.parameters).numpy().tobytes()
             replies = announce(self._transport.channel, f"takes the state of {self._name}", body=body)
             blocks = [from_bytes(reply.body) for reply in replies]
-        return sharded_state.merge(division.all_shards, blocks, division.templates)
+        return sharded_state.merge(division.all_shards, blocks, division.templates, self._transport.state_device)
 
     def _show_state(self, optimizer: Optimizer) -> None:
         """Give the optimizer its ordinary state, for ``state_dict()``."""

@@ -1,14 +1,16 @@
-"""How an optimizer's parameters are divided: every tower updates its chunk of each bucket."""
+"""How an optimizer's parameters are divided: every tower updates its chunk of each bucket, and its rows of tables."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from towers.collectives.arithmetic import chunk_of
 from towers.gradients.buckets import DenseSlot
+from towers.gradients.slots import Slot
 
 _PIECE_BYTES = 2**19
 """An optimizer goes over a parameter several times; over a piece of this size it does so within the cache."""
@@ -20,13 +22,13 @@ class Shard:
 
     Attributes:
         group: index of the optimizer's parameter group.
-        slot: the parameter's place in the buckets.
+        slot: the parameter's.
         start, end: which of its elements, in the order in which they lie in memory.
         whole: the parameter is not divided; every tower updates all of it.
     """
 
     group: int
-    slot: DenseSlot
+    slot: Slot
     start: int
     end: int
     whole: bool = False
@@ -41,12 +43,6 @@ class Shard:
     def nbytes(self) -> int:
         return (self.end - self.start) * self.slot.dtype.itemsize
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Where in the bucket it begins and ends, in elements of the bucket's dtype."""
-        real = 2 if self.slot.dtype.is_complex else 1
-        return self.slot.start + real * self.start, self.slot.start + real * self.end
-
     def of(self, tensor: Tensor) -> Tensor:
         """The shard of a tensor with the parameter's shape and strides: flat, or the tensor itself; no copy."""
         if self.whole or tensor.dim() == 0:
@@ -58,21 +54,57 @@ class Shard:
         offset = 0 if self.whole else self.start * self.slot.dtype.itemsize
         return place.data_ptr() == tensor.data_ptr() + offset
 
+    def gradient(self) -> Tensor | None:
+        """The shard of the parameter's gradient, if there is one."""
+        parameter, gradient = self.parameter, self.slot.gradient
+        if gradient is not None and not gradient.is_sparse and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter).copy_(gradient)
+        return None if gradient is None else self.of(gradient)
 
-def shards_of(
-    tower: int, groups: Sequence[Sequence[DenseSlot]], whole: Collection[DenseSlot], towers: int
-) -> list[Shard]:
+
+@dataclass(frozen=True)
+class RowShard(Shard):
+    """Every n-th row of a parameter whose gradients are sparse, since the rows that are used most often lie together.
+
+    Attributes:
+        start: the first row.
+        towers: how many shards there are.
+    """
+
+    towers: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
+            return tensor.detach()
+        if not tensor.is_sparse:
+            return tensor.detach()[self.start :: self.towers]
+        tensor = tensor.coalesce()
+        (indices,), rows = tensor.indices(), tensor.values()
+        own = indices % self.towers == self.start
+        shape = (len(range(self.start, tensor.shape[0], self.towers)), *tensor.shape[1:])
+        return torch.sparse_coo_tensor(
+            indices[own].unsqueeze(0) // self.towers, rows[own], shape, is_coalesced=True, check_invariants=False
+        )
+
+    def is_at(self, place: Tensor, tensor: Tensor) -> bool:
+        return place.data_ptr() == self.of(tensor).data_ptr()
+
+
+def shards_of(tower: int, groups: Sequence[Sequence[Slot]], whole: Collection[Slot], towers: int) -> list[Shard]:
     """The shards of one tower, in the order of the optimizer's parameters.
 
     Args:
         groups: the optimizer's.
         whole: the parameters that are not to be divided.
     """
-    shards = []
+    shards: list[Shard] = []
     for group, slots in enumerate(groups):
         for slot in slots:
             if slot in whole:
                 shards.append(Shard(group, slot, 0, slot.shape.numel(), whole=True))
+                continue
+            if not isinstance(slot, DenseSlot):
+                shards.append(RowShard(group, slot, tower, slot.shape[0], towers=towers))
                 continue
             low, high = chunk_of(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
@@ -86,11 +118,13 @@ def shards_of(
 def ranges(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
     """What shards cover, by the index of the bucket, in as few pieces as can be."""
     covered: dict[int, list[tuple[int, int]]] = {}
-    for shard in sorted(shards, key=lambda shard: (shard.slot.bucket.index, shard.place)):
-        pieces = covered.setdefault(shard.slot.bucket.index, [])
-        start, end = shard.place
+    dense = [(shard.slot, shard) for shard in shards if isinstance(shard.slot, DenseSlot)]
+    for slot, shard in sorted(dense, key=lambda pair: (pair[0].bucket.index, pair[0].start, pair[1].start)):
+        pieces = covered.setdefault(slot.bucket.index, [])
+        real = 2 if slot.dtype.is_complex else 1
+        start, end = slot.start + real * shard.start, slot.start + real * shard.end
         # Between them may be nothing but the room that aligns the second.
-        if pieces and start - pieces[-1][1] < shard.slot.bucket.alignment:
+        if pieces and start - pieces[-1][1] < slot.bucket.alignment:
             start, _ = pieces.pop()
         pieces.append((start, end))
     return covered

@@ -21,15 +21,18 @@ from torch import Tensor, nn
 from towers.collectives.arithmetic import CHUNK_ALIGNMENT
 from towers.collectives.communicator import as_bytes, from_bytes
 from towers.collectives.shared_memory.regions import Regions
-from towers.gradients.buckets import DenseSlot
+from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard
 
 State = MutableMapping[Any, dict[str, Any]]
 """Like ``Optimizer.state``: values by name, for each parameter."""
 
 
-def shard_of(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+def shard_of(state: Mapping[str, Any], shard: Shard, device: torch.device | None = None) -> dict[str, Any]:
     """Copies of what belongs to a shard in a parameter's state.
+
+    Args:
+        device: where the copies are to lie; None: where the state does.
 
     Raises:
         TypeError: a value has neither the parameter's shape nor none.
@@ -38,7 +41,7 @@ def shard_of(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-            laid_out = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            laid_out = torch.empty_like(parameter, dtype=value.dtype, device=device).copy_(value)
             own[name] = shard.of(laid_out).clone()
         elif isinstance(value, Tensor) and value.dim() > 0:
             raise TypeError(
@@ -46,7 +49,7 @@ def shard_of(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
                 "the optimizer does not update each element for itself and cannot be sharded"
             )
         else:
-            own[name] = value.clone() if isinstance(value, Tensor) else value
+            own[name] = value.clone().to(device or value.device) if isinstance(value, Tensor) else value
     return own
 
 
@@ -91,9 +94,12 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
 
 
 def merge(
-    shards: Sequence[Sequence[Shard]], blocks: Sequence[Tensor | None], templates: Mapping[DenseSlot, Tensor]
+    shards: Sequence[Sequence[Shard]],
+    blocks: Sequence[Tensor | None],
+    templates: Mapping[Slot, Tensor],
+    device: torch.device | None = None,
 ) -> dict[Tensor, dict[str, Any]]:
-    """The whole state, by parameter: copies, on the devices where it was.
+    """The whole state, by parameter: copies, on the devices where it was, or on ``device``.
 
     Args:
         shards, blocks: every tower's.
@@ -106,13 +112,14 @@ def merge(
             if shard.slot.parameter() is None:  # its optimizer and its model have dropped it
                 continue
             state = whole.setdefault(shard.parameter, {})
+            place = device or shard.parameter.device
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in state:
                     template = templates[shard.slot]
-                    state[name] = torch.empty_like(template, dtype=value.dtype, device=shard.parameter.device)
+                    state[name] = torch.empty_like(template, dtype=value.dtype, device=place)
                 shard.of(state[name]).copy_(value)
             elif isinstance(value, Tensor):
-                state[name] = value.clone().to(shard.parameter.device if on_device else value.device)
+                state[name] = value.clone().to(place if on_device else value.device)
             else:
                 state[name] = value
     return whole

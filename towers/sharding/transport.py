@@ -1,15 +1,9 @@
 """How updated shards of parameters, and the state of their optimizers, reach the other towers.
 
-[Note: two ways to shard] Towers that share memory average their own chunks of the gradients only
-(:mod:`towers.gradients.reduce_scatter`), write their shards into each other's parameters, and can read each other's
-state alone (:class:`SharedParameters`). All others (GPUs, several hosts) average whole gradients, and gather shards and
-state by collectives (:class:`ShardTransport`). :func:`transport_for` decides it, and nothing else in the sharded step
-asks for it.
-
-[Note: every tower keeps its parameters] The first design let the towers of a host share one copy of the parameters,
-which must then not be updated by code that every tower runs: ``p.data.mul_(0.9)`` leaves no trace that could be
-checked, so that would have been a silent error. Instead every tower has parameters of its own, in a shared region, and
-writes its shards into the others' during a step only.
+[Note: every tower keeps its parameters] Towers that shared one copy of the parameters could not each update it by code
+of the script's, such as ``p.data.mul_(0.9)``. Here every tower has parameters of its own, in a shared region, and
+writes its shards into the others' during a step only. Central storage (:mod:`towers.sharding.central`) has one copy,
+and a view of it for each tower, which a tower's own writes are kept in.
 """
 
 from __future__ import annotations
@@ -17,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.agreement import announce
@@ -28,6 +22,7 @@ from towers.gradients.cycle import AllReduce, Reduction
 from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reduce_scatter import ReduceScatter
+from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard, ranges
 from towers.sharding.state import ReadableState
 from towers.system.memory_layout import ALONE, view_like
@@ -42,28 +37,38 @@ class ShardTransport:
         reduction: makes the gradients that shards are updated with.
         lazy: completes them, where a tower has averaged its own chunk only.
         state_is_readable: whether a tower alone can read all towers' state.
+        takes_sparse: whether parameters with sparse gradients can be sharded.
+        state_device: where the state that ``state_dict()`` gives lies; None: where the optimizer keeps it.
+        feature, remedy: what errors call it, and what they advise.
     """
 
     state_is_readable: bool = False
+    takes_sparse: bool = False
+    state_device: torch.device | None = None
+    feature, remedy = "shard_optimizer=True", "leave shard_optimizer out"
 
     def __init__(self, channel: Communicator) -> None:
         self.reduction: Reduction = AllReduce(channel)
         self.lazy: ReduceScatter | None = None
         self.channel = channel
 
-    def begin(self, purpose: str) -> None:
-        """Meet all towers, which are about to do the same, such as "steps Adam".
+    def barrier(self, purpose: str) -> None:
+        """Meet all towers, which are about to do the same, such as "comes to run 2".
 
         Raises:
             DisagreementError: on all towers, when some are about to do something else.
         """
         announce(self.channel, purpose)
 
+    def begin(self, purpose: str) -> None:
+        """:meth:`barrier` of a step, such as "steps Adam"; its parameters are the script's no more."""
+        self.barrier(purpose)
+
     def can_place(self, parameter: Tensor) -> bool:
         """Whether :meth:`place` may be asked for it."""
         return True
 
-    def place(self, slots: Sequence[DenseSlot], layout: BucketLayout, keys: Keys) -> None:
+    def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
         """Prepare for these parameters; all towers call it after :meth:`begin`.
 
         Args:
@@ -71,10 +76,22 @@ class ShardTransport:
             keys: keys of the channel's memory.
         """
 
-    def restore_places(self, slots: Sequence[DenseSlot]) -> None:
+    def restore_places(self, slots: Sequence[Slot]) -> None:
         """See that they still lie where :meth:`place` has put them: a script may have given them other memory."""
 
-    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:
+    def home(self, shard: Shard) -> Tensor:
+        """The memory in which the inner optimizer updates a shard of a parameter that was placed."""
+        return shard.of(shard.parameter)
+
+    def load(self, shards: Sequence[Shard], parameters: Sequence[nn.Parameter]) -> None:
+        """Give the inner optimizer's parameters, one for each of this tower's shards, their values and gradients."""
+        for shard, parameter in zip(shards, parameters, strict=True):
+            outer = shard.parameter
+            if not shard.is_at(parameter, outer):  # a script has given the parameter other memory
+                parameter.data = shard.of(outer)
+            parameter.grad = shard.gradient()
+
+    def gather_gradients(self, slots: Iterable[Slot], *, whole: bool) -> None:
         """See that gradients are there as far as a step needs them; all towers call it.
 
         Args:
@@ -89,6 +106,10 @@ class ShardTransport:
             key: the key of its memory.
         """
         return None
+
+    def release(self, key: int) -> None:
+        """Forget what :meth:`readable_state` keeps under ``key``."""
+        self.channel.release(key)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         """Make what brings every tower's shards to all towers; all call that when each has updated its own.
@@ -113,14 +134,6 @@ class ShardTransport:
         return spread if longest else lambda: None
 
 
-def transport_for(channel: Communicator) -> ShardTransport:
-    """The transport between the towers of ``channel``, over which their gradients are averaged."""
-    # see [Note: two ways to shard]
-    if isinstance(channel, SharedMemoryCommunicator):
-        return SharedParameters(channel)
-    return ShardTransport(channel)
-
-
 class SharedParameters(ShardTransport):
     """Keeps parameters in shared regions, where towers of one host write their shards into each other's.
 
@@ -139,29 +152,29 @@ class SharedParameters(ShardTransport):
         self._addresses = WeakIdKeyDictionary()  # by parameter: where it was put
         self._templates = WeakIdKeyDictionary()  # by parameter: its shape and strides there, without memory
 
-    def begin(self, purpose: str) -> None:
+    def barrier(self, purpose: str) -> None:
         self.reduction.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
         # Two parameters that share memory would not share it any more.
         return storage_holders(parameter) == ALONE or self._addresses.get(parameter) == parameter.data_ptr()
 
-    def place(self, slots: Sequence[DenseSlot], layout: BucketLayout, keys: Keys) -> None:
+    def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
         if self._layout is not layout:
             self._layout = layout
             for key in self._keys.values():
                 keys.release(key)
             self._keys = {}
             self._addresses, self._templates = WeakIdKeyDictionary(), WeakIdKeyDictionary()
-        for bucket in {slot.bucket.index: slot.bucket for slot in slots}.values():
+        for bucket in {slot.bucket.index: slot.bucket for slot in _dense(slots)}.values():
             if bucket.index not in self._keys:
                 self._keys[bucket.index] = key = keys.new()
                 self._regions.allocate(key, bucket.numel, bucket.dtype)
         self.restore_places(slots)
         self._regions.barrier.wait()  # now all can be mapped
 
-    def restore_places(self, slots: Sequence[DenseSlot]) -> None:
-        for slot in slots:
+    def restore_places(self, slots: Sequence[Slot]) -> None:
+        for slot in _dense(slots):
             parameter = slot.parameter()
             assert parameter is not None
             if self._addresses.get(parameter) == parameter.data_ptr() or parameter.dtype != slot.dtype:
@@ -174,7 +187,7 @@ class SharedParameters(ShardTransport):
                 self._addresses[parameter] = place.data_ptr()
                 parameter.data = place.copy_(parameter.data)
 
-    def gather_gradients(self, slots: Iterable[DenseSlot], *, whole: bool) -> None:
+    def gather_gradients(self, slots: Iterable[Slot], *, whole: bool) -> None:
         if whole or self.reduction.holds_moved_gradient(slots):
             self.reduction.gather()
 
@@ -182,7 +195,7 @@ class SharedParameters(ShardTransport):
         return ReadableState(self._regions, key)
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        keys = {shard.slot.bucket.index: self._keys[shard.slot.bucket.index] for row in shards for shard in row}
+        keys = {bucket: self._keys[bucket] for row in shards for bucket in ranges(row)}
         index = self.channel.index
         local = ranges(shards[index])
         gathering = super().plan
@@ -202,7 +215,11 @@ class SharedParameters(ShardTransport):
                 self._regions.barrier.wait()
                 self._regions.close_files()
             if without:
-                rest = [[shard for shard in row if shard.slot.bucket.index in without] for row in shards]
+                rest = [[shard for shard in row if not without.isdisjoint(ranges([shard]))] for row in shards]
                 gathering(rest)()
 
         return spread
+
+
+def _dense(slots: Iterable[Slot]) -> list[DenseSlot]:
+    return [slot for slot in slots if isinstance(slot, DenseSlot)]

@@ -1,0 +1,1 @@
+"""Central storage: parameters and optimizers once in the memory of a host."""

@@ -1,0 +1,57 @@
+"""The strategy whose towers have one copy of the parameters, in the memory of their host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from mirrored.strategy.kinds import MirroredStrategy
+from mirrored.strategy.options import TrainingOptions
+from towers.options import instead_of
+from towers.system import devices
+from towers.system.devices import Device
+
+
+class CentralStorageStrategy(MirroredStrategy):
+    """One model on all devices of this machine; parameters and optimizer state lie once in the host's memory.
+
+    Each tower updates its part of them in place. On CPU towers the model's parameters are that memory; accelerators get
+    the new values after every step, and hold no optimizer state. The numbers are those of :class:`MirroredStrategy`.
+    Optimizers have to update each element for itself, as with ``shard_optimizer=True``, or each row (``SparseAdam``,
+    ``Adagrad`` and ``SGD`` without momentum on ``nn.Embedding(sparse=True)``).
+
+    Args:
+        compute_devices: one per tower, as ``devices`` of :class:`MirroredStrategy`.
+        parameter_device: where parameters and state lie: the CPU, which is the default.
+        options: ``communication``, ``virtual_towers``, ``mirror_check_interval``, ``nonfinite_gradients`` and ``seed``,
+            see :class:`MirroredStrategy`.
+
+    Raises:
+        ValueError: ``parameter_device`` is not there, or not the CPU; else see :class:`MirroredStrategy`.
+        StartupError: the towers run on several hosts, or cannot share memory.
+    """
+
+    _options = functools.partial(TrainingOptions, central=True)
+
+    @instead_of(devices="compute_devices=", shard_optimizer="leave it out: each tower updates its part already")
+    def __init__(
+        self,
+        compute_devices: Sequence[Device] | None = None,
+        parameter_device: Device | None = None,
+        **options: Any,
+    ) -> None:
+        _check_parameter_device(parameter_device)
+        super().__init__(compute_devices, shard_optimizer=True, **options)
+
+
+def _check_parameter_device(device: Device | None) -> None:
+    if device is None:
+        return
+    parsed = devices.parse(device)
+    devices.check_exist([parsed])
+    if parsed.type != "cpu":
+        raise ValueError(
+            f"parameter_device is {parsed}, but parameters lie in the host's memory: leave it out, or say 'cpu:0'. "
+            "Where they and the optimizer's state are to lie on every device, use MirroredStrategy"
+        )

@@ -1,0 +1,216 @@
+"""Central storage between CPU towers: the numbers of one tower, one copy of everything, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import mirrored
+from tests.faults import training
+from tests.support.features import mlp
+from tests.support.jobs import failures, make_data, parameters_of, text_of, towers
+from tests.support.sharded import equal_unsharded, small_training
+from towers.sharding.optimizer import OptimizerSharder
+from towers.sharding.single_copy import SingleCopy
+
+CENTRAL = {"central": True}
+
+
+class Words(nn.Module):
+    """A classifier of bags of words, and of the numbers beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(31, 4, sparse=True, dtype=torch.float64)
+        self.dense = nn.Linear(9, 3, dtype=torch.float64)
+
+    def forward(self, words: Tensor, x: Tensor) -> Tensor:
+        return self.dense(torch.cat([self.table(words), x], 1))
+
+
+SPARSE = {
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p, 0.05),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "SGD": lambda p: torch.optim.SGD(p, 0.5),
+}
+
+
+def train(strategy: mirrored.Strategy, names: list[str]) -> dict[str, tuple[list[Tensor], list[Any]]]:
+    """Parameters and state after two epochs of 22 examples by 8, and of 3, where towers are without any."""
+    results = {}
+    for name in names:
+        torch.manual_seed(4)
+        with strategy.scope():
+            model = Words()
+        optimizers = [SPARSE[name](model.table.parameters()), torch.optim.AdamW(model.dense.parameters(), 0.05)]
+        x, y = make_data(22)
+        words = torch.arange(22 * 3).view(22, 3) ** 2 % 17
+
+        def step(words: Tensor, x: Tensor, y: Tensor, model: Words = model, optimizers: Any = optimizers) -> None:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = F.cross_entropy(model(words, x), y, reduction="none")
+            mirrored.compute_average_loss(losses).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        for count in (22, 3):
+            for batch in strategy.distribute_dataset(TensorDataset(words[:count], x[:count], y[:count]), 8):
+                strategy.run(step, batch)
+        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+        results[name] = parameters_of(model), states
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return towers(train, list(SPARSE), count=1)[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_numbers_of_one_tower_with_tables_ragged_and_empty_shares(count: int, alone: Any) -> None:
+    first, *others = towers(train, list(SPARSE), settings=CENTRAL, count=count)
+    torch.testing.assert_close(first, alone, rtol=0, atol=1e-12)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def inode_of(address: int) -> str:
+    """The file in whose mapping an address lies, and whether writes there stay this process's own."""
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        (start, end), kind = (int(number, 16) for number in line.split()[0].split("-")), line.split()[1][3]
+        if start <= address < end:
+            return f"{line.split()[4]} {kind}"
+    raise AssertionError(hex(address))
+
+
+def where_all_lies(strategy: mirrored.Strategy) -> tuple[list[str], int, int]:
+    """The memory of the parameters, elements of state here, and elements of parameters."""
+    model = strategy.mirror(Words())
+    optimizers = [torch.optim.SparseAdam(model.table.parameters()), torch.optim.Adam(model.dense.parameters())]
+
+    def step() -> None:
+        model(torch.tensor([[1, 2]]), torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    strategy.run(step)
+    sharder = strategy.engine.attached(OptimizerSharder)
+    states = [s for o in optimizers for s in sharder._known[o].inner.state.values()]
+    held = sum(v.numel() for s in states for v in s.values() if isinstance(v, Tensor) and v.dim())
+    return [inode_of(p.data_ptr()) for p in model.parameters()], held, sum(p.numel() for p in model.parameters())
+
+
+def test_parameters_and_state_are_there_once() -> None:
+    (files, held, numel), *others = towers(where_all_lies, settings=CENTRAL, count=3)
+    assert all(name.endswith(" p") and not name.startswith("0 ") for name in files)
+    assert [other for other, _, _ in others] == [files, files]
+    assert held + sum(held for _, held, _ in others) == 2 * numel
+
+
+def kernel_does_not_say(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
+    """Parameters are scaled after some steps; where nobody can tell, all count as changed."""
+    model, _, step = small_training(strategy, torch.optim.Adam)
+    told = SingleCopy.is_changed
+    SingleCopy.is_changed = (lambda copy: told(copy) or True) if what == "not told" else told
+    for number in range(4):
+        strategy.run(step)
+        if number == 1:
+            for p in model.parameters():
+                p.data.mul_(0.9)
+    SingleCopy.is_changed = told
+    return parameters_of(model)
+
+
+def test_what_all_towers_write_counts_once() -> None:
+    equal_unsharded(kernel_does_not_say, ("told", "not told"), central=True, count=3)
+
+
+def changed_by_one(strategy: mirrored.Strategy) -> str:
+    model, _, step = small_training(strategy, torch.optim.Adam)
+    strategy.run(step)
+    if strategy.topology.index == 1:
+        model[0].bias.data.mul_(0.9)
+    return text_of(mirrored.DisagreementError, strategy.run, step)
+
+
+@pytest.mark.row(58)
+def test_a_parameter_that_one_tower_changes() -> None:
+    first, second = towers(changed_by_one, settings={**CENTRAL, "mirror_check_interval": None})
+    assert first == second
+    assert "tower 1 steps Adam number 0 with 4 parameters, after it has changed parameters by itself" in first
+
+
+def refused(strategy: mirrored.Strategy) -> list[str]:
+    model = strategy.mirror(nn.ModuleList([nn.Embedding(4, 4, sparse=True), mlp()]))
+
+    def step(make: Any) -> None:
+        (model[0](torch.tensor([1])).sum() + model[1](torch.ones(2, 5)).sum()).backward()
+        make().step()
+
+    momentum = lambda: torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)  # noqa: E731
+    return [
+        text_of(mirrored.MirrorError, strategy.run, step, (make,))
+        for make in (momentum, lambda: torch.optim.Adafactor(model[1].parameters()))
+    ] + [
+        text_of(ValueError, mirrored.CentralStorageStrategy, parameter_device="cuda:7"),
+        text_of(TypeError, mirrored.CentralStorageStrategy, shard_optimizer=True),
+    ]
+
+
+@pytest.mark.row(55, 56)
+def test_what_is_refused_by_name() -> None:
+    texts = towers(refused, settings=CENTRAL)
+    assert texts[0] == texts[1]
+    momentum, adafactor, device, argument = texts[0]
+    assert "it holds parameter ModuleList.0.weight, whose gradients are sparse, together with momentum" in momentum
+    assert "CentralStorageStrategy cannot shard Adafactor.step()" in adafactor
+    assert "cuda:7 asked for, but this process sees no GPU" in device
+    assert "leave it out: each tower updates its part already" in argument
+
+
+@pytest.mark.row(54)
+def test_several_hosts_are_refused() -> None:
+    for error in failures(parameters_of, settings=CENTRAL, hosts="ab"):
+        assert isinstance(error, mirrored.StartupError)
+        assert "the towers run on several hosts: " in str(error)
+
+
+def no_memory(strategy: mirrored.Strategy) -> str:
+    _, _, step = small_training(strategy, torch.optim.Adam)
+
+    def create(*args: Any) -> int:
+        raise OSError(28, "no memory")
+
+    os.memfd_create = create
+    return text_of(mirrored.MirrorError, strategy.run, step)
+
+
+@pytest.mark.row(57)
+def test_no_memory_for_the_copy() -> None:
+    first, second = towers(no_memory, settings=CENTRAL)
+    assert first == second
+    assert "MB of parameters cannot be allocated in the host's memory: [Errno 28] no memory" in first
+
+
+def until(strategy: mirrored.Strategy, folder: str, stop: int | None) -> Any:
+    """All that a training has in the end; None if it is interrupted."""
+    with contextlib.suppress(training.Interrupted):
+        done = training.train(strategy, folder, stop=stop)
+        return done["restored"] and done["restored"].step, {**done, "restored": None}
+    return None
+
+
+def test_a_checkpoint_goes_on_in_another_kind_of_strategy(tmp_path: pathlib.Path) -> None:
+    whole = [done for _, done in towers(until, str(tmp_path / "whole"), None)]
+    for name, kinds in {"there": ({}, CENTRAL), "back": (CENTRAL, {})}.items():
+        towers(until, str(tmp_path / name), 6, settings=kinds[0])
+        assert towers(until, str(tmp_path / name), None, settings=kinds[1]) == [(4, done) for done in whole]

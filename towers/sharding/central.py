@@ -1,0 +1,234 @@
+"""Central storage: parameters and the state of their optimizers lie once in the memory of a host, for all its towers.
+
+Each tower updates its shards of the parameters in place, as with ``shard_optimizer=True``, and nothing has to be
+written to the others. On CPU towers the model's parameters are that memory ([Note: one copy, and what a script writes]
+in :mod:`towers.sharding.single_copy`). On accelerators a step goes like this, and no optimizer's state lies on them::
+
+    backward                gradients are averaged as they always are
+    barrier                 all have come to the step
+    load                    each tower copies its shards of parameters and gradients to the host
+    inner.step()            updates the shards there
+    barrier                 all parameters are complete
+    spread                  each copies all parameters to its device
+
+[Note: devices have the say] The shards are copied to the host in every step, also when they have lain there since the
+last one, since a script may have changed the device's. It is one N-th of what goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from towers.collectives.arithmetic import CHUNK_ALIGNMENT
+from towers.collectives.communicator import Communicator, PeerGroup
+from towers.collectives.shared_memory.communicator import SEVERAL_HOSTS, SharedMemoryCommunicator, join
+from towers.errors import StartupError
+from towers.gradients.keys import Keys
+from towers.gradients.layout import BucketLayout
+from towers.gradients.reduce_scatter import ReduceScatter
+from towers.gradients.slots import Slot
+from towers.sharding.shards import Shard
+from towers.sharding.single_copy import SingleCopy, allocate
+from towers.sharding.state import ReadableState
+from towers.sharding.transport import ShardTransport
+from towers.system.host_copy import HostCopy, on_device
+from towers.system.memory_layout import ALONE
+from towers.system.torch_private import storage_holders
+
+_HOST = torch.device("cpu")
+
+
+class _OnHost(PeerGroup):
+    """Towers on accelerators, as processes of their host."""
+
+    def __init__(self, towers: Communicator) -> None:
+        self.index, self.size, self.device = towers.index, towers.size, _HOST
+        self.towers, self.health, self.name = towers.towers, towers.health, f"{towers.name}/host"
+        self.all_gather_bytes = towers.all_gather_bytes  # type: ignore[method-assign]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+
+def hosts_of(channel: Communicator, timeout: float) -> Communicator:
+    """The same towers as processes of their host, which share memory; a tower alone has nobody to share it with.
+
+    Raises:
+        StartupError: on all towers: they cannot share memory.
+    """
+    if channel.size == 1 or isinstance(channel, SharedMemoryCommunicator):
+        return channel
+    hosts = join(_OnHost(channel), timeout)
+    if isinstance(hosts, str):
+        advice = (
+            "give every host towers of its own with mirrored.MultiWorkerMirroredStrategy(shard_optimizer=True), which "
+            "shares out the optimizers' state over all of them"
+            if hosts == SEVERAL_HOSTS
+            else "use mirrored.MirroredStrategy(shard_optimizer=True)"
+        )
+        raise StartupError(
+            f"CentralStorageStrategy keeps parameters once in the memory of a host, but {hosts}: {advice}"
+        )
+    return hosts
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter lies in the memory of the host.
+
+    Attributes:
+        copy, offset: the memory, and the byte at which the parameter begins.
+        template: a tensor with its shape, strides and dtype, without memory: state is in that order.
+        shared: the memory, as the inner optimizers update it.
+        address: where the parameter itself has to lie on a CPU tower; 0 on accelerators.
+    """
+
+    copy: SingleCopy
+    offset: int
+    template: Tensor
+    shared: Tensor
+    address: int
+
+
+class CentralStorage(ShardTransport):
+    """Keeps the parameters that optimizers step once in the memory of a host.
+
+    Args:
+        channel: the towers, over which the gradients are averaged.
+        hosts: the same towers as processes of their host.
+    """
+
+    state_is_readable = True
+    takes_sparse = True
+    state_device = _HOST
+    feature, remedy = "CentralStorageStrategy", "train it with MirroredStrategy"
+
+    def __init__(self, channel: Communicator, hosts: Communicator) -> None:
+        super().__init__(channel)
+        self._hosts = hosts
+        self._averages_chunk: ReduceScatter | None = None
+        self._regions = hosts.regions if isinstance(hosts, SharedMemoryCommunicator) else None
+        self.state_is_readable = self._regions is not None
+        if isinstance(channel, SharedMemoryCommunicator):
+            self.reduction = self.lazy = self._averages_chunk = ReduceScatter(channel, channel.regions)
+        self._places = WeakIdKeyDictionary()  # by parameter
+
+    # -- meeting -----------------------------------------------------------------------------------------
+
+    def barrier(self, purpose: str) -> None:
+        if self._averages_chunk is not None:
+            self._averages_chunk.barrier(purpose)
+        elif self._regions is not None:
+            self._regions.barrier.wait_tagged(purpose)
+
+    def begin(self, purpose: str) -> None:
+        copies = {id(p.copy): p.copy for p in self._places.values() if p.address}.values()
+        changed = any(copy.is_changed() for copy in copies)
+        self.barrier(f"{purpose}, after it has changed parameters by itself" if changed else purpose)
+        if changed:
+            for copy in copies if self.channel.index == 0 else ():
+                copy.publish()
+            self._hosts.barrier()
+            for copy in copies:
+                copy.drop_own()
+
+    # -- parameters --------------------------------------------------------------------------------------
+
+    def can_place(self, parameter: Tensor) -> bool:
+        if parameter.device.type != "cpu" or storage_holders(parameter) == ALONE:
+            return True
+        place = self._place_of(parameter)
+        return place is not None and place.address == parameter.data_ptr()
+
+    def _place_of(self, parameter: Tensor) -> _Place | None:
+        place: _Place | None = self._places.get(parameter)
+        return place if place is not None and place.template.dtype == parameter.dtype else None
+
+    def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
+        new = [p for slot in slots if (p := slot.parameter()) is not None and self._place_of(p) is None]
+        offsets = [0]
+        for parameter in new:
+            offsets.append(offsets[-1] + -(-parameter.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
+        if not new:
+            return
+        copy = allocate(self._hosts, offsets[-1])
+        for parameter, offset in zip(new, offsets, strict=False):
+            template = parameter.detach().to("meta")
+            shared, view = copy.shared(template, offset), copy.view(template, offset)
+            if self.channel.index == 0:
+                shared.copy_(parameter)
+            on_host = parameter.device.type == "cpu"
+            self._places[parameter] = _Place(copy, offset, template, shared, view.data_ptr() if on_host else 0)
+        self._hosts.barrier()
+        for parameter, offset in zip(new, offsets, strict=False):
+            if parameter.device.type == "cpu":
+                parameter.data = copy.view(parameter.detach().to("meta"), offset)
+
+    def restore_places(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            parameter = slot.parameter()
+            assert parameter is not None
+            place = self._place_of(parameter)
+            if place is not None and place.address not in (0, parameter.data_ptr()):
+                parameter.data = place.copy.view(place.template, place.offset).copy_(parameter.data)
+
+    def home(self, shard: Shard) -> Tensor:
+        place = None if shard.whole else self._place_of(shard.parameter)
+        return super().home(shard) if place is None else shard.of(place.shared)
+
+    # -- one step ----------------------------------------------------------------------------------------
+
+    def load(self, shards: Sequence[Shard], parameters: Sequence[nn.Parameter]) -> None:
+        arriving = []
+        for shard, parameter in zip(shards, parameters, strict=True):
+            if shard.whole:
+                super().load([shard], [parameter])
+                continue
+            gradient = shard.gradient()
+            if shard.parameter.device.type == "cpu":
+                parameter.grad = gradient
+                continue
+            parameter.grad = None
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad, gradient = gradient.cpu(), None
+            arriving.append(
+                (parameter, HostCopy(shard.of(shard.parameter)), None if gradient is None else HostCopy(gradient))
+            )
+        for parameter, value, copied in arriving:
+            parameter.copy_(value.get())  # see [Note: devices have the say]
+            parameter.grad = parameter.grad if copied is None else copied.get()
+
+    def gather_gradients(self, slots: Sequence[Slot], *, whole: bool) -> None:  # type: ignore[override]
+        if self._averages_chunk is not None and (whole or self._averages_chunk.holds_moved_gradient(slots)):
+            self._averages_chunk.gather()
+
+    def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
+        parameters = list({id(shard.parameter): shard.slot.parameter for row in shards for shard in row}.values())
+
+        def spread() -> None:
+            """Wait until all parameters are complete; accelerators get their new values then."""
+            self._hosts.barrier()
+            for reference in parameters:
+                if (parameter := reference()) is None or (place := self._place_of(parameter)) is None:
+                    continue
+                if place.address:
+                    torch.autograd.graph.increment_version(parameter)
+                else:
+                    parameter.copy_(on_device(place.shared, parameter.device))
+
+        return spread
+
+    # -- state -------------------------------------------------------------------------------------------
+
+    def readable_state(self, key: int) -> ReadableState | None:
+        return None if self._regions is None else ReadableState(self._regions, key)
+
+    def release(self, key: int) -> None:
+        super().release(key)
+        if self._regions is not None and self._hosts is not self.channel:
+            self._regions.release(key)
