@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.support.commands import Command
+from tests.support.forked_programs import fork_towers
 from tests.support.patience import make_agent_patient
 from towers.launching.job import Job
 from towers.launching.play_cluster import reserve_ports
@@ -54,6 +55,7 @@ def _agent(job: Job, words: Sequence[str]) -> int:
     from towers.launching import agent
 
     make_agent_patient()
+    fork_towers()
     return agent.run(job, [sys.executable, *words])
 
 

@@ -1,7 +1,7 @@
 """``mirrored`` and ``torchrun`` without waiting for Python to load torch: their process is forked from one that has.
 
-The towers that they start are programs as ever. For the many tests that are about what a job does once it runs; what a
-user types is run by :mod:`tests.support.jobs`. Loading torch takes 1.3 s of CPU in each process.
+So are the towers that they start (:mod:`tests.support.forked_programs`). For the many tests that are about what a job
+does once it runs; what a user types is run by :mod:`tests.support.jobs`. Loading torch takes 1.3 s of CPU in each.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.forked_programs import fork_towers
 from tests.support.jobs import check_code, variables_with
 from tests.support.patience import make_agent_patient
 from tests.support.waiting import HANG
@@ -105,6 +106,7 @@ def start_command(words: Sequence[str], *, env: dict[str, str] | None = None) ->
 
 def command_line(name: str, *words: str) -> int | None:
     """``mirrored …`` or ``torchrun …``, in this process; returns the exit code."""
+    fork_towers()
     if name == "mirrored":
         from mirrored import cli
 
