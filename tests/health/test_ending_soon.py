@@ -16,7 +16,6 @@ import torch
 
 import mirrored
 from mirrored.checkpoint.stopping import StopSignals
-from tests.support.commands import run_command
 from tests.support.jobs import ROOT, run_program, towers
 from tests.support.patience import patient_launch
 from tests.support.waiting import HANG, forever
@@ -144,7 +143,7 @@ if strategy.is_chief:
     agent = os.getppid()
     os.kill(agent, signal.SIGSTOP)
     time.sleep(1.5)
-    subprocess.Popen(["sh", "-c", f"for i in $(seq 25); do [ -e late ] && break; sleep 0.1; done; kill -CONT {agent}"])
+    subprocess.Popen(["sh", "-c", f"for i in $(seq 40); do [ -e late ] && break; sleep 0.1; done; kill -CONT {agent}"])
 
     class Late:
         def __del__(self):
@@ -157,9 +156,9 @@ if strategy.is_chief:
 
 @pytest.mark.slow
 def test_a_tower_that_ends_within_a_slow_request_of_its_store_does_not_abort(tmp_path: pathlib.Path) -> None:
-    """Its heartbeat waits for the stopped agent, which goes on when an interpreter that does not wait is going down."""
+    """Its heartbeat waits for the stopped agent, which goes on while an interpreter that does not wait is finalized."""
     (tmp_path / "train.py").write_text(SLOW_STORE)
-    run_command(["mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py"], cwd=str(tmp_path), code=0)
+    run_program(["-m", "mirrored", "run", "--devices", "cpu:0,cpu:1", "train.py"], cwd=str(tmp_path), code=0)
 
 
 SAID = "towers: the process groups could not be destroyed within 0 s"
