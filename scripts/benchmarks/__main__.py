@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = (
-    *("allreduce", "checkpoint", "device", "fit", "memory"),
+    *("allreduce", "checkpoint", "device", "fit", "memory", "table"),
     *("mirror", "parts", "scaling", "step", "virtual"),
 )
 

@@ -35,9 +35,8 @@ def parser(
         prog=f"scripts/bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if cases:
-        made.add_argument(
-            "--cases", type=names, default=chosen or ",".join(cases), help="comma-separated: " + ", ".join(cases)
-        )
+        default = chosen or ",".join(case for case in cases if case != "deep-64")
+        made.add_argument("--cases", type=names, default=default, help="comma-separated: " + ", ".join(cases))
     if towers is not None:
         made.add_argument("--towers", type=int, default=towers)
     if implementation:

@@ -1,4 +1,4 @@
-"""Memory of a CPU tower: ours, ours with the optimizer shared out, and DDP's, against a bare loop in as many processes.
+"""Memory of a CPU tower: ours, the sharded optimizer's, central storage's and DDP's, against a bare loop's.
 
 The proportional set size of a process (what it shares counts in parts) after some steps, gradients included; the mean
 over the towers. "÷ gradients" is what comes on top of the bare loop, in sizes of all gradients.
@@ -14,45 +14,57 @@ from collections.abc import Sequence
 
 import command
 import models
+import plain
 import steps
 import torch
 import torch.distributed as dist
 
 import mirrored
 
-KINDS = ("bare", "ours", "sharded", "DDP")
+KINDS = ("bare", "ours", "sharded", "central", "DDP")
 
 _STEPS = 5
 
 
-def _measure(kind: str, case: str) -> tuple[float, float]:
+def _measure(kind: str, case: str, optimizer: str) -> tuple[float, float]:
     """(proportional set size, size of all gradients) in bytes, with all towers at the same place."""
-    work = steps.Work(case, mirrored.MirroredStrategy(shard_optimizer=kind == "sharded"))
-    step = {"bare": work.bare, "ours": work.ours, "sharded": work.ours, "DDP": work.ddp}[kind]()
+    sharding = {"shard_optimizer": True} if kind == "sharded" else {}
+    strategy = (mirrored.CentralStorageStrategy if kind == "central" else mirrored.MirroredStrategy)(**sharding)
+    work = steps.Work(case, strategy, optimizer)
+    step = {"bare": work.bare, "DDP": work.ddp}.get(kind, work.ours)()
     for _ in range(_STEPS):
         step()
+    with torch.device("meta"):
+        gradients = sum(p.nbytes for p in models.make(case).parameters())
+    return proportional_set_size(), float(gradients)
+
+
+def proportional_set_size() -> float:
+    """Bytes of this tower, with all towers at the same place; what several share counts in parts."""
     gc.collect()
     dist.barrier()
     text = pathlib.Path("/proc/self/smaps_rollup").read_text()
     dist.barrier()
     match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
     assert match is not None
-    with torch.device("meta"):
-        gradients = sum(p.nbytes for p in models.make(case).parameters())
-    return 1024.0 * int(match[1]), float(gradients)
+    return 1024.0 * int(match[1])
 
 
 def main(arguments: Sequence[str]) -> None:
     chosen = "mlp-64,resnet-64,transformer-16"
-    options = command.parser("memory", __doc__, turns=3, cases=models.CASES, chosen=chosen).parse_args(arguments)
-    print(f"torch {torch.version.__version__}; {options.towers} towers; MB per tower, medians of {options.turns} runs")
+    parser = command.parser("memory", __doc__, turns=3, cases=models.CASES, chosen=chosen)
+    parser.add_argument("--optimizer", default="sgd", choices=plain.OPTIMIZERS, help="of all kinds")
+    options = parser.parse_args(arguments)
+    what = f"{options.optimizer}; {options.towers} towers; MB per tower, medians of {options.turns} runs"
+    print(f"torch {torch.version.__version__}; {what}")
     head = "".join(f"{kind:>9}" for kind in KINDS) + "".join(f"{f'{kind} ÷ gradients':>21}" for kind in KINDS[1:])
     print(f"{'':<16}{'gradients':>10}{head}")
     for case in options.cases:
         sizes: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for _ in range(options.turns):
             for kind in KINDS:
-                results = mirrored.launch(_measure, (kind, case), devices=command.cpus(options.towers))
+                how = (kind, case, options.optimizer)
+                results = mirrored.launch(_measure, how, devices=command.cpus(options.towers))
                 sizes[kind].append(statistics.mean(size for size, _ in results))
         gradients = results[0][1]
         medians = {kind: statistics.median(sizes[kind]) for kind in KINDS}

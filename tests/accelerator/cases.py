@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import mirrored
 from tests import simulated_device
 from tests.faults import training
-from tests.support.jobs import assert_close, make_data, make_mlp, text_of
+from tests.support.jobs import assert_close, make_data, make_mlp, strategy_of, text_of
 
 SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") == "sim"
 
@@ -51,7 +51,7 @@ def waiting_is_an_error() -> Iterator[None]:
 def train(options: dict[str, Any], compiled: bool = False, **settings: Any) -> list[Any]:
     """The backend, and after some steps parameters and losses; the last batch is ragged, one layer never used."""
     communication = mirrored.CommunicationOptions(**options)
-    strategy = mirrored.MirroredStrategy(communication=communication, seed=0, **settings)
+    strategy = strategy_of({"communication": communication, **settings})
     with strategy.scope():
         model = make_mlp().to(strategy.device)
         unused = torch.nn.Linear(3, 3, dtype=torch.float64)

@@ -24,7 +24,9 @@ def numbers_of_the_cpu(server: Server, **settings: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"shard_optimizer": True}, {"virtual_towers": 4}, {"compiled": True}], ids=str
+    "settings",
+    [{}, {"shard_optimizer": True}, {"central": True}, {"virtual_towers": 4}, {"compiled": True}],
+    ids=str,
 )
 def test_two_towers_give_the_numbers_of_one_on_the_cpu(
     settings: dict[str, Any], way: str, server: Server, on_both: OnBoth

@@ -18,6 +18,7 @@ from tests.faults import training
 from tests.support.features import mlp
 from tests.support.jobs import failures, make_data, parameters_of, text_of, towers
 from tests.support.sharded import equal_unsharded, small_training
+from towers.sharding import central
 from towers.sharding.optimizer import OptimizerSharder
 from towers.sharding.single_copy import SingleCopy
 
@@ -130,8 +131,45 @@ def kernel_does_not_say(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
     return parameters_of(model)
 
 
+def scale_a_table(strategy: mirrored.Strategy) -> list[Tensor]:
+    """Rows that are used before and after, by ways that raise its version and that do not."""
+    table = strategy.mirror(nn.Embedding(3000, 8, sparse=True))
+    optimizer = torch.optim.Adagrad(table.parameters(), 0.1)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        words = torch.tensor([number, 7, 2999, 5 * strategy.topology.index])
+        output = table(words).square().sum() + (table.weight.square().sum() if number == 5 else 0)
+        output.backward()
+        optimizer.step()
+
+    for number in range(8):
+        strategy.run(step, (number,))
+        if number in (1, 2):
+            table.weight.data.mul_(0.9)
+        elif number == 4:
+            with torch.no_grad():
+                table.weight[7] = 3.0
+        elif number == 6:
+            table.weight.data = table.weight.data.clone()
+    return parameters_of(table)
+
+
 def test_what_all_towers_write_counts_once() -> None:
     equal_unsharded(kernel_does_not_say, ("told", "not told"), central=True, count=3)
+
+
+def test_what_all_towers_write_into_a_table_counts_once() -> None:
+    unsharded = towers(scale_a_table, count=3)
+    for ask_again in (64, 2):
+        torch.testing.assert_close(
+            towers(with_pages_asked, ask_again, settings=CENTRAL, count=3), unsharded, rtol=0, atol=0
+        )
+
+
+def with_pages_asked(strategy: mirrored.Strategy, steps: int) -> list[Tensor]:
+    central._ASK_AGAIN = steps
+    return scale_a_table(strategy)
 
 
 def changed_by_one(strategy: mirrored.Strategy) -> str:

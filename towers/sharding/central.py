@@ -13,6 +13,11 @@ in :mod:`towers.sharding.single_copy`). On accelerators a step goes like this, a
 
 [Note: devices have the say] The shards are copied to the host in every step, also when they have lain there since the
 last one, since a script may have changed the device's. It is one N-th of what goes back.
+
+[Note: rows of tables] To ask the kernel for the pages of a large table takes longer than to update the few rows that a
+step has used. So a table's pages are asked for when its version says that it was written to, and in every 64th step,
+for the sake of memory. What a script has written by ``table.data`` alone counts without that: each tower takes the
+values of its rows from the model's table before it updates them, and if that has pages of its own, writes them back.
 """
 
 from __future__ import annotations
@@ -32,8 +37,9 @@ from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reduce_scatter import ReduceScatter
 from towers.gradients.slots import Slot
-from towers.sharding.shards import Shard
-from towers.sharding.single_copy import SingleCopy, allocate
+from towers.gradients.sparse import SparseSlot
+from towers.sharding.shards import RowShard, Shard
+from towers.sharding.single_copy import SingleCopy, allocate, give_back_freed_memory
 from towers.sharding.state import ReadableState
 from towers.sharding.transport import ShardTransport
 from towers.system.host_copy import HostCopy, on_device
@@ -41,6 +47,7 @@ from towers.system.memory_layout import ALONE
 from towers.system.torch_private import storage_holders
 
 _HOST = torch.device("cpu")
+_ASK_AGAIN = 64  # steps
 
 
 class _OnHost(PeerGroup):
@@ -86,6 +93,7 @@ class _Place:
         template: a tensor with its shape, strides and dtype, without memory: state is in that order.
         shared: the memory, as the inner optimizers update it.
         address: where the parameter itself has to lie on a CPU tower; 0 on accelerators.
+        table: its gradients are sparse.
     """
 
     copy: SingleCopy
@@ -93,6 +101,7 @@ class _Place:
     template: Tensor
     shared: Tensor
     address: int
+    table: bool
 
 
 class CentralStorage(ShardTransport):
@@ -117,6 +126,9 @@ class CentralStorage(ShardTransport):
         if isinstance(channel, SharedMemoryCommunicator):
             self.reduction = self.lazy = self._averages_chunk = ReduceScatter(channel, channel.regions)
         self._places = WeakIdKeyDictionary()  # by parameter
+        self._versions = WeakIdKeyDictionary()  # of tables, after their last step
+        self._steps = 0
+        self._frees = False  # the next step frees what parameters and state have lain in
 
     # -- meeting -----------------------------------------------------------------------------------------
 
@@ -127,7 +139,12 @@ class CentralStorage(ShardTransport):
             self._regions.barrier.wait_tagged(purpose)
 
     def begin(self, purpose: str) -> None:
-        copies = {id(p.copy): p.copy for p in self._places.values() if p.address}.values()
+        self._steps += 1
+        copies = {
+            id(place.copy): place.copy
+            for parameter, place in self._places.items()
+            if place.address and not (place.table and self._is_clean(parameter))
+        }.values()
         changed = any(copy.is_changed() for copy in copies)
         self.barrier(f"{purpose}, after it has changed parameters by itself" if changed else purpose)
         if changed:
@@ -136,6 +153,10 @@ class CentralStorage(ShardTransport):
             self._hosts.barrier()
             for copy in copies:
                 copy.drop_own()
+
+    def _is_clean(self, table: Tensor) -> bool:
+        """Whether a table's pages need not be asked for (see [Note: rows of tables])."""
+        return self._steps % _ASK_AGAIN != 0 and self._versions.get(table) == table._version
 
     # -- parameters --------------------------------------------------------------------------------------
 
@@ -150,20 +171,28 @@ class CentralStorage(ShardTransport):
         return place if place is not None and place.template.dtype == parameter.dtype else None
 
     def place(self, slots: Sequence[Slot], layout: BucketLayout, keys: Keys) -> None:
-        new = [p for slot in slots if (p := slot.parameter()) is not None and self._place_of(p) is None]
+        pairs = ((slot, slot.parameter()) for slot in slots)
+        new = [(slot, p) for slot, p in pairs if p is not None and self._place_of(p) is None]
+        dense: list[Slot] = [slot for slot, _ in new if not isinstance(slot, SparseSlot)]
+        tables: list[list[Slot]] = [[slot] for slot, _ in new if isinstance(slot, SparseSlot)]
+        for together in (dense, *tables) if dense else tables:
+            self._place_in_one(together)
+
+    def _place_in_one(self, slots: Sequence[Slot]) -> None:
+        """Place parameters in memory of their own."""
+        new = [p for slot in slots if (p := slot.parameter()) is not None]
         offsets = [0]
         for parameter in new:
             offsets.append(offsets[-1] + -(-parameter.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
-        if not new:
-            return
-        copy = allocate(self._hosts, offsets[-1])
+        copy, self._frees = allocate(self._hosts, offsets[-1]), True
+        table = isinstance(slots[0], SparseSlot)
         for parameter, offset in zip(new, offsets, strict=False):
             template = parameter.detach().to("meta")
             shared, view = copy.shared(template, offset), copy.view(template, offset)
             if self.channel.index == 0:
                 shared.copy_(parameter)
             on_host = parameter.device.type == "cpu"
-            self._places[parameter] = _Place(copy, offset, template, shared, view.data_ptr() if on_host else 0)
+            self._places[parameter] = _Place(copy, offset, template, shared, view.data_ptr() if on_host else 0, table)
         self._hosts.barrier()
         for parameter, offset in zip(new, offsets, strict=False):
             if parameter.device.type == "cpu":
@@ -192,6 +221,8 @@ class CentralStorage(ShardTransport):
             gradient = shard.gradient()
             if shard.parameter.device.type == "cpu":
                 parameter.grad = gradient
+                if isinstance(shard, RowShard) and gradient is not None:  # see [Note: rows of tables]
+                    _copy_rows(shard.of(shard.parameter), parameter, gradient)
                 continue
             parameter.grad = None
             if gradient is not None and gradient.is_sparse:
@@ -208,18 +239,25 @@ class CentralStorage(ShardTransport):
             self._averages_chunk.gather()
 
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
-        parameters = list({id(shard.parameter): shard.slot.parameter for row in shards for shard in row}.values())
+        slots = list(dict.fromkeys(shard.slot for row in shards for shard in row))
 
         def spread() -> None:
             """Wait until all parameters are complete; accelerators get their new values then."""
             self._hosts.barrier()
-            for reference in parameters:
-                if (parameter := reference()) is None or (place := self._place_of(parameter)) is None:
+            if self._frees:
+                give_back_freed_memory()
+                self._frees = False
+            for slot in slots:
+                if (parameter := slot.parameter()) is None or (place := self._place_of(parameter)) is None:
                     continue
-                if place.address:
-                    torch.autograd.graph.increment_version(parameter)
-                else:
+                if not place.address:
                     parameter.copy_(on_device(place.shared, parameter.device))
+                    continue
+                if place.table and (gradient := slot.gradient) is not None:
+                    _copy_rows(place.shared, parameter.detach(), gradient)
+                torch.autograd.graph.increment_version(parameter)
+                if place.table:
+                    self._versions[parameter] = parameter._version
 
         return spread
 
@@ -232,3 +270,15 @@ class CentralStorage(ShardTransport):
         super().release(key)
         if self._regions is not None and self._hosts is not self.channel:
             self._regions.release(key)
+
+
+def _copy_rows(source: Tensor, target: Tensor, gradient: Tensor) -> None:
+    """Copy the rows that a gradient has from one table to another, unless they are the same."""
+    if not gradient.is_sparse:
+        if not torch.equal(source, target):
+            target.copy_(source)
+        return
+    rows = gradient.coalesce().indices()[0]
+    values = source.index_select(0, rows)
+    if not torch.equal(values, target.index_select(0, rows)):
+        target.index_copy_(0, rows, values)

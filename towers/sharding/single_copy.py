@@ -5,15 +5,18 @@ of them: a script's ``p.data.mul_(0.9)`` would count once for each tower. So a t
 optimizers update it where it is shared; the model's parameters lie in a mapping of copy-on-write pages. Those show
 what is updated, and a page that the script writes to becomes this tower's own. All towers write the same (rule R1), so
 at the next step one tower's pages become the shared ones, and all towers drop theirs. A script sees nothing of that.
-Which pages are a tower's own the kernel knows; reading it takes 15 µs for each MB.
+Which pages are a tower's own the kernel knows; asking it takes some 6 µs for each MB, and 15 before Linux 6.7.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
+import struct
+from fcntl import ioctl
 
 import numpy as np
 import torch
@@ -25,6 +28,10 @@ from towers.errors import MirrorError
 from towers.system.memory_layout import view_like
 
 _IN_MEMORY, _OF_FILE = 0b110, 0b001  # the three highest bits of a page's entry: present, swapped out; not private
+
+# PAGEMAP_SCAN and its argument, struct pm_scan_arg (Linux, Documentation/admin-guide/mm/pagemap.rst).
+_SCAN, _SCAN_ARGUMENT = 0xC0606610, struct.Struct("12Q")
+_IS_FILE, _IS_PRESENT_OR_SWAPPED = 0b100, 0b11000
 
 
 class SingleCopy:
@@ -50,9 +57,16 @@ class SingleCopy:
 
     def is_changed(self) -> bool:
         """Whether this tower has pages of its own; also where the kernel does not say so."""
-        start = torch.frombuffer(self._view, dtype=torch.uint8, count=1).data_ptr() // mmap.PAGESIZE
+        start = torch.frombuffer(self._view, dtype=torch.uint8, count=1).data_ptr()
         with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            entries = np.frombuffer(os.pread(pages.fileno(), self._nbytes // mmap.PAGESIZE * 8, start * 8), np.uint64)
+            region = (ctypes.c_uint64 * 3)()
+            first_page = (start, start + self._nbytes, 0, ctypes.addressof(region), 1, 1)
+            not_of_file = (_IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, _IS_PRESENT_OR_SWAPPED)
+            with contextlib.suppress(OSError):  # which an older kernel raises
+                question = _SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, 0, *first_page, *not_of_file)
+                return bool(ioctl(pages, _SCAN, bytearray(question)))
+            count = self._nbytes // mmap.PAGESIZE
+            entries = np.frombuffer(os.pread(pages.fileno(), 8 * count, 8 * (start // mmap.PAGESIZE)), np.uint64)
             bits = entries >> np.uint64(61)
             return bool(((bits & _IN_MEMORY != 0) & (bits & _OF_FILE == 0)).any())
         return True
@@ -70,6 +84,13 @@ def _tensor(memory: mmap.mmap, like: Tensor, offset: int) -> Tensor:
     dtype = like.dtype.to_real() if like.is_complex() else like.dtype
     flat = torch.frombuffer(memory, dtype=dtype, count=like.nbytes // dtype.itemsize, offset=offset)
     return view_like(like, flat)
+
+
+def give_back_freed_memory() -> None:
+    """Give the kernel the memory that this process has freed, and kept (:func:`machine.keep_freed_memory`)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def allocate(hosts: Communicator, nbytes: int) -> SingleCopy:

@@ -24,6 +24,8 @@ from towers.collectives.shared_memory.regions import Regions
 from towers.gradients.slots import Slot
 from towers.sharding.shards import Shard
 
+_ROOM = 64  # bytes for numbers of a header that grow
+
 State = MutableMapping[Any, dict[str, Any]]
 """Like ``Optimizer.state``: values by name, for each parameter."""
 
@@ -68,6 +70,22 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
     Raises:
         TypeError: a value is neither a tensor nor anything that JSON knows.
     """
+    text, tensors, end = _describe(state, parameters)
+    start = -(-(8 + len(text) + _ROOM) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    block = _zeros(start + end) if allocate is None else allocate(start + end)
+    _write_header(block, text, start)
+    for number, name, value, at in tensors:
+        place = block[start + at : start + at + value.nbytes]
+        place.copy_(as_bytes(value))
+        if allocate is not None:
+            state[parameters[number]][name] = place.view(value.dtype).view(value.shape)
+    return block
+
+
+def _describe(
+    state: State, parameters: Sequence[nn.Parameter]
+) -> tuple[bytes, list[tuple[int, str, Tensor, int]], int]:
+    """A block's header; its tensors (number of the shard, name, value, where it begins); where the last one ends."""
     header: list[list[Any]] = []
     tensors: list[tuple[int, str, Tensor, int]] = []
     end = 0
@@ -80,17 +98,13 @@ def encode(state: State, parameters: Sequence[nn.Parameter], allocate: Callable[
                 end += -(-value.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
             else:
                 header.append([number, name, value])
-    text = json.dumps(header).encode()
-    start = -(-(8 + len(text)) // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-    block = _zeros(start + end) if allocate is None else allocate(start + end)
-    block[:8].view(torch.int64)[0] = len(text)
-    block[8 : 8 + len(text)].copy_(from_bytes(text))
-    for number, name, value, at in tensors:
-        place = block[start + at : start + at + value.nbytes]
-        place.copy_(as_bytes(value))
-        if allocate is not None:
-            state[parameters[number]][name] = place.view(value.dtype).view(value.shape)
-    return block
+    return json.dumps(header).encode(), tensors, end
+
+
+def _write_header(block: Tensor, text: bytes, start: int) -> None:
+    """Fill what lies before the values, so that a later header may be longer."""
+    block[:8].view(torch.int64)[0] = start - 8
+    block[8:start].copy_(from_bytes(text.ljust(start - 8)))
 
 
 def merge(
@@ -155,9 +169,16 @@ class ReadableState:
 
     def keep(self, state: State, parameters: Sequence[nn.Parameter]) -> None:
         """Move the state of this tower's shards into its block, unless all of it is there already."""
-        inside = range(self._block.data_ptr(), self._block.data_ptr() + self._block.nbytes)
+        first = self._block.data_ptr()
+        inside = range(first, first + self._block.nbytes)
         values = (value for entries in state.values() for value in entries.values())
-        if any(not isinstance(value, Tensor) or value.data_ptr() not in inside for value in values):
+        if all(isinstance(value, Tensor) and value.data_ptr() in inside for value in values):
+            return
+        text, tensors, _ = _describe(state, parameters)
+        start = 8 + int(self._block[:8].view(torch.int64)[0]) if self._block.numel() else 0
+        if len(text) <= start - 8 and all(value.data_ptr() == first + start + at for _, _, value, at in tensors):
+            _write_header(self._block, text, start)  # numbers have changed, such as those of SparseAdam's steps
+        else:
             self._block = encode(state, parameters, self._allocate)
 
     def _allocate(self, nbytes: int) -> Tensor:
