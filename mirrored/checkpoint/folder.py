@@ -34,7 +34,7 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import LATEST, NAME, TENSORS, Manifest, dump, name_of, step_of
@@ -190,14 +190,29 @@ class Folder:
         Raises:
             OSError, ValueError: something could not be written; earlier checkpoints are unchanged.
         """
-        place = self.path / name
-        temporary = self.path / f"{_SAVING}{name}-{os.getpid()}"
-        try:
+
+        def write_files(temporary: pathlib.Path) -> None:
             self.disk.mkdir(temporary)
             size, checksum = self.disk.write_file(temporary / TENSORS, pieces)
             files = {TENSORS: {"bytes": size, "sha256": checksum}}
             self.disk.write_file(temporary / NAME, [memoryview(dump({**manifest, "files": files}))])
             self.disk.sync_folder(temporary)
+
+        self._put(name, write_files)
+
+    def keep_as(self, name: str, source: pathlib.Path) -> None:
+        """Keep a checkpoint also under a name of its own, which pruning leaves alone; replaces the one of that name.
+
+        Raises:
+            OSError: it could not be linked; the one of that name is unchanged.
+        """
+        self._put(name, lambda temporary: link_files(source, temporary))
+
+    def _put(self, name: str, make: Callable[[pathlib.Path], None]) -> None:
+        place = self.path / name
+        temporary = self.path / f"{_SAVING}{name}-{os.getpid()}"
+        try:
+            make(temporary)
             self._move_in(temporary, place)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -210,18 +225,6 @@ class Folder:
             log.warning(
                 "%s is saved; writing %s or removing what it replaces failed: %s", place, LATEST, error.strerror
             )
-
-    def keep_as(self, name: str, source: pathlib.Path) -> None:
-        """Keep a checkpoint also under a name of its own, which pruning leaves alone; replaces the one of that name.
-
-        Raises:
-            OSError: it could not be linked or renamed.
-        """
-        temporary = self.path / f"{_SAVING}{name}-{os.getpid()}"
-        link_files(source, temporary)
-        self._move_in(temporary, self.path / name)
-        self.disk.sync_folder(self.path)
-        self._tidy(name)
 
     def note(self, name: str) -> str | None:
         """The text of a note; None: there is none."""

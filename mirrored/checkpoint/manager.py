@@ -149,20 +149,12 @@ class CheckpointManager:
             self._save_last()
             self._end()
         elif requested & _FINISH:
-            self.stop()
+            self._save_last()
+            if self._saver.writes:
+                self._folder.leave_note(STOP, None)
+            raise TrainingStopped
         elif requested & _SAVE or (self._every_steps is not None and self.steps % self._every_steps == 0):
             self.save()
-
-    def stop(self) -> NoReturn:
-        """End the training early, saved, as after its last step. All towers call it.
-
-        Raises:
-            TrainingStopped: always; :meth:`resume` takes it, and the script goes on behind that block.
-        """
-        self._save_last()
-        if self._saver.writes:
-            self._folder.leave_note(STOP, None)
-        raise TrainingStopped
 
     def save(self, name: str | None = None, *, wait: bool | None = None) -> None:
         """Save the current state. All towers call it.
