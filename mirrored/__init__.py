@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mirrored.data.input_context import InputContext as InputContext
     from mirrored.data.input_context import ValueContext as ValueContext
     from mirrored.empty_shares.stand_in import drop_stand_in as drop_stand_in
+    from mirrored.evaluation.evaluator import train_and_evaluate as train_and_evaluate
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
     from mirrored.operations import ReduceOp as ReduceOp
@@ -67,6 +68,7 @@ _NAMES = {
     "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
     "mirrored.data.dataset": "DistributedDataset",
     "mirrored.data.input_context": "InputContext ValueContext",
+    "mirrored.evaluation.evaluator": "train_and_evaluate",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
     "mirrored.operations": "ReduceOp",
     "mirrored.empty_shares.stand_in": "drop_stand_in",
@@ -89,8 +91,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this modu
     def __getattr__(name):
         if name not in _MODULE_OF:
             raise foreign_names.missing("mirrored", name)
-        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        return value
+        return globals().setdefault(name, getattr(importlib.import_module(_MODULE_OF[name]), name))
 
     def __dir__():
         return [*__all__, "__version__"]

@@ -3,7 +3,7 @@
 :mod:`.watching` finds new checkpoints and holds them, and :mod:`.evaluator` evaluates them and keeps the table.
 """
 
-from mirrored.evaluation.evaluator import EarlyStopping, Evaluator, Exporter, is_evaluator
+from mirrored.evaluation.evaluator import EarlyStopping, EvalSpec, Evaluator, Exporter, TrainSpec, is_evaluator
 from mirrored.evaluation.watching import checkpoints_iterator
 
-__all__ = ["EarlyStopping", "Evaluator", "Exporter", "checkpoints_iterator", "is_evaluator"]
+__all__ = ["EarlyStopping", "EvalSpec", "Evaluator", "Exporter", "TrainSpec", "checkpoints_iterator", "is_evaluator"]

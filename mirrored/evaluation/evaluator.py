@@ -1,4 +1,4 @@
-"""The evaluator: evaluates each new checkpoint, and keeps a table of the results.
+"""The evaluator: evaluates each new checkpoint, and keeps a table of the results; beside a training, or in turns.
 
 ::
 
@@ -34,18 +34,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.errors import CheckpointError, TrainingStopped
 from mirrored.checkpoint.folder import ENDED, STOP, Disk, Folder
 from mirrored.checkpoint.lock import FolderLock, take_lock
-from mirrored.checkpoint.manifest import TENSORS, check_name
+from mirrored.checkpoint.manager import CheckpointManager
+from mirrored.checkpoint.manifest import TENSORS, check_name, name_of
 from mirrored.checkpoint.restoring import Restorer
 from mirrored.checkpoint.tracked import track
 from mirrored.checkpoint.weights import save_weights
+from mirrored.data.dataset import DistributedDataset
 from mirrored.evaluation.watching import checkpoints_iterator
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
 from towers.system.log import get_logger
+from towers.system.timeouts import Deadline
 
 log = get_logger("mirrored")
 
@@ -130,38 +133,39 @@ class Evaluator:
     Args:
         strategy: that of the evaluator's own towers.
         folder: that of the run's CheckpointManager, which may not be there yet.
-        objects: what the evaluation needs of a checkpoint, by name: models, metrics.
+        models: by their names in the checkpoint, all that are evaluated.
         evaluate: returns the metrics, numbers by name, the same on all towers. It is called without gradients, and with
             the models in eval mode.
         name: of this evaluation, where a run has several.
         exporters: say of which checkpoints the weights are exported.
         stop: says when training is to stop early.
         timeout_seconds: how long it waits for a new checkpoint.
+        throttle_secs: where towers train and evaluate in turns (:func:`train_and_evaluate`), how long they train
+            between two evaluations at least, but for the last. An evaluator of its own evaluates each checkpoint.
 
     Attributes:
         rows: the table.
 
     Raises:
         ValueError: there is no folder, or something has no proper name.
-        TypeError: an object has no state.
     """
 
     strategy: Strategy
     folder: str | os.PathLike[str]
-    objects: Mapping[str, Any]
+    models: Mapping[str, nn.Module]
     evaluate: Callable[[], Mapping[str, Any]]
     name: str = ""
     exporters: Sequence[Exporter] = ()
     stop: EarlyStopping | None = None
     timeout_seconds: float = 3600.0
+    throttle_secs: float = 600.0
 
     def __post_init__(self) -> None:
         if not self.folder:
             raise ValueError(f"folder is {self.folder!r}, but must be that of the run's CheckpointManager")
         self._folder = Folder(interceptor().folder(pathlib.Path(self.folder)), Disk())
         self._output = self._folder.path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
-        self._models = {key: target for key, target in self.objects.items() if isinstance(target, nn.Module)}
-        tracked = [track(key, target, self.strategy.is_mirrored) for key, target in self.objects.items()]
+        tracked = [track(name, model, self.strategy.is_mirrored) for name, model in self.models.items()]
         self._restorer = Restorer(self.strategy, self._folder, tracked, self.strategy.is_chief)
         self._lock: FolderLock | None = None
         self._board: Any = None
@@ -171,19 +175,20 @@ class Evaluator:
         """Evaluate every new checkpoint until the run has ended; returns the table.
 
         Raises:
-            CheckpointError: no checkpoint has come in time, one does not fit the objects, or another process evaluates.
+            CheckpointError: no checkpoint has come in time, one does not fit the models, or another process evaluates.
             TypeError, ValueError: the evaluation returns no metrics, or not the one that is asked for.
         """
         self._open()
         new: Iterator[Any] = itertools.repeat(None)
         if self.strategy.is_chief:
             new = checkpoints_iterator(self._folder.path, self._output / "held", self.timeout_seconds)
-        while (path := self._of_chief(next(new, ""))) != "":
-            if path is not None:
-                self.evaluate_one(pathlib.Path(path))
+        while (path := self.of_chief(next(new, ""))) != "":
+            reason = self.evaluate_one(pathlib.Path(path)) if path is not None else ""
+            if reason and self.strategy.is_chief and self._folder.note(ENDED) is None:
+                self._folder.leave_note(STOP, reason)
         return self.rows
 
-    def _of_chief(self, value: Any) -> Any:
+    def of_chief(self, value: Any) -> Any:
         """The chief's value, on all towers; a path becomes a text."""
         return announce(self.strategy.communicator, "evaluates checkpoints", value)[0].details
 
@@ -202,7 +207,7 @@ class Evaluator:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._board = SummaryWriter(str(self._output))
-        self.rows = self._of_chief(self.rows)
+        self.rows = self.of_chief(self.rows)
 
     def evaluate_one(self, path: pathlib.Path) -> str:
         """Evaluate a checkpoint, unless it is damaged or was evaluated before; all towers call it.
@@ -221,7 +226,7 @@ class Evaluator:
             stored.close()
             return ""
         self._restorer.load(stored)
-        modes = [(layer, layer.training) for model in self._models.values() for layer in model.modules()]
+        modes = [(layer, layer.training) for model in self.models.values() for layer in model.modules()]
         for layer, _ in modes:
             layer.training = False
         with self.strategy.health.during(f"evaluating step {row['step']}"), torch.no_grad():
@@ -229,35 +234,95 @@ class Evaluator:
         for layer, mode in modes:
             layer.training = mode
         if not isinstance(metrics, Mapping) or metrics.keys() & row.keys():
-            raise TypeError(
-                f"the evaluation returned {metrics!r}, but must return numbers by names other than {[*row]}"
-            )
-        metrics = {name: float(value) for name, value in metrics.items()}
-        self.rows.append(metrics | row)
+            raise TypeError(f"the evaluation returned {metrics!r}, but has to return numbers, by names not in {[*row]}")
+        values = {name: float(value) for name, value in metrics.items()}
+        self.rows.append(values | row)
         chosen = [exporter for exporter in self.exporters if exporter.chooses(self.rows)]
         reason = self.stop.reason(self.rows) if self.stop is not None else ""
         if self.strategy.is_chief:
-            self._export(path, chosen)
-            self._write(metrics)
-            if reason and self._folder.note(ENDED) is None:
-                log.info("training is asked to stop early: %s", reason)
-                self._folder.leave_note(STOP, reason)
+            self._write(path, values, chosen)
+            if reason:
+                log.info("training is to stop early: %s", reason)
         return reason
 
-    def _export(self, path: pathlib.Path, chosen: Sequence[Exporter]) -> None:
+    def _write(self, path: pathlib.Path, values: Mapping[str, float], chosen: Sequence[Exporter]) -> None:
+        """Export the checkpoint of the last row, and write that row."""
         for exporter in chosen:
-            for name, model in self._models.items():
+            for name, model in self.models.items():
                 save_weights(model, self._output / exporter.name / f"{name}.safetensors")
             if exporter.metric is not None:
                 self._folder.keep_as(exporter.name, path)
-
-    def _write(self, metrics: Mapping[str, float]) -> None:
-        """Write the last row."""
         step = self.rows[-1]["step"]
         if self._board is not None:
-            for name, value in metrics.items():
+            for name, value in values.items():
                 self._board.add_scalar(name, value, step)
             self._board.flush()
         with open(self._output / TABLE, "a") as table:
             table.write(f"{json.dumps(self.rows[-1])}\n")
-        log.info("step %d: %s", step, ", ".join(f"{name} {value:g}" for name, value in metrics.items()))
+        log.info("step %d: %s", step, ", ".join(f"{name} {value:g}" for name, value in values.items()))
+
+
+EvalSpec = Evaluator
+"""TensorFlow's name for what :func:`train_and_evaluate` evaluates by."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """The training of :func:`train_and_evaluate`.
+
+    Args:
+        train_step: is called in ``strategy.run`` with each batch.
+        data: what ``strategy.distribute_dataset`` returns; its epochs follow each other.
+        max_steps: the step after which training has ended, those before a restart included.
+        objects: what a checkpoint holds beside the models and the data: optimizers, schedules.
+    """
+
+    train_step: Callable[..., Any]
+    data: DistributedDataset
+    max_steps: int
+    objects: Mapping[str, Any]
+
+
+def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: Any) -> list[Row]:
+    """Train up to a step, save checkpoints and evaluate them; started again, it goes on from the newest checkpoint.
+
+    In a cluster with an ``evaluator`` task, that one evaluates and the others train. Else all towers train and evaluate
+    in turns: where a checkpoint was saved, and at the end. (TensorFlow's ``tf.estimator.train_and_evaluate``.)
+
+    Args:
+        options: those of :class:`mirrored.CheckpointManager`: ``every_steps``, ``every_seconds``, ``keep``, ….
+
+    Returns:
+        The evaluation's table; empty where another task evaluates.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: see :class:`mirrored.CheckpointManager` and :class:`Evaluator`.
+    """
+    strategy, data, max_steps = eval_spec.strategy, train_spec.data, train_spec.max_steps
+    if is_evaluator(strategy):
+        return eval_spec.run()
+    objects = {**train_spec.objects, **eval_spec.models, "train": data}
+    manager = CheckpointManager(strategy, eval_spec.folder, objects, **options)
+    saved: list[str] = []
+    strategy.events.saved.append(saved.append)
+    resolver = strategy.cluster_resolver
+    in_turns = resolver is None or "evaluator" not in resolver.cluster_spec()
+    pause = Deadline(0)
+    with manager.resume():
+        for _ in data.epochs(max_steps + 1):  # as each has a step, but perhaps what is left of one
+            if manager.steps >= max_steps:
+                break
+            for batch in itertools.islice(data, max_steps - manager.steps):
+                strategy.run(train_spec.train_step, args=batch if isinstance(batch, (tuple, list)) else (batch,))
+                manager.step()
+                if in_turns and saved and eval_spec.of_chief(pause.has_passed()):
+                    pause = Deadline(eval_spec.throttle_secs)
+                    manager.wait()
+                    if eval_spec.evaluate_one(manager.folder / name_of(manager.steps)):
+                        raise TrainingStopped  # which saves, too
+                saved.clear()
+        if not manager.steps:
+            raise ValueError(f"the data of TrainSpec have no batch, but max_steps is {max_steps}")
+    if in_turns:
+        eval_spec.evaluate_one(manager.folder / name_of(manager.steps))
+    return eval_spec.rows

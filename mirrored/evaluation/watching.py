@@ -63,20 +63,20 @@ def checkpoints_iterator(
 
     def hold_new() -> None:
         """See [Note: new checkpoints are held] and [Note: an end that was there before]."""
-        before, seen, numbers = source.note(ENDED), dict[int, tuple[int, int]](), itertools.count()
+        before, seen, numbers = source.note(ENDED), set[tuple[int, int, int]](), itertools.count()
         while not closes.is_set():
-            note, current = source.note(ENDED), dict[int, tuple[int, int]]()
+            note = source.note(ENDED)
             for step in source.steps():
                 path, place = source.path / name_of(step), own / str(next(numbers)) / name_of(step)
                 try:
                     status = path.stat()
-                    current[step] = (status.st_ino, status.st_mtime_ns)
-                    if current[step] != seen.get(step):
+                    if (key := (step, status.st_ino, status.st_mtime_ns)) not in seen:
+                        seen.add(key)
                         link_files(path, place)
                         found.append(place)
                 except OSError as error:
                     log.warning("%s could not be held and is left out: %s", path, error)
-            seen, before = current, before if note == before else None
+            before = before if note == before else None
             if note is not None and (note != before or grace.has_passed()):
                 has_ended.set()
             clock.sleep(PAUSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import runpy
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.commands import Command, run_command
-from tests.support.jobs import ROOT, run_program
+from tests.support.commands import Command, run_command, start_command
+from tests.support.jobs import ROOT, end_of, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -68,12 +69,28 @@ def test_keras_transfer_on_two_towers() -> None:
     assert min(accuracies) >= 50
 
 
+def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
+    words = [str(EXAMPLES / "evaluate_digits.py"), "--epochs", "3", "--output", str(tmp_path)]
+    evaluator = start_command(["mirrored", "evaluate", *words])
+    run_command(["mirrored", "run", "--towers", "2", *words], code=0)
+    output, _ = end_of(evaluator, 0)
+    match = re.search(r"best test accuracy ([0-9.]+)% after step (\d+); see", output)
+    assert match, output
+    assert float(match[1]) >= 80
+    assert load_file(tmp_path / "evaluation" / "best" / "model.safetensors")["0.weight"].shape == (32, 1, 3, 3)
+    rows = [json.loads(line) for line in (tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 69
+
+
 def run_example(name: str, *words: str) -> None:
     sys.argv = [name, *words]
+    sys.path.insert(0, str(EXAMPLES))  # as for a script that is started
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", ["digits.py", "dcgan.py", "keras_digits.py", "keras_transfer.py"])
+@pytest.mark.parametrize(
+    "name", ["digits.py", "dcgan.py", "evaluate_digits.py", "keras_digits.py", "keras_transfer.py"]
+)
 def test_help(name: str) -> None:
     command = Command(run_example, name, "--help")
     output, _ = command.communicate()

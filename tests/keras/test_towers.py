@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mirrored
-from tests.keras import behaviours
+from tests.keras import behaviours, stopped
 from tests.support.jobs import launch
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,13 @@ def test_a_killed_fit_goes_on_to_the_same_weights(
         assert resumed["epochs"] == whole["epochs"]
         assert resumed["history"] == whole["history"]
         assert_same(resumed["weights"], whole["weights"])
+
+
+def test_an_evaluator_stops_fit(tmp_path: pathlib.Path) -> None:
+    """It returns as after its last epoch, and the last batch is saved."""
+    assert launch(stopped.fit_that_an_evaluator_stops, str(tmp_path)) == [[11, 2]] * 2
+    assert (tmp_path / "step-00000011").is_dir()
+    assert (tmp_path / ".ended").exists()
 
 
 def test_a_loop_of_ones_own_goes_on_with_keras_optimizer(tmp_path: pathlib.Path) -> None:
