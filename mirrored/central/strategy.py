@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mirrored.central import tables
+from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import MirroredStrategy
 from mirrored.strategy.options import TrainingOptions
 from towers.options import instead_of
@@ -43,6 +46,13 @@ class CentralStorageStrategy(MirroredStrategy):
     ) -> None:
         _check_parameter_device(parameter_device)
         super().__init__(compute_devices, shard_optimizer=True, **options)
+
+    @contextlib.contextmanager
+    def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
+        """As :meth:`Strategy.scope`; on accelerators tables stay on the host (:mod:`mirrored.central.tables`)."""
+        on_host = tables.kept_on_host(self.device) if self.device.type != "cpu" else contextlib.nullcontext()
+        with super().scope(sync_batch_norm=sync_batch_norm), on_host:
+            yield self
 
 
 def _check_parameter_device(device: Device | None) -> None:

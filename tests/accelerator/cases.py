@@ -320,3 +320,32 @@ def train_with_checkpoints(folder: str, stop: int | None) -> list[Any]:
         done = training.train(strategy, pathlib.Path(folder), stop=stop)
         return [done["digest"], done["losses"], done["restored"] and done["restored"].step]
     return []
+
+
+def train_a_table(central: bool) -> list[Any]:
+    """Parameters, and where they and the optimizers' state lie, after steps between which parameters are scaled."""
+    strategy = strategy_of({"central": central})
+    with strategy.scope():
+        table = torch.nn.EmbeddingBag(31, 4, sparse=True, dtype=torch.float64)
+        dense = torch.nn.Linear(9, 3, dtype=torch.float64)
+        for p in (*table.parameters(), *dense.parameters()):
+            p.data = (torch.arange(p.numel(), device=p.device).view(p.shape) % 7 - 3).double() / 10
+    optimizers = [torch.optim.SparseAdam(table.parameters(), 0.05), torch.optim.Adam(dense.parameters(), 0.05)]
+    words = torch.arange(22 * 3).view(22, 3) ** 2 % 17
+
+    def step(words: Tensor, x: Tensor, y: Tensor) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = F.cross_entropy(dense(torch.cat([table(words), x], 1)), y, reduction="none")
+        mirrored.compute_average_loss(losses).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for batch in strategy.distribute_dataset(TensorDataset(words, *make_data(22)), 7):
+        strategy.run(step, args=batch)
+        dense.weight.data.mul_(0.9)
+        table.weight.data.mul_(0.9)
+    states = [state for optimizer in optimizers for state in optimizer.state_dict()["state"].values()]
+    places = {tensor.device.type for state in states for tensor in state.values() if isinstance(tensor, Tensor)}
+    values = flat([table.weight, dense.weight, *(s["exp_avg"] for s in states)])
+    return [table.weight.device.type, dense.weight.device.type == strategy.device.type, sorted(places), values]

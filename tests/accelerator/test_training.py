@@ -45,6 +45,14 @@ def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
     torch.testing.assert_close(numbers, numbers_of_the_cpu(server), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_tables_and_state_stay_in_central_storage(count: int, way: str, server: Server, pair: list[str]) -> None:
+    [alone] = server.towers(cases.train_a_table, False, devices=["cpu:0"])
+    for trained in server.towers(cases.train_a_table, True, devices=pair[:count], way=way):
+        assert trained[:3] == ["cpu", True, ["cpu"]]
+        torch.testing.assert_close(trained[3], alone[3], rtol=0, atol=1e-12)
+
+
 def test_accumulated_and_clipped(way: str, server: Server, on_both: OnBoth) -> None:
     [alone] = server.towers(cases.accumulate, devices=["cpu:0"])
     torch.testing.assert_close(on_both(cases.accumulate, way=way), alone, rtol=0, atol=1e-12)

@@ -23,7 +23,7 @@ class SparseSlot(Slot):
         """
         gradient = self.gradient
         if gradient is None:
-            gradient = without_rows(self.shape, self.dtype, channel.device)
+            gradient = without_rows(self.shape, self.dtype, self.device)
         dense_somewhere = channel.all_gather(torch.tensor([0 if has_rows(gradient) else 1], device="cpu"))
         if not dense_somewhere.any():
             return gradient

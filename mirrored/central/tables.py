@@ -1,0 +1,55 @@
+"""Tables that stay in the host's memory while towers compute on accelerators.
+
+[Note: tables on the host] An ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``sparse=True`` that is created in the scope
+has its weight on the CPU, so it may be larger than a device's memory. Its forward takes the indices to the host, and
+the rows that it has looked up to the device; backward takes their gradients back. ``model.to(device)`` would move the
+table: what belongs on the device is created there already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from towers.system import tree as trees
+
+_KINDS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+
+
+@contextlib.contextmanager
+def kept_on_host(device: torch.device) -> Iterator[None]:
+    """Inside, tables with sparse gradients are created on the host; they answer on ``device``."""
+    before = [kind.__init__ for kind in _KINDS]
+    for kind, init in zip(_KINDS, before, strict=True):
+        kind.__init__ = _on_host(init, device)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, init in zip(_KINDS, before, strict=True):
+            kind.__init__ = init  # type: ignore[method-assign]
+
+
+def _on_host(init: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    @functools.wraps(init)
+    def create(table: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("sparse") or kwargs.get("device") is not None:
+            init(table, *args, **kwargs)
+            return
+        init(table, *args, **{**kwargs, "device": "cpu"})
+        table.register_forward_pre_hook(_take_to_host, with_kwargs=True)
+        table.register_forward_hook(functools.partial(_take_to_device, device))
+
+    return create
+
+
+def _take_to_device(device: torch.device, table: nn.Module, args: Any, rows: Tensor) -> Tensor:
+    return rows.to(device)
+
+
+def _take_to_host(table: nn.Module, args: Any, kwargs: Any) -> Any:
+    return trees.map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
