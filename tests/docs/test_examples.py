@@ -69,6 +69,15 @@ def test_keras_transfer_on_two_towers() -> None:
     assert min(accuracies) >= 50
 
 
+def test_ngrams_in_central_storage() -> None:
+    words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "ngrams.py"), "--files", "20", "--epochs", "1"]
+    result = run_command(words, code=0)
+    match = re.search(r"^epoch 1: .* is right in ([0-9.]+)% of \d{4,} held-out places$", result.stdout, re.MULTILINE)
+    assert match, result.stdout
+    assert float(match[1]) >= 15
+    assert "the table of 134 MB is on cpu, once for all towers" in result.stdout
+
+
 def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "evaluate_digits.py"), "--epochs", "3", "--output", str(tmp_path)]
     evaluator = start_command(["mirrored", "evaluate", *words])
@@ -89,7 +98,7 @@ def run_example(name: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["digits.py", "dcgan.py", "evaluate_digits.py", "keras_digits.py", "keras_transfer.py"]
+    "name", ["digits.py", "dcgan.py", "evaluate_digits.py", "keras_digits.py", "keras_transfer.py", "ngrams.py"]
 )
 def test_help(name: str) -> None:
     command = Command(run_example, name, "--help")

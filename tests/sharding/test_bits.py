@@ -120,7 +120,7 @@ def test_the_bits_of_the_unsharded_step_on_two_hosts() -> None:
 
 
 def test_plain_pytorch_has_the_same_bits() -> None:
-    equal_unsharded(with_feature, list(FEATURES))
+    equal_unsharded(with_feature, list(FEATURES), central=True)
 
 
 def changes(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
@@ -172,7 +172,7 @@ def test_changes_between_steps() -> None:
 
 
 def test_two_models_with_two_optimizers() -> None:
-    equal_unsharded(train_gan)
+    equal_unsharded(train_gan, central=True)
 
 
 def test_one_tower_has_nothing_to_share_out() -> None:
