@@ -311,7 +311,7 @@ def virtual_towers(_: mirrored.Strategy) -> None:
     fit(mirrored.MirroredStrategy(seed=0, virtual_towers=4))
 
 
-@mistake(r"RuntimeError: model.fit with shard_optimizer=True: the steps of torch's optimizers are shared out")
+@mistake(r"RuntimeError: model.fit with shard_optimizer=True or in central storage: the steps of torch's optimizers")
 def sharded_optimizer(_: mirrored.Strategy) -> None:
     fit(mirrored.MirroredStrategy(seed=0, shard_optimizer=True))
 
