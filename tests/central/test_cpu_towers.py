@@ -18,7 +18,8 @@ from tests.faults import training
 from tests.support.features import mlp
 from tests.support.jobs import failures, make_data, parameters_of, text_of, towers
 from tests.support.sharded import equal_unsharded, small_training
-from towers.sharding import central
+from tests.virtual.test_with_others import sparse_table
+from towers.sharding import central, single_copy
 from towers.sharding.optimizer import OptimizerSharder
 from towers.sharding.single_copy import SingleCopy
 
@@ -84,6 +85,15 @@ def test_the_numbers_of_one_tower_with_tables_ragged_and_empty_shares(count: int
         torch.testing.assert_close(other, first, rtol=0, atol=0)
 
 
+def test_gradients_that_are_averaged_otherwise() -> None:
+    gloo = {"communication": mirrored.CommunicationOptions(implementation="gloo")}
+    expected = towers(train, ["SparseAdam"], settings=gloo)
+    ours = towers(train, ["SparseAdam"], settings={**gloo, **CENTRAL})
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    virtual, central_too = (towers(sparse_table, False, settings={"virtual_towers": 4, **c}) for c in ({}, CENTRAL))
+    assert [digest for digest, _, _ in central_too] == [digest for digest, _, _ in virtual]
+
+
 def inode_of(address: int) -> str:
     """The file in whose mapping an address lies, and whether writes there stay this process's own."""
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
@@ -117,17 +127,24 @@ def test_parameters_and_state_are_there_once() -> None:
     assert held + sum(held for _, held, _ in others) == 2 * numel
 
 
-def kernel_does_not_say(strategy: mirrored.Strategy, what: str) -> list[Tensor]:
-    """Parameters are scaled after some steps; where nobody can tell, all count as changed."""
+def scale_all(strategy: mirrored.Strategy, kernel: str) -> list[Tensor]:
+    """Parameters are scaled after some steps; a kernel that tells nothing makes all count as changed."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(25, "no such question")
+
     model, _, step = small_training(strategy, torch.optim.Adam)
-    told = SingleCopy.is_changed
-    SingleCopy.is_changed = (lambda copy: told(copy) or True) if what == "not told" else told
+    asked, told = single_copy.ioctl, SingleCopy.is_changed
+    if kernel == "older":
+        single_copy.ioctl = refuse
+    elif kernel == "silent":
+        SingleCopy.is_changed = lambda copy: told(copy) or True
     for number in range(4):
         strategy.run(step)
         if number == 1:
             for p in model.parameters():
                 p.data.mul_(0.9)
-    SingleCopy.is_changed = told
+    single_copy.ioctl, SingleCopy.is_changed = asked, told
     return parameters_of(model)
 
 
@@ -156,7 +173,7 @@ def scale_a_table(strategy: mirrored.Strategy) -> list[Tensor]:
 
 
 def test_what_all_towers_write_counts_once() -> None:
-    equal_unsharded(kernel_does_not_say, ("told", "not told"), central=True, count=3)
+    equal_unsharded(scale_all, ("newest", "older", "silent"), central=True, count=3)
 
 
 def test_what_all_towers_write_into_a_table_counts_once() -> None:

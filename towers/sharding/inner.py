@@ -96,12 +96,17 @@ def copy_group_settings(source: Optimizer, target: Optimizer) -> None:
         other.update((name, value) for name, value in group.items() if name not in _OWN_SETTINGS)
 
 
-def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any) -> None:
-    """Let the inner optimizer step with the present settings of the other, which calls the hooks."""
+def step_inner(optimizer: Optimizer, inner: Optimizer, args: Any, kwargs: Any, device: torch.device | None) -> None:
+    """Let the inner optimizer step with the present settings of the other, which calls the hooks.
+
+    Args:
+        device: where it steps, if that is not where the other would.
+    """
     copy_group_settings(optimizer, inner)
     for name in ("grad_scale", "found_inf"):  # as torch.amp.GradScaler hands them to fused optimizers
         if hasattr(optimizer, name):
-            setattr(inner, name, getattr(optimizer, name))
+            value = getattr(optimizer, name)
+            setattr(inner, name, value.to(device=device) if isinstance(value, Tensor) else value)
         elif hasattr(inner, name):
             delattr(inner, name)
     step = type(inner).step

@@ -202,7 +202,7 @@ class ShardedOptimizer:
         whole = any(shard.whole and shard.nbytes for shard in division.shards)
         self._transport.gather_gradients(division.sharded, whole=whole)
         self._transport.load(division.shards, division.parameters)
-        step_inner(optimizer, self.inner, args, kwargs)
+        step_inner(optimizer, self.inner, args, kwargs, self._transport.state_device)
         for parameter in division.parameters:
             parameter.grad = None  # a gradient that is held keeps its memory from being used again
         if self._readable is not None:
