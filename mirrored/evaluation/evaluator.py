@@ -201,8 +201,10 @@ class Evaluator:
             except BlockingIOError:
                 text = f"another process evaluates into {self._output}; give each evaluation a name of its own"
                 raise CheckpointError(text) from None
-            if (self._output / TABLE).exists():
-                self.rows = [json.loads(line) for line in (self._output / TABLE).read_text().splitlines()]
+            if (table := self._output / TABLE).exists():
+                *lines, unfinished = table.read_bytes().split(b"\n")  # of a process that was killed
+                os.truncate(table, table.stat().st_size - len(unfinished))
+                self.rows = [json.loads(line) for line in lines]
             if importlib.util.find_spec("tensorboard") is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -286,8 +288,8 @@ class TrainSpec:
 def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: Any) -> list[Row]:
     """Train up to a step, save checkpoints and evaluate them; started again, it goes on from the newest checkpoint.
 
-    In a cluster with an ``evaluator`` task, that one evaluates and the others train. Else all towers train and evaluate
-    in turns: where a checkpoint was saved, and at the end. (TensorFlow's ``tf.estimator.train_and_evaluate``.)
+    In a cluster with an ``evaluator`` task, that task evaluates and the others train. Else all towers train and
+    evaluate in turns: where a checkpoint was saved, and at the end. (TensorFlow's ``tf.estimator.train_and_evaluate``.)
 
     Args:
         options: those of :class:`mirrored.CheckpointManager`: ``every_steps``, ``every_seconds``, ``keep``, ….

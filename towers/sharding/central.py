@@ -22,8 +22,10 @@ values of its rows from the model's table before it updates them, and if that ha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +58,13 @@ class _OnHost(PeerGroup):
     def __init__(self, towers: Communicator) -> None:
         self.index, self.size, self.device = towers.index, towers.size, _HOST
         self.towers, self.health, self.name = towers.towers, towers.health, f"{towers.name}/host"
-        self.all_gather_bytes = towers.all_gather_bytes  # type: ignore[method-assign]
+        self._gather = towers.all_gather_bytes
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        raise NotImplementedError
+        return self._gather(data)
 
 
-def hosts_of(channel: Communicator, timeout: float) -> Communicator:
+def on_one_host(channel: Communicator, timeout: float) -> Communicator:
     """The same towers as processes of their host, which share memory; a tower alone has nobody to share it with.
 
     Raises:
@@ -70,18 +72,18 @@ def hosts_of(channel: Communicator, timeout: float) -> Communicator:
     """
     if channel.size == 1 or isinstance(channel, SharedMemoryCommunicator):
         return channel
-    hosts = join(_OnHost(channel), timeout)
-    if isinstance(hosts, str):
+    host = join(_OnHost(channel), timeout)
+    if isinstance(host, str):
         advice = (
             "give every host towers of its own with mirrored.MultiWorkerMirroredStrategy(shard_optimizer=True), which "
             "shares out the optimizers' state over all of them"
-            if hosts == SEVERAL_HOSTS
+            if host == SEVERAL_HOSTS
             else "use mirrored.MirroredStrategy(shard_optimizer=True)"
         )
         raise StartupError(
-            f"CentralStorageStrategy keeps parameters once in the memory of a host, but {hosts}: {advice}"
+            f"CentralStorageStrategy keeps parameters once in the memory of a host, but {host}: {advice}"
         )
-    return hosts
+    return host
 
 
 @dataclass(frozen=True)
@@ -109,23 +111,23 @@ class CentralStorage(ShardTransport):
 
     Args:
         channel: the towers, over which the gradients are averaged.
-        hosts: the same towers as processes of their host.
+        host: the same towers as processes of their host.
     """
 
-    state_is_readable = True
     takes_sparse = True
     state_device = _HOST
     feature, remedy = "CentralStorageStrategy", "train it with MirroredStrategy"
 
-    def __init__(self, channel: Communicator, hosts: Communicator) -> None:
+    def __init__(self, channel: Communicator, host: Communicator) -> None:
         super().__init__(channel)
-        self._hosts = hosts
-        self._averages_chunk: ReduceScatter | None = None
-        self._regions = hosts.regions if isinstance(hosts, SharedMemoryCommunicator) else None
+        self._host = host
+        self._regions = host.regions if isinstance(host, SharedMemoryCommunicator) else None
         self.state_is_readable = self._regions is not None
         if isinstance(channel, SharedMemoryCommunicator):
-            self.reduction = self.lazy = self._averages_chunk = ReduceScatter(channel, channel.regions)
+            self.reduction = self.lazy = ReduceScatter(channel, channel.regions)
         self._places = WeakIdKeyDictionary()  # by parameter
+        # What the model's parameters on CPU towers lie in, and the table that is alone there.
+        self._copies: WeakKeyDictionary[SingleCopy, Callable[[], Tensor | None]] = WeakKeyDictionary()
         self._versions = WeakIdKeyDictionary()  # of tables, after their last step
         self._steps = 0
         self._frees = False  # the next step frees what parameters and state have lain in
@@ -133,30 +135,26 @@ class CentralStorage(ShardTransport):
     # -- meeting -----------------------------------------------------------------------------------------
 
     def barrier(self, purpose: str) -> None:
-        if self._averages_chunk is not None:
-            self._averages_chunk.barrier(purpose)
+        if self.lazy is not None:
+            self.lazy.barrier(purpose)
         elif self._regions is not None:
             self._regions.barrier.wait_tagged(purpose)
 
     def begin(self, purpose: str) -> None:
         self._steps += 1
-        copies = {
-            id(place.copy): place.copy
-            for parameter, place in self._places.items()
-            if place.address and not (place.table and self._is_clean(parameter))
-        }.values()
+        copies = [copy for copy, table in self._copies.items() if not self._is_clean(table())]
         changed = any(copy.is_changed() for copy in copies)
         self.barrier(f"{purpose}, after it has changed parameters by itself" if changed else purpose)
         if changed:
             for copy in copies if self.channel.index == 0 else ():
                 copy.publish()
-            self._hosts.barrier()
+            self._host.barrier()
             for copy in copies:
                 copy.drop_own()
 
-    def _is_clean(self, table: Tensor) -> bool:
+    def _is_clean(self, table: Tensor | None) -> bool:
         """Whether a table's pages need not be asked for (see [Note: rows of tables])."""
-        return self._steps % _ASK_AGAIN != 0 and self._versions.get(table) == table._version
+        return table is not None and self._steps % _ASK_AGAIN != 0 and self._versions.get(table) == table._version
 
     # -- parameters --------------------------------------------------------------------------------------
 
@@ -184,19 +182,19 @@ class CentralStorage(ShardTransport):
         offsets = [0]
         for parameter in new:
             offsets.append(offsets[-1] + -(-parameter.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
-        copy, self._frees = allocate(self._hosts, offsets[-1]), True
+        copy, self._frees = allocate(self._host, offsets[-1]), True
         table = isinstance(slots[0], SparseSlot)
         for parameter, offset in zip(new, offsets, strict=False):
             template = parameter.detach().to("meta")
             shared, view = copy.shared(template, offset), copy.view(template, offset)
             if self.channel.index == 0:
                 shared.copy_(parameter)
-            on_host = parameter.device.type == "cpu"
-            self._places[parameter] = _Place(copy, offset, template, shared, view.data_ptr() if on_host else 0, table)
-        self._hosts.barrier()
-        for parameter, offset in zip(new, offsets, strict=False):
+            address = 0
             if parameter.device.type == "cpu":
-                parameter.data = copy.view(parameter.detach().to("meta"), offset)
+                parameter.data, address = view, view.data_ptr()
+                self._copies[copy] = weakref.ref(parameter) if table else lambda: None
+            self._places[parameter] = _Place(copy, offset, template, shared, address, table)
+        self._host.barrier()
 
     def restore_places(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
@@ -234,16 +232,12 @@ class CentralStorage(ShardTransport):
             parameter.copy_(value.get())  # see [Note: devices have the say]
             parameter.grad = parameter.grad if copied is None else copied.get()
 
-    def gather_gradients(self, slots: Sequence[Slot], *, whole: bool) -> None:  # type: ignore[override]
-        if self._averages_chunk is not None and (whole or self._averages_chunk.holds_moved_gradient(slots)):
-            self._averages_chunk.gather()
-
     def plan(self, shards: Sequence[Sequence[Shard]]) -> Callable[[], None]:
         slots = list(dict.fromkeys(shard.slot for row in shards for shard in row))
 
         def spread() -> None:
             """Wait until all parameters are complete; accelerators get their new values then."""
-            self._hosts.barrier()
+            self._host.barrier()
             if self._frees:
                 give_back_freed_memory()
                 self._frees = False
@@ -268,7 +262,7 @@ class CentralStorage(ShardTransport):
 
     def release(self, key: int) -> None:
         super().release(key)
-        if self._regions is not None and self._hosts is not self.channel:
+        if self._regions is not None and self._host is not self.channel:
             self._regions.release(key)
 
 

@@ -25,9 +25,9 @@ def transport_for(channel: Communicator, *, central: bool, timeout: float) -> Sh
         StartupError: on all towers: central storage, and they cannot share memory.
     """
     if central:
-        from towers.sharding.central import CentralStorage, hosts_of
+        from towers.sharding.central import CentralStorage, on_one_host
 
-        return CentralStorage(channel, hosts_of(channel, timeout))
+        return CentralStorage(channel, on_one_host(channel, timeout))
     if isinstance(channel, SharedMemoryCommunicator):
         return SharedParameters(channel)
     return ShardTransport(channel)

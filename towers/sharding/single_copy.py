@@ -93,7 +93,7 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
-def allocate(hosts: Communicator, nbytes: int) -> SingleCopy:
+def allocate(host: Communicator, nbytes: int) -> SingleCopy:
     """Zeros, once for all towers, which are processes of one host; all of them call it.
 
     Raises:
@@ -101,13 +101,13 @@ def allocate(hosts: Communicator, nbytes: int) -> SingleCopy:
     """
     offer: tuple[int, int, int, str] = (0, 0, 0, "")
     segment = None
-    if hosts.index == 0:
+    if host.index == 0:
         try:
             segment = Segment.create(nbytes, reserve=True)
             offer = (os.getpid(), segment.file, segment.nbytes, "")
         except OSError as error:
             offer = (0, 0, 0, str(error))
-    process, file, size, problem = json.loads(hosts.all_gather_bytes(json.dumps(offer).encode())[0])
+    process, file, size, problem = json.loads(host.all_gather_bytes(json.dumps(offer).encode())[0])
     if problem:
         raise MirrorError(
             f"{nbytes / 1e6:.3g} MB of parameters cannot be allocated in the host's memory: {problem}. "
@@ -118,7 +118,7 @@ def allocate(hosts: Communicator, nbytes: int) -> SingleCopy:
         copy = SingleCopy(descriptor, size)
     finally:
         os.close(descriptor)
-    hosts.barrier()  # all have mapped it
+    host.barrier()  # all have mapped it
     if segment is not None:
         segment.close_file()
     return copy

@@ -98,6 +98,8 @@ class ShardTransport:
             slots: the sharded parameters'.
             whole: whether the step needs any gradient whole.
         """
+        if self.lazy is not None and (whole or self.lazy.holds_moved_gradient(slots)):
+            self.lazy.gather()
 
     def readable_state(self, key: int) -> ReadableState | None:
         """Where an optimizer keeps its state if a tower alone can read all of it; None where it cannot.
@@ -186,10 +188,6 @@ class SharedParameters(ShardTransport):
                 place = view_like(template, memory)
                 self._addresses[parameter] = place.data_ptr()
                 parameter.data = place.copy_(parameter.data)
-
-    def gather_gradients(self, slots: Iterable[Slot], *, whole: bool) -> None:
-        if whole or self.reduction.holds_moved_gradient(slots):
-            self.reduction.gather()
 
     def readable_state(self, key: int) -> ReadableState:
         return ReadableState(self._regions, key)
