@@ -189,33 +189,101 @@ def with_pages_asked(strategy: mirrored.Strategy, steps: int) -> list[Tensor]:
     return scale_a_table(strategy)
 
 
-def changed_by_one(strategy: mirrored.Strategy) -> str:
+def give_other_memory(strategy: mirrored.Strategy, before: str) -> list[Tensor]:
+    """Parameters lie elsewhere when an optimizer steps them for the first time, or in other buckets."""
+    model = strategy.mirror(nn.ModuleList([mlp(), nn.Linear(5, 1)]))
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model[0](torch.ones(2, 5)).sum() + model[1](torch.ones(2, 5)).sum()).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    for p in model[0].parameters():
+        p.data = p.data * 0.9
+    if before == "another optimizer":
+        model.double().float()
+        optimizer = torch.optim.Adam(model[0].parameters(), 0.1)
+    elif before == "another group":
+        optimizer.add_param_group({"params": model[1].parameters()})
+    else:
+        strategy.mirror(nn.Linear(2, 2))
+    for _ in range(2):
+        strategy.run(step)
+    return parameters_of(model)
+
+
+def test_parameters_that_were_given_other_memory_before_an_optimizer_knew_them() -> None:
+    equal_unsharded(give_other_memory, ("another optimizer", "another group", "other buckets"), central=True)
+
+
+def evaluate_others(strategy: mirrored.Strategy) -> list[Tensor]:
+    """The chief alone evaluates other weights, and puts these back."""
+    model, _, step = small_training(strategy, torch.optim.Adam)
+    for _ in range(3):
+        strategy.run(step)
+        if strategy.is_chief:
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+            for p in model.parameters():
+                p.data.zero_()
+            model.load_state_dict(kept)
+    return parameters_of(model)
+
+
+def test_what_one_tower_changes_and_puts_back_is_no_change() -> None:
+    torch.testing.assert_close(towers(evaluate_others, settings=CENTRAL), towers(evaluate_others), rtol=0, atol=0)
+
+
+def changed_by_one(strategy: mirrored.Strategy, others: float) -> str:
     model, _, step = small_training(strategy, torch.optim.Adam)
     strategy.run(step)
+    model[0].weight.data.mul_(others)
     if strategy.topology.index == 1:
         model[0].bias.data.mul_(0.9)
     return text_of(mirrored.DisagreementError, strategy.run, step)
 
 
 @pytest.mark.row(58)
-def test_a_parameter_that_one_tower_changes() -> None:
-    first, second = towers(changed_by_one, settings={**CENTRAL, "mirror_check_interval": None})
+@pytest.mark.parametrize("others", [1.0, 0.5])
+def test_a_parameter_that_one_tower_changes(others: float) -> None:
+    """Also where all towers change others."""
+    first, second = towers(changed_by_one, others, settings={**CENTRAL, "mirror_check_interval": None})
     assert first == second
     assert "tower 1 steps Adam number 0 with 4 parameters, after it has changed parameters by itself" in first
 
 
+class Replacing(torch.optim.Optimizer):
+    """An optimizer that gives parameters other memory."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - p.grad
+
+
 def refused(strategy: mirrored.Strategy) -> list[str]:
     model = strategy.mirror(nn.ModuleList([nn.Embedding(4, 4, sparse=True), mlp()]))
+    later = torch.optim.SGD(model[0].parameters(), 0.1)
 
     def step(make: Any) -> None:
         (model[0](torch.tensor([1])).sum() + model[1](torch.ones(2, 5)).sum()).backward()
         make().step()
 
-    momentum = lambda: torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)  # noqa: E731
-    return [
-        text_of(mirrored.MirrorError, strategy.run, step, (make,))
-        for make in (momentum, lambda: torch.optim.Adafactor(model[1].parameters()))
-    ] + [
+    strategy.run(step, (lambda: later,))
+    later.param_groups[0]["momentum"] = 0.9
+    makers = (
+        lambda: later,
+        lambda: torch.optim.Adam(model[0].parameters(), 0.1, fused=True),
+        lambda: torch.optim.Adafactor(model[1].parameters()),
+        lambda: Replacing(model[1].parameters()),
+    )
+    return [text_of(mirrored.MirrorError, strategy.run, step, (make,)) for make in makers] + [
         text_of(ValueError, mirrored.CentralStorageStrategy, parameter_device="cuda:7"),
         text_of(TypeError, mirrored.CentralStorageStrategy, shard_optimizer=True),
     ]
@@ -225,8 +293,10 @@ def refused(strategy: mirrored.Strategy) -> list[str]:
 def test_what_is_refused_by_name() -> None:
     texts = towers(refused, settings=CENTRAL)
     assert texts[0] == texts[1]
-    momentum, adafactor, device, argument = texts[0]
+    momentum, fused, adafactor, replacing, device, argument = texts[0]
     assert "it holds parameter ModuleList.0.weight, whose gradients are sparse, together with momentum" in momentum
+    assert "it holds parameter ModuleList.0.weight, whose gradients are sparse, together with fused" in fused
+    assert "Replacing number 3: it gives parameters other memory (p.data = …), but has to update them" in replacing
     assert "CentralStorageStrategy cannot shard Adafactor.step()" in adafactor
     assert "cuda:7 asked for, but this process sees no GPU" in device
     assert "leave it out: each tower updates its part already" in argument
@@ -239,21 +309,40 @@ def test_several_hosts_are_refused() -> None:
         assert "the towers run on several hosts: " in str(error)
 
 
-def no_memory(strategy: mirrored.Strategy) -> str:
+def no_memory(strategy: mirrored.Strategy, tower: int) -> str:
     _, _, step = small_training(strategy, torch.optim.Adam)
 
-    def create(*args: Any) -> int:
+    def refuse(*args: Any, **options: Any) -> Any:
         raise OSError(28, "no memory")
 
-    os.memfd_create = create
+    if strategy.topology.index == tower:
+        os.memfd_create = torch.from_file = refuse
     return text_of(mirrored.MirrorError, strategy.run, step)
 
 
 @pytest.mark.row(57)
-def test_no_memory_for_the_copy() -> None:
-    first, second = towers(no_memory, settings=CENTRAL)
+@pytest.mark.parametrize("tower", [0, 1])
+def test_no_memory_for_the_copy(tower: int) -> None:
+    first, second = towers(no_memory, tower, settings=CENTRAL)
     assert first == second
     assert "MB of parameters cannot be allocated in the host's memory: [Errno 28] no memory" in first
+
+
+def open_files(strategy: mirrored.Strategy) -> int:
+    tables = strategy.mirror(nn.ModuleList(nn.Embedding(4, 2, sparse=True) for _ in range(30)))
+    optimizer = torch.optim.SGD(tables.parameters(), 0.1)
+
+    def step() -> None:
+        sum(table(torch.tensor([1])).sum() for table in tables).backward()
+        optimizer.step()
+
+    before = len(os.listdir("/proc/self/fd"))
+    strategy.run(step)
+    return len(os.listdir("/proc/self/fd")) - before
+
+
+def test_tables_keep_no_files_open() -> None:
+    assert max(towers(open_files, settings=CENTRAL)) < 20
 
 
 def until(strategy: mirrored.Strategy, folder: str, stop: int | None) -> Any:

@@ -15,6 +15,7 @@ import mirrored
 from tests.support.features import FEATURES, mlp, train_gan, with_feature
 from tests.support.jobs import make_data, parameters_of
 from tests.support.sharded import assert_same_bits, assert_same_state, both, equal_unsharded, launch, tensors
+from towers.sharding.optimizer import OptimizerSharder
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, weight_decay=1e-3, nesterov=True),
@@ -173,6 +174,32 @@ def test_changes_between_steps() -> None:
 
 def test_two_models_with_two_optimizers() -> None:
     equal_unsharded(train_gan, central=True)
+
+
+def with_another_strategy(strategy: mirrored.Strategy) -> list[Tensor]:
+    """One strategy after another trains a model; the first one is still there."""
+    model = mlp()
+    options = {} if isinstance(strategy, mirrored.CentralStorageStrategy) else {"shard_optimizer": is_sharded(strategy)}
+    for present in (strategy, type(strategy)(**options)):
+        present.mirror(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2 + strategy.topology.index, 5)).sum().backward()
+            optimizer.step()
+
+        for _ in range(2):
+            present.run(step)
+    return parameters_of(model)
+
+
+def is_sharded(strategy: mirrored.Strategy) -> bool:
+    return strategy.engine.attached(OptimizerSharder) is not None
+
+
+def test_one_strategy_after_another() -> None:
+    equal_unsharded(with_another_strategy, central=True)
 
 
 def test_one_tower_has_nothing_to_share_out() -> None:

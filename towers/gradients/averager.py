@@ -18,6 +18,10 @@ beside the backward, buckets are then laid out anew in tower 0's order, so that 
 
 [Note: a channel of its own] Gradients are averaged over a communicator that nothing else uses: a collective of the
 script's inside a backward could otherwise meet a bucket of a tower whose buckets fill in another order.
+
+[Note: the last one averages] Where a model is mirrored by one strategy after another, only the last one's averager is
+attached to it: a second average of a gradient of which a tower has averaged its chunk alone would be wrong. To the
+others its gradients count as averaged.
 """
 
 from __future__ import annotations
@@ -25,11 +29,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from towers.collectives.communicator import Communicator, keep_from_forks
 from towers.errors import ForkedError, TowersError
@@ -67,6 +73,9 @@ class Lazy(Protocol):
         All towers call it, or none; until the next backward is averaged, only the first call does anything.
         """
 
+
+_attached = WeakIdKeyDictionary()
+"""By parameter, of the last averager that took it: the slot, and how its hooks are removed."""
 
 _IDLE, _ACCUMULATE, _DISABLED = State.IDLE, Hooks.ACCUMULATE, Hooks.DISABLED  # looking up a member takes 0.1 µs
 
@@ -158,13 +167,20 @@ class GradientAverager(GradientReducer):
         parameter = slot.parameter()
         if parameter is None or not (parameter.is_floating_point() or parameter.is_complex()):
             return
+        if parameter in _attached:
+            earlier, removers = _attached[parameter]
+            earlier.averaged = sys.maxsize  # see [Note: the last one averages]
+            for remove in removers:
+                remove()
         hook = GradientHook(parameter, lambda parameter: self._arrive(slot, parameter, hook))
-        self._unhook.append(hook.remove)
+        unhook = [hook.remove]
         if self._lazy is not None:
             trainable = parameter.requires_grad
             parameter.requires_grad_(True)  # torch hooks no others
-            self._unhook.append(parameter.register_hook(lambda _: self._complete()).remove)
+            unhook.append(parameter.register_hook(lambda _: self._complete()).remove)
             parameter.requires_grad_(trainable)
+        _attached[parameter] = slot, unhook
+        self._unhook += unhook
 
     def slot_of(self, parameter: Tensor) -> Slot | None:
         return self.layout.slot_of(parameter)

@@ -23,7 +23,7 @@ values of its rows from the model's table before it updates them, and if that ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -140,17 +140,24 @@ class CentralStorage(ShardTransport):
         elif self._regions is not None:
             self._regions.barrier.wait_tagged(purpose)
 
-    def begin(self, purpose: str) -> None:
+    def begin(self, purpose: str, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            place = self._place_of(parameter)
+            if place is not None and place.address not in (0, parameter.data_ptr()):
+                parameter.data = place.copy.view(place.template, place.offset).copy_(parameter.data)
         self._steps += 1
-        copies = [copy for copy, table in self._copies.items() if not self._is_clean(table())]
-        changed = any(copy.is_changed() for copy in copies)
-        self.barrier(f"{purpose}, after it has changed parameters by itself" if changed else purpose)
-        if changed:
-            for copy in copies if self.channel.index == 0 else ():
-                copy.publish()
-            self._host.barrier()
-            for copy in copies:
-                copy.drop_own()
+        copies = enumerate(self._copies.items())
+        changed = {i: copy for i, (copy, table) in copies if not self._is_clean(table()) and copy.is_changed()}
+        if not changed:
+            self.barrier(purpose)
+            return
+        what = ", ".join(f"{index}: {copy.fingerprint():x}" for index, copy in changed.items())
+        self.barrier(f"{purpose}, after it has changed parameters by itself (fingerprints {what})")
+        for copy in changed.values() if self.channel.index == 0 else ():
+            copy.publish()
+        self._host.barrier()
+        for copy in changed.values():
+            copy.drop_own()
 
     def _is_clean(self, table: Tensor | None) -> bool:
         """Whether a table's pages need not be asked for (see [Note: rows of tables])."""
@@ -183,7 +190,7 @@ class CentralStorage(ShardTransport):
         for parameter in new:
             offsets.append(offsets[-1] + -(-parameter.nbytes // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT)
         copy, self._frees = allocate(self._host, offsets[-1]), True
-        table = isinstance(slots[0], SparseSlot)
+        table, views = isinstance(slots[0], SparseSlot), []
         for parameter, offset in zip(new, offsets, strict=False):
             template = parameter.detach().to("meta")
             shared, view = copy.shared(template, offset), copy.view(template, offset)
@@ -191,18 +198,13 @@ class CentralStorage(ShardTransport):
                 shared.copy_(parameter)
             address = 0
             if parameter.device.type == "cpu":
-                parameter.data, address = view, view.data_ptr()
+                views.append((parameter, view))
+                address = view.data_ptr()
                 self._copies[copy] = weakref.ref(parameter) if table else lambda: None
             self._places[parameter] = _Place(copy, offset, template, shared, address, table)
         self._host.barrier()
-
-    def restore_places(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            parameter = slot.parameter()
-            assert parameter is not None
-            place = self._place_of(parameter)
-            if place is not None and place.address not in (0, parameter.data_ptr()):
-                parameter.data = place.copy.view(place.template, place.offset).copy_(parameter.data)
+        for parameter, view in views:
+            parameter.data = view
 
     def home(self, shard: Shard) -> Tensor:
         place = None if shard.whole else self._place_of(shard.parameter)

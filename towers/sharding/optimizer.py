@@ -109,7 +109,7 @@ class _Division:
 
     Attributes:
         layout: the buckets.
-        groups: for each of the optimizer's groups, the ``id`` of its parameters.
+        groups: for each of the optimizer's groups, what hinders tables, and the ``id`` of its parameters.
         all_shards, shards: every tower's, and this tower's.
         parameters: the inner optimizer's, one for each shard.
         sharded: the parameters that are not updated whole by every tower.
@@ -118,7 +118,7 @@ class _Division:
     """
 
     layout: BucketLayout
-    groups: list[list[int]]
+    groups: list[list[Any]]
     all_shards: list[list[Shard]]
     shards: list[Shard]
     parameters: list[nn.Parameter]
@@ -190,19 +190,26 @@ class ShardedOptimizer:
         division = self._division
         if division is not None and division.layout is self._averager.layout:
             self._transport.restore_places(division.sharded)  # before others write there
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         new = "" if isinstance(optimizer.state, ShardedState) else " and new state"
-        self._transport.begin(f"steps {self._name} with {count} parameters{new}")
+        self._transport.begin(f"steps {self._name} with {len(parameters)} parameters{new}", parameters)
         self._averager.refresh()
-        groups = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        groups = [[_hindrance(group), *map(id, group["params"])] for group in optimizer.param_groups]
+        addresses = None
         if division is None or division.layout is not self._averager.layout or division.groups != groups:
             division = self._divide(optimizer, groups)
+            addresses = [parameter.data_ptr() for parameter in division.parameters]
         if not isinstance(optimizer.state, ShardedState):
             self._take_state(optimizer, division)
         whole = any(shard.whole and shard.nbytes for shard in division.shards)
         self._transport.gather_gradients(division.sharded, whole=whole)
         self._transport.load(division.shards, division.parameters)
         step_inner(optimizer, self.inner, args, kwargs, self._transport.state_device)
+        if addresses not in (None, [parameter.data_ptr() for parameter in division.parameters]):
+            raise MirrorError(
+                f"{self._transport.feature} cannot shard {self._name}: it gives parameters other memory (p.data = …), "
+                f"but has to update them in place (p.data.copy_(…)); or {self._transport.remedy}"
+            )
         for parameter in division.parameters:
             parameter.grad = None  # a gradient that is held keeps its memory from being used again
         if self._readable is not None:
@@ -213,7 +220,7 @@ class ShardedOptimizer:
 
     # -- dividing ----------------------------------------------------------------------------------------
 
-    def _divide(self, optimizer: Optimizer, groups: list[list[int]]) -> _Division:
+    def _divide(self, optimizer: Optimizer, groups: list[list[Any]]) -> _Division:
         """Divide the parameters as the buckets are divided now; state goes along."""
         slots = [[self._slot_of(p, group) for p in group["params"]] for group in optimizer.param_groups]
         flat = [slot for group in slots for slot in group]
@@ -242,11 +249,11 @@ class ShardedOptimizer:
 
     def _slot_of(self, parameter: Tensor, group: Mapping[str, Any]) -> Slot:
         slot, transport = self._averager.slot_of(parameter), self._transport
-        if isinstance(slot, DenseSlot) or (slot is not None and transport.takes_sparse and not group.get("momentum")):
+        if isinstance(slot, DenseSlot) or (slot is not None and transport.takes_sparse and not _hindrance(group)):
             return slot
         what = f"parameter {slot.name}, whose gradients are sparse" if slot else "parameters that no scope mirrored"
-        momentum = ", together with momentum" if slot is not None and transport.takes_sparse else ""
-        raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{momentum}")
+        hindrance = f", together with {_hindrance(group)}" if slot is not None and transport.takes_sparse else ""
+        raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{hindrance}")
 
     def _updated_whole(self, slots: Sequence[Slot]) -> set[Slot]:
         """The parameters that every tower has to update whole, since some tower cannot shard them."""
@@ -304,3 +311,8 @@ class ShardedOptimizer:
 
     def _hide_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         optimizer.state = self._hidden
+
+
+def _hindrance(group: Mapping[str, Any]) -> str | None:
+    """What in a group is not possible with rows of a table; torch's fused kernels take no strides."""
+    return next((name for name in ("momentum", "fused") if group.get(name)), None)

@@ -5,14 +5,14 @@ of them: a script's ``p.data.mul_(0.9)`` would count once for each tower. So a t
 optimizers update it where it is shared; the model's parameters lie in a mapping of copy-on-write pages. Those show
 what is updated, and a page that the script writes to becomes this tower's own. All towers write the same (rule R1), so
 at the next step one tower's pages become the shared ones, and all towers drop theirs. A script sees nothing of that.
-Which pages are a tower's own the kernel knows; asking it takes some 6 µs for each MB, and 15 before Linux 6.7.
+Which pages are a tower's own the kernel knows; asking it takes some 6 µs for each MB, and 15 before Linux 6.7. Pages
+that hold what the shared ones do are no change: a tower alone may evaluate other weights and put these back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 import struct
@@ -25,6 +25,7 @@ from torch import Tensor
 from towers.collectives.communicator import Communicator
 from towers.collectives.shared_memory.segment import Segment
 from towers.errors import MirrorError
+from towers.mirroring.fingerprint import fingerprints
 from towers.system.memory_layout import view_like
 
 _IN_MEMORY, _OF_FILE = 0b110, 0b001  # the three highest bits of a page's entry: present, swapped out; not private
@@ -35,17 +36,19 @@ _IS_FILE, _IS_PRESENT_OR_SWAPPED = 0b100, 0b11000
 
 
 class SingleCopy:
-    """One tower's mappings of the memory.
+    """One tower's mappings of the memory, which keep no file open.
 
     Args:
-        file: number of an open file.
+        path: of an open file.
         nbytes: its size.
+
+    Raises:
+        RuntimeError: it cannot be mapped.
     """
 
-    def __init__(self, file: int, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._shared = mmap.mmap(file, nbytes)
-        self._view = mmap.mmap(file, nbytes, flags=mmap.MAP_PRIVATE)
+    def __init__(self, path: str, nbytes: int) -> None:
+        self._shared = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        self._view = torch.from_file(path, shared=False, size=nbytes, dtype=torch.uint8)
 
     def shared(self, like: Tensor, offset: int) -> Tensor:
         """The memory from byte ``offset`` on, in the shape, strides and dtype of a tensor; all towers see updates."""
@@ -56,16 +59,29 @@ class SingleCopy:
         return _tensor(self._view, like, offset)
 
     def is_changed(self) -> bool:
-        """Whether this tower has pages of its own; also where the kernel does not say so."""
-        start = torch.frombuffer(self._view, dtype=torch.uint8, count=1).data_ptr()
+        """Whether this tower has written something else than is shared."""
+        if not self._has_own_pages():
+            return False
+        changed = not torch.equal(self._view.view(torch.int64), self._shared.view(torch.int64))
+        if not changed:
+            self.drop_own()
+        return changed
+
+    def fingerprint(self) -> int:
+        """What the memory is, as this tower sees it."""
+        return int(fingerprints([self._view]))
+
+    def _has_own_pages(self) -> bool:
+        """Whether the kernel says so, or says nothing."""
+        start, nbytes = self._view.data_ptr(), self._view.nbytes
         with contextlib.suppress(OSError), open("/proc/self/pagemap", "rb", buffering=0) as pages:
             region = (ctypes.c_uint64 * 3)()
-            first_page = (start, start + self._nbytes, 0, ctypes.addressof(region), 1, 1)
+            first_page = (start, start + nbytes, 0, ctypes.addressof(region), 1, 1)
             not_of_file = (_IS_FILE, _IS_FILE, _IS_PRESENT_OR_SWAPPED, _IS_PRESENT_OR_SWAPPED)
             with contextlib.suppress(OSError):  # which an older kernel raises
                 question = _SCAN_ARGUMENT.pack(_SCAN_ARGUMENT.size, 0, *first_page, *not_of_file)
                 return bool(ioctl(pages, _SCAN, bytearray(question)))
-            count = self._nbytes // mmap.PAGESIZE
+            count = nbytes // mmap.PAGESIZE
             entries = np.frombuffer(os.pread(pages.fileno(), 8 * count, 8 * (start // mmap.PAGESIZE)), np.uint64)
             bits = entries >> np.uint64(61)
             return bool(((bits & _IN_MEMORY != 0) & (bits & _OF_FILE == 0)).any())
@@ -73,16 +89,18 @@ class SingleCopy:
 
     def publish(self) -> None:
         """Let this tower's own pages be the shared ones."""
-        torch.frombuffer(self._shared, dtype=torch.uint8).copy_(torch.frombuffer(self._view, dtype=torch.uint8))
+        self._shared.copy_(self._view)
 
     def drop_own(self) -> None:
         """Drop this tower's own pages: it sees the shared ones again."""
-        self._view.madvise(mmap.MADV_DONTNEED)
+        memory = ctypes.c_void_p(self._view.data_ptr()), ctypes.c_size_t(self._view.nbytes)
+        if ctypes.CDLL(None).madvise(*memory, mmap.MADV_DONTNEED) != 0:  # it is locked (mlockall)
+            self._view.copy_(self._shared)
 
 
-def _tensor(memory: mmap.mmap, like: Tensor, offset: int) -> Tensor:
+def _tensor(memory: Tensor, like: Tensor, offset: int) -> Tensor:
     dtype = like.dtype.to_real() if like.is_complex() else like.dtype
-    flat = torch.frombuffer(memory, dtype=dtype, count=like.nbytes // dtype.itemsize, offset=offset)
+    flat = torch.frombuffer(memory.numpy(), dtype=dtype, count=like.nbytes // dtype.itemsize, offset=offset)
     return view_like(like, flat)
 
 
@@ -99,26 +117,25 @@ def allocate(host: Communicator, nbytes: int) -> SingleCopy:
     Raises:
         MirrorError: on all towers: the memory is not there.
     """
-    offer: tuple[int, int, int, str] = (0, 0, 0, "")
-    segment = None
+    segment, path, copy, problem = None, "", None, ""
     if host.index == 0:
         try:
             segment = Segment.create(nbytes, reserve=True)
-            offer = (os.getpid(), segment.file, segment.nbytes, "")
+            path = f"/proc/{os.getpid()}/fd/{segment.file}"
         except OSError as error:
-            offer = (0, 0, 0, str(error))
-    process, file, size, problem = json.loads(host.all_gather_bytes(json.dumps(offer).encode())[0])
-    if problem:
-        raise MirrorError(
-            f"{nbytes / 1e6:.3g} MB of parameters cannot be allocated in the host's memory: {problem}. "
-            "Give the job more memory (in a container: more of its limit)"
-        )
-    descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        copy = SingleCopy(descriptor, size)
-    finally:
-        os.close(descriptor)
-    host.barrier()  # all have mapped it
+            problem = str(error)
+    path = host.all_gather_bytes(path.encode())[0].decode()
+    if path:
+        try:
+            copy = SingleCopy(path, os.stat(path).st_size)
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+    problems = [reply.decode() for reply in host.all_gather_bytes(problem.encode())]  # all have mapped it, or not
     if segment is not None:
         segment.close_file()
+    if copy is None or any(problems):
+        raise MirrorError(
+            f"{nbytes / 1e6:.3g} MB of parameters cannot be allocated in the host's memory: "
+            f"{next(filter(None, problems))}. Give the job more memory (in a container: more of its limit)"
+        )
     return copy

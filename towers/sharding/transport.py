@@ -60,8 +60,8 @@ class ShardTransport:
         """
         announce(self.channel, purpose)
 
-    def begin(self, purpose: str) -> None:
-        """:meth:`barrier` of a step, such as "steps Adam"; its parameters are the script's no more."""
+    def begin(self, purpose: str, parameters: Iterable[Tensor]) -> None:
+        """:meth:`barrier` of a step, such as "steps Adam", of parameters; they are the script's no more."""
         self.barrier(purpose)
 
     def can_place(self, parameter: Tensor) -> bool:
