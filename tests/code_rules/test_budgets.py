@@ -15,7 +15,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 19_634, 8_494
+PRODUCT, CORE = 19_634, 8_495
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 20_005, "scripts": 2_153}
