@@ -11,6 +11,7 @@
         .ended            a note of the run: it has ended, and after which step
         .stop             a note of its evaluator: the run is to end early, and why
         .saving-…         being written, or left by a process that was killed meanwhile
+        .evaluation.…     the same of an evaluator
 
 A checkpoint is written under another name, flushed to the disk, and renamed; ``latest`` is replaced in the same way.
 
@@ -45,8 +46,8 @@ from towers.system.log import get_logger
 log = get_logger("mirrored")
 
 FILE_MODE = 0o600
-_FOLDER_MODE = 0o700
-_SAVING, _REMOVING, _REPLACING, _PROBE = ".saving-", ".removing-", ".replacing-", ".probe-"
+FOLDER_MODE = 0o700
+_SAVING, _REMOVING, _REPLACING, _PROBE = "saving-", "removing-", "replacing-", "probe-"
 ENDED, STOP = ".ended", ".stop"
 """Notes that a run and its evaluator leave each other."""
 
@@ -65,7 +66,7 @@ class Disk:
         os.fsync(descriptor)
 
     def mkdir(self, path: pathlib.Path) -> None:
-        os.mkdir(path, _FOLDER_MODE)
+        os.mkdir(path, FOLDER_MODE)
 
     def rename(self, old: pathlib.Path, new: pathlib.Path) -> None:
         os.rename(old, new)
@@ -138,12 +139,14 @@ class Folder:
         path: the folder; :meth:`elect_writer` makes it.
         disk: writes it.
         keep: how many steps are kept.
+        writer: names what this one has not finished, which other writers leave alone; empty: the run.
     """
 
-    def __init__(self, path: pathlib.Path, disk: Disk, keep: int = 2) -> None:
+    def __init__(self, path: pathlib.Path, disk: Disk, keep: int = 2, writer: str = "") -> None:
         self.path = path
         self.disk = disk
         self.keep = keep
+        self._prefix = f".{writer}." if writer else "."
 
     def elect_writer(self, comm: Communicator) -> int:
         """The tower that writes into this tower's folder, which is made where it is missing. All towers call it.
@@ -152,7 +155,7 @@ class Folder:
             CheckpointError: on all towers, when the folder cannot be made or written on one of them.
         """
         token = secrets.token_hex(8)  # see [Note: which tower writes]
-        probe = self.path / f"{_PROBE}{token}"
+        probe = self._unfinished(_PROBE, token)
         problem = ""
         try:
             if not self.path.is_dir():
@@ -168,7 +171,7 @@ class Folder:
             for tower, (_, error_text) in enumerate(towers):
                 if error_text:
                     raise CheckpointError(f"tower {tower}: {error_text}")
-            writer = next(i for i, (other, _) in enumerate(towers) if (self.path / f"{_PROBE}{other}").exists())
+            writer = next(i for i, (other, _) in enumerate(towers) if self._unfinished(_PROBE, other).exists())
             comm.barrier()  # all towers have looked for the probes
             return writer
         finally:
@@ -208,9 +211,12 @@ class Folder:
         """
         self._put(name, lambda temporary: link_files(source, temporary))
 
+    def _unfinished(self, kind: str, name: str) -> pathlib.Path:
+        return self.path / f"{self._prefix}{kind}{name}"
+
     def _put(self, name: str, make: Callable[[pathlib.Path], None]) -> None:
         place = self.path / name
-        temporary = self.path / f"{_SAVING}{name}-{os.getpid()}"
+        temporary = self._unfinished(_SAVING, f"{name}-{os.getpid()}")
         try:
             make(temporary)
             self._move_in(temporary, place)
@@ -245,7 +251,7 @@ class Folder:
         if not place.exists():
             self.disk.rename(temporary, place)
             return
-        before = self.path / f"{_REPLACING}{place.name}"
+        before = self._unfinished(_REPLACING, place.name)
         if before.exists():  # an earlier save could not remove it
             self.disk.remove(before)
         self.disk.rename(place, before)
@@ -257,7 +263,7 @@ class Folder:
 
     def _tidy(self, name: str) -> None:
         """Write ``latest``, and remove checkpoints that are no longer kept."""
-        if (before := self.path / f"{_REPLACING}{name}").exists():
+        if (before := self._unfinished(_REPLACING, name)).exists():
             self.disk.remove(before)
         if (step := step_of(name)) is None:
             return
@@ -277,7 +283,7 @@ class Folder:
 
     def _remove_whole(self, place: pathlib.Path) -> None:
         """Remove a checkpoint, after a rename, so that none is ever seen half removed."""
-        away = self.path / f"{_REMOVING}{place.name}-{os.getpid()}"
+        away = self._unfinished(_REMOVING, f"{place.name}-{os.getpid()}")
         with contextlib.suppress(FileNotFoundError):
             self.disk.remove(away)
         self.disk.rename(place, away)
@@ -287,10 +293,11 @@ class Folder:
         """Clear up after a process that was killed while it wrote: remove its files, put back what it was replacing."""
         with contextlib.suppress(OSError):
             for entry in self.path.iterdir():
-                place = self.path / entry.name.removeprefix(_REPLACING)
-                if entry.name.startswith(_REPLACING) and not place.exists():
+                unfinished = entry.name.removeprefix(self._prefix) if entry.name.startswith(self._prefix) else ""
+                place = self.path / unfinished.removeprefix(_REPLACING)
+                if unfinished.startswith(_REPLACING) and not place.exists():
                     self.disk.rename(entry, place)
-                elif entry.name.startswith((_SAVING, _REMOVING, _REPLACING, _PROBE)):
+                elif unfinished.startswith((_SAVING, _REMOVING, _REPLACING, _PROBE)):
                     if entry.is_dir():
                         log.info("%s was left by a run that ended while it saved; it is removed", entry)
                     self.disk.remove(entry)
