@@ -131,7 +131,8 @@ class CheckpointManager:
         Raises:
             Preempted: SIGTERM, SIGINT or SIGHUP has come to some tower; the step is saved, and the program ends with
                 code 75.
-            TrainingStopped: an evaluator asks to stop early; the step is saved, and :meth:`resume` takes the exception.
+            TrainingStopped: inside :meth:`resume`, which takes the exception: an evaluator asks to stop early; the step
+                is saved.
             CheckpointError: see :meth:`save`.
         """
         self.steps += 1
@@ -141,7 +142,8 @@ class CheckpointManager:
         if due and self._comm.index == 0 and not self._requested_save:  # all towers learn of it a step later
             local |= _SAVE
             self._requested_save = True
-        if self.steps % _LOOK_EVERY == 0 and self._saver.writes and (reason := self._folder.note(STOP)) is not None:
+        looks = self._signals.is_entered and self._saver.writes and self.steps % _LOOK_EVERY == 0
+        if looks and (reason := self._folder.note(STOP)) is not None:
             log.info("an evaluator stops the training early: %r", reason)
             local |= _FINISH
         requested = self._requests.collect(local)

@@ -27,6 +27,7 @@ class StopSignals:
         grace: seconds from the first signal to the end of the process, if nothing else ends it before.
 
     Attributes:
+        is_entered: whether the context is entered.
         received: the first signal; None before it.
     """
 
@@ -35,9 +36,11 @@ class StopSignals:
         self._grace = grace
         self._before: dict[signal.Signals, Any] = {}
         self._timer: threading.Timer | None = None
+        self.is_entered = False
         self.received: signal.Signals | None = None
 
     def __enter__(self) -> StopSignals:
+        self.is_entered = True
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 if signal.getsignal(number) != signal.SIG_IGN:
@@ -50,6 +53,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
+        self.is_entered = False
         if self._timer is not None:
             self._timer.cancel()
 
