@@ -6,7 +6,7 @@ They stay until the checkpoint was read, whenever the run prunes its own. They t
 from then on. A checkpoint has its name only when it is complete, so what is held is complete, too.
 
 [Note: an end that was there before] A note that the run has ended may be an earlier run's: the one that is watched is
-just starting, and will remove it. So such a note counts only when it has been there for a minute.
+just starting, and will remove it. So such a note counts only when it has been there for a minute, and until it goes.
 """
 
 from __future__ import annotations
@@ -57,28 +57,35 @@ def checkpoints_iterator(
     """
     source, own = Folder(pathlib.Path(folder), Disk()), pathlib.Path(held)
     found, has_ended, closes = deque[pathlib.Path](), threading.Event(), threading.Event()
+    before = source.note(ENDED)
     shutil.rmtree(own, ignore_errors=True)  # of a process that was killed
     own.mkdir(parents=True)
     wait, grace, count = Deadline(timeout_seconds), Deadline(min(_GRACE, timeout_seconds)), 0
 
     def hold_new() -> None:
         """See [Note: new checkpoints are held] and [Note: an end that was there before]."""
-        before, seen, numbers = source.note(ENDED), set[tuple[int, int, int]](), itertools.count()
+        seen, numbers, warned, is_old = set[tuple[int, int, int]](), itertools.count(), set[pathlib.Path](), True
         while not closes.is_set():
-            note = source.note(ENDED)
+            note, misses = source.note(ENDED), False
+            is_old = is_old and note == before
             for step in source.steps():
                 path, place = source.path / name_of(step), own / str(next(numbers)) / name_of(step)
                 try:
                     status = path.stat()
                     if (key := (step, status.st_ino, status.st_mtime_ns)) not in seen:
-                        seen.add(key)
                         link_files(path, place)
+                        seen.add(key)
                         found.append(place)
                 except OSError as error:
-                    log.warning("%s could not be held and is left out: %s", path, error)
-            before = before if note == before else None
-            if note is not None and (note != before or grace.has_passed()):
+                    shutil.rmtree(place.parent, ignore_errors=True)
+                    misses = misses or path.exists()
+                    if path not in warned:
+                        warned.add(path)
+                        log.warning("%s could not be held, and is tried again if it is still there: %s", path, error)
+            if note is not None and not misses and (not is_old or grace.has_passed()):
                 has_ended.set()
+            else:
+                has_ended.clear()
             clock.sleep(PAUSE)
 
     thread = threading.Thread(target=hold_new, name="mirrored-watcher", daemon=True)
@@ -92,6 +99,8 @@ def checkpoints_iterator(
                 shutil.rmtree(found.popleft().parent)
                 wait.restart()
             elif ends and count:
+                if source.note(ENDED) == before:
+                    log.info("the run in %s had ended before it was watched, and none has gone on since", source.path)
                 return
             else:
                 yield None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -104,7 +105,35 @@ def test_one_that_is_pruned_while_it_is_linked_is_left_out(
     with caplog.at_level(logging.WARNING, "mirrored"):
         found = [step_in(path) for path in checkpoints_iterator(folder, folder / "held", 1) if path is not None]
     assert found == [2]
-    assert f"{folder / name_of(1)} could not be held and is left out" in caplog.text
+    assert caplog.text.count(f"{folder / name_of(1)} could not be held") == 1
+
+
+def test_one_that_cannot_be_linked_at_once_is_linked_later(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full for a while, also when the run ends."""
+    write(str(folder), 2)
+    (folder / ENDED).unlink()
+    shutil.rmtree(folder / name_of(1))
+    link, calls = os.link, itertools.count()
+
+    def link_late(source: str, target: str, **options: bool) -> None:
+        if next(calls) in (1, 2, 3, 5):
+            (folder / ENDED).write_text("")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", link_late)
+    monkeypatch.setattr(shutil, "copyfile", link_late)
+    paths = checkpoints_iterator(folder, folder / "held", 5)
+    next(paths)
+    with caplog.at_level(logging.WARNING, "mirrored"):
+        for path in paths:
+            if path is not None:
+                assert step_in(path) == 2
+                assert len(list((folder / "held").iterdir())) == 1
+    assert next(calls) > 6
+    assert caplog.text.count(f"{folder / name_of(2)} could not be held") == 1
 
 
 def test_without_hard_links_it_copies(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +156,11 @@ def test_the_same_step_written_again_is_another_checkpoint(folder: pathlib.Path,
         assert step_in(next(paths)) == 1
 
 
-def test_an_end_that_was_there_before_may_be_an_earlier_runs(folder: pathlib.Path, lockstep: Lockstep) -> None:
+def test_an_end_that_was_there_before_may_be_an_earlier_runs(
+    folder: pathlib.Path, lockstep: Lockstep, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mirrored")
+    words = f"the run in {folder} had ended before it was watched, and none has gone on since"
     write(str(folder), 3)
     ended = (folder / ENDED).read_text()
     paths = checkpoints_iterator(folder, folder / "held")
@@ -135,11 +168,28 @@ def test_an_end_that_was_there_before_may_be_an_earlier_runs(folder: pathlib.Pat
     write(str(folder), 5)  # goes on to step 8
     assert (folder / ENDED).read_text() != ended
     assert [step_in(path) for path in paths if path is not None] == [7, 8]
+    assert words not in caplog.text
     began = lockstep.monotonic()
     assert began < 70
     paths = checkpoints_iterator(folder, folder / "held")
     assert [step_in(path) for path in paths if path is not None] == [7, 8]
     assert 59 < lockstep.monotonic() - began < 61, "nothing has followed for a minute"
+    assert words in caplog.text
+
+
+def test_a_run_that_goes_on_while_an_old_checkpoint_is_evaluated_is_watched(
+    folder: pathlib.Path, lockstep: Lockstep
+) -> None:
+    write(str(folder), 1)
+    paths = checkpoints_iterator(folder, folder / "held")
+    while next(paths) is None:
+        pass
+    lockstep.sleep(70)  # the old note counts by now
+    (folder / ENDED).unlink()
+    lockstep.sleep(1)
+    assert next(paths) is None
+    write(str(folder), 1)
+    assert [step_in(path) for path in paths if path is not None] == [2]
 
 
 @pytest.mark.row(52)
