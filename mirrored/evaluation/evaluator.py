@@ -4,7 +4,7 @@
 
     results/run/                 a folder of checkpoints
         step-00000120/
-        best/                    a checkpoint that an exporter keeps
+        best/                    or best-NAME: a checkpoint that an exporter keeps
         evaluation/              or evaluation-NAME
             metrics.jsonl        the table: one JSON object a line
             best/model.safetensors
@@ -15,8 +15,8 @@ not evaluated again, and the best so far stays the best. A row is written last, 
 rather than never. Checkpoints are told apart by the SHA-256 of their tensors: a run that went back to an earlier step
 writes others under the same names.
 
-[Note: towers decide alike] All towers have the same rows and metrics, so each decides by itself, and an error is one on
-all of them. The chief alone watches, and writes.
+[Note: towers decide alike] All towers have the same rows, and metrics that are compared. So each decides by itself, and
+an error is one on all of them. The chief alone watches, and writes.
 """
 
 from __future__ import annotations
@@ -35,32 +35,41 @@ import torch
 from torch import nn
 
 from mirrored.checkpoint.errors import CheckpointError, TrainingStopped
-from mirrored.checkpoint.folder import ENDED, STOP, Disk, Folder
+from mirrored.checkpoint.folder import ENDED, FOLDER_MODE, STOP, Disk, Folder
 from mirrored.checkpoint.lock import FolderLock, take_lock
 from mirrored.checkpoint.manager import CheckpointManager
-from mirrored.checkpoint.manifest import TENSORS, check_name, name_of
+from mirrored.checkpoint.manifest import LATEST, TENSORS, check_name, is_step, name_of
 from mirrored.checkpoint.restoring import Restorer
 from mirrored.checkpoint.tracked import track
 from mirrored.checkpoint.weights import save_weights
+from mirrored.cluster.resolver import ClusterResolver
+from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.data.dataset import DistributedDataset
 from mirrored.evaluation.watching import checkpoints_iterator
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import agree, announce
 from towers.system.log import get_logger
 from towers.system.timeouts import Deadline
 
 log = get_logger("mirrored")
 
-TABLE = "metrics.jsonl"
+TABLE, HELD = "metrics.jsonl", "held"
 
 Row = dict[str, Any]
 """A row of the table: the metrics, ``step`` and ``sha256``."""
 
 
 def is_evaluator(strategy: Strategy) -> bool:
-    """Whether this process is to evaluate: it is the task ``evaluator`` of TF_CONFIG, or ``mirrored evaluate``'s."""
-    return "evaluator" in (getattr(strategy.cluster_resolver, "task_type", ""), os.environ.get("MIRRORED_TASK"))
+    """Whether this process is to evaluate: it is the task ``evaluator`` of TF_CONFIG, or ``mirrored evaluate``'s.
+
+    TF_CONFIG counts with strategies that do not read it, too, such as MirroredStrategy.
+    """
+    return "evaluator" in (os.environ.get("MIRRORED_TASK"), *(each.task_type for each in _resolvers(strategy)))
+
+
+def _resolvers(strategy: Strategy) -> list[ClusterResolver]:
+    return [each for each in (strategy.cluster_resolver, TFConfigClusterResolver()) if each is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Exporter:
 
     Args:
         name: of the folder with the weights. A checkpoint that was chosen by a metric is itself kept under that name,
-            too, for ``CheckpointManager.restore``.
+            too, for ``CheckpointManager.restore``; an evaluation that has a name adds it ("best-NAME").
         metric: a name in what the evaluation returns; default: every checkpoint is exported.
         higher_is_better: default: lower is.
     """
@@ -80,14 +89,17 @@ class Exporter:
 
     def chooses(self, rows: Sequence[Row]) -> bool:
         """Whether the last row's checkpoint is to be exported."""
-        return self.metric is None or _best(rows, self.metric, self.higher_is_better) is rows[-1]
+        if self.metric is None:
+            return True
+        return _best(rows, self.metric, self.higher_is_better) is rows[-1] and not math.isnan(rows[-1][self.metric])
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
     """Stops training when a metric has not become better for so many steps, as TensorFlow's hooks do.
 
-    ``stop_if_no_decrease_hook`` is this one; ``stop_if_no_increase_hook`` has ``higher_is_better=True``.
+    ``stop_if_no_decrease_hook`` is this one; ``stop_if_no_increase_hook`` has ``higher_is_better=True``. What was
+    evaluated before the step last went down does not count: the run has gone back, or begun anew.
 
     Args:
         metric: a name in what the evaluation returns.
@@ -103,7 +115,8 @@ class EarlyStopping:
     def reason(self, rows: Sequence[Row]) -> str:
         """Why training is to stop after the evaluation of the last row; empty: it goes on."""
         last = rows[-1]["step"]
-        counted = sorted((row for row in rows if self.min_steps <= row["step"] < last), key=lambda row: row["step"])
+        since = max((i for i in range(1, len(rows)) if rows[i]["step"] < rows[i - 1]["step"]), default=0)
+        counted = [row for row in rows[since:] if self.min_steps <= row["step"] < last]
         steps = last - _best([*counted, rows[-1]], self.metric, self.higher_is_better)["step"]
         return f"{self.metric} has not become better for {steps} steps" if steps >= self.max_steps else ""
 
@@ -134,8 +147,8 @@ class Evaluator:
         strategy: that of the evaluator's own towers.
         folder: that of the run's CheckpointManager, which may not be there yet.
         models: by their names in the checkpoint, all that are evaluated.
-        evaluate: returns the metrics, numbers by name, the same on all towers. It is called without gradients, and with
-            the models in eval mode.
+        evaluate: returns the metrics, numbers by name, the same on all towers (see ``strategy.reduce``). It is called
+            without gradients, and with the models in eval mode.
         name: of this evaluation, where a run has several.
         exporters: say of which checkpoints the weights are exported.
         stop: says when training is to stop early.
@@ -163,13 +176,28 @@ class Evaluator:
     def __post_init__(self) -> None:
         if not self.folder:
             raise ValueError(f"folder is {self.folder!r}, but must be that of the run's CheckpointManager")
-        self._folder = Folder(interceptor().folder(pathlib.Path(self.folder)), Disk())
-        self._output = self._folder.path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
+        path = interceptor().folder(pathlib.Path(self.folder))
+        self._output = path / check_name(f"evaluation-{self.name}" if self.name else "evaluation")
+        self._folder = Folder(path, Disk(), writer=self._output.name)
+        self._check_exporters()
         tracked = [track(name, model, self.strategy.is_mirrored) for name, model in self.models.items()]
         self._restorer = Restorer(self.strategy, self._folder, tracked, self.strategy.is_chief)
         self._lock: FolderLock | None = None
         self._board: Any = None
         self.rows: list[Row] = []
+
+    def _check_exporters(self) -> None:
+        taken = {HELD, TABLE}
+        for exporter in self.exporters:
+            name, kept = exporter.name, self._kept_as(exporter)
+            if exporter.metric is not None or name != LATEST:
+                check_name(kept)
+            if name in taken or name.startswith("evaluation") or is_step(kept):
+                raise ValueError(f"an exporter's name is {name!r}, which is taken in the folder: choose another")
+            taken.add(name)
+
+    def _kept_as(self, exporter: Exporter) -> str:
+        return f"{exporter.name}-{self.name}" if self.name else exporter.name
 
     def run(self) -> list[Row]:
         """Evaluate every new checkpoint until the run has ended; returns the table.
@@ -177,11 +205,12 @@ class Evaluator:
         Raises:
             CheckpointError: no checkpoint has come in time, one does not fit the models, or another process evaluates.
             TypeError, ValueError: the evaluation returns no metrics, or not the one that is asked for.
+            DisagreementError: it returns others on some tower.
         """
         self._open()
         new: Iterator[Any] = itertools.repeat(None)
         if self.strategy.is_chief:
-            new = checkpoints_iterator(self._folder.path, self._output / "held", self.timeout_seconds)
+            new = checkpoints_iterator(self._folder.path, self._output / HELD, self.timeout_seconds)
         while (path := self.of_chief(next(new, ""))) != "":
             reason = self.evaluate_one(pathlib.Path(path)) if path is not None else ""
             if reason and self.strategy.is_chief and self._folder.note(ENDED) is None:
@@ -195,12 +224,15 @@ class Evaluator:
     def _open(self) -> None:
         """Read the table; see [Note: the table is the memory]."""
         if self.strategy.is_chief and self._lock is None:
-            self._output.mkdir(parents=True, exist_ok=True)
+            for path in (self._folder.path, self._output):
+                path.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             try:
-                self._lock, _ = take_lock(self._output / ".lock")
+                self._lock, is_new = take_lock(self._output / ".lock")
             except BlockingIOError:
                 text = f"another process evaluates into {self._output}; give each evaluation a name of its own"
                 raise CheckpointError(text) from None
+            if is_new:
+                self._folder.clean()
             if (table := self._output / TABLE).exists():
                 *lines, unfinished = table.read_bytes().split(b"\n")  # of a process that was killed
                 os.truncate(table, table.stat().st_size - len(unfinished))
@@ -235,9 +267,7 @@ class Evaluator:
             metrics = self.evaluate()
         for layer, mode in modes:
             layer.training = mode
-        if not isinstance(metrics, Mapping) or metrics.keys() & row.keys():
-            raise TypeError(f"the evaluation returned {metrics!r}, but has to return numbers, by names not in {[*row]}")
-        values = {name: float(value) for name, value in metrics.items()}
+        values = self._agreed(f"evaluates step {row['step']}", metrics, row)
         self.rows.append(values | row)
         chosen = [exporter for exporter in self.exporters if exporter.chooses(self.rows)]
         reason = self.stop.reason(self.rows) if self.stop is not None else ""
@@ -247,13 +277,27 @@ class Evaluator:
                 log.info("training is to stop early: %s", reason)
         return reason
 
+    def _agreed(self, call: str, metrics: Any, row: Row) -> dict[str, float]:
+        """The metrics as numbers; where they are none, or differ between towers, it is an error on all of them."""
+        comm, values = self.strategy.communicator, dict[str, float]()
+        for name, value in metrics.items() if isinstance(metrics, Mapping) else [("", metrics)]:
+            try:
+                if not isinstance(name, str) or name in ("", *row):
+                    raise TypeError
+                values[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                text = f"the evaluation returned {value!r} as {name!r}, but must return numbers by names, not {[*row]}"
+                announce(comm, call, error=TypeError(text))
+        agree(comm, call, {"what the evaluation returned, without strategy.reduce,": str(sorted(values.items()))})
+        return values
+
     def _write(self, path: pathlib.Path, values: Mapping[str, float], chosen: Sequence[Exporter]) -> None:
         """Export the checkpoint of the last row, and write that row."""
         for exporter in chosen:
             for name, model in self.models.items():
                 save_weights(model, self._output / exporter.name / f"{name}.safetensors")
             if exporter.metric is not None:
-                self._folder.keep_as(exporter.name, path)
+                self._folder.keep_as(self._kept_as(exporter), path)
         step = self.rows[-1]["step"]
         if self._board is not None:
             for name, value in values.items():
@@ -275,7 +319,7 @@ class TrainSpec:
     Args:
         train_step: is called in ``strategy.run`` with each batch.
         data: what ``strategy.distribute_dataset`` returns; its epochs follow each other.
-        max_steps: the step after which training has ended, those before a restart included.
+        max_steps: the step after which training has ended, those before a restart included; at least 1.
         objects: what a checkpoint holds beside the models and the data: optimizers, schedules.
     """
 
@@ -301,14 +345,15 @@ def train_and_evaluate(train_spec: TrainSpec, eval_spec: EvalSpec, **options: An
         CheckpointError, TypeError, ValueError: see :class:`mirrored.CheckpointManager` and :class:`Evaluator`.
     """
     strategy, data, max_steps = eval_spec.strategy, train_spec.data, train_spec.max_steps
+    if max_steps < 1:
+        raise ValueError(f"max_steps is {max_steps!r}, but must be at least 1")
     if is_evaluator(strategy):
         return eval_spec.run()
     objects = {**train_spec.objects, **eval_spec.models, "train": data}
     manager = CheckpointManager(strategy, eval_spec.folder, objects, **options)
     saved: list[str] = []
     strategy.events.saved.append(saved.append)
-    resolver = strategy.cluster_resolver
-    in_turns = resolver is None or "evaluator" not in resolver.cluster_spec()
+    in_turns = not any("evaluator" in each.cluster_spec() for each in _resolvers(strategy))
     pause = Deadline(0)
     with manager.resume():
         for _ in data.epochs(max_steps + 1):  # as each has a step, but perhaps what is left of one

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import mirrored
-from mirrored.checkpoint.folder import STOP
+from mirrored.checkpoint.folder import STOP, Disk, Folder
 from mirrored.checkpoint.manifest import name_of
 from mirrored.evaluation import EarlyStopping, Evaluator, Exporter
 from tests.support.children import in_a_child
-from tests.support.jobs import towers
+from tests.support.jobs import all_raise, towers
 
 fast = pytest.mark.usefixtures("lockstep")  # an end that was there before counts after a minute of that clock
 
@@ -91,10 +93,48 @@ def test_one_process_evaluates_into_a_table(folder: pathlib.Path) -> None:
     assert evaluator(folder, name="two").run() == first.run()
 
 
-def restored_step(folder: pathlib.Path) -> int:
+@fast
+def test_each_evaluation_keeps_a_checkpoint_of_its_own(folder: pathlib.Path) -> None:
+    losses(folder, [1.0, 3.0])
+    evaluator(folder, exporters=[Exporter("best", "loss")]).run()
+    evaluator(folder, exporters=[Exporter("best", "loss", higher_is_better=True)], name="two").run()
+    assert (restored_step(folder), restored_step(folder, "best-two")) == (1, 2)
+    assert (folder / "evaluation-two" / "best").is_dir()
+
+
+@fast
+def test_a_run_that_starts_leaves_alone_what_an_evaluator_writes(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses(folder, [3.0, 1.0])
+    rename = Disk.rename
+
+    def rename_beside(disk: Disk, old: pathlib.Path, new: pathlib.Path) -> None:
+        Folder(folder, Disk()).clean()
+        rename(disk, old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "rename", rename_beside)
+        evaluator(folder, exporters=[Exporter("best", "loss")]).run()
+    assert restored_step(folder) == 2
+    os.rename(folder / "best", folder / ".evaluation.replacing-best")  # as a killed evaluator leaves it
+    (folder / ".evaluation.saving-best-1").mkdir()
+    assert len(evaluator(folder).run()) == 2
+    assert restored_step(folder) == 2
+    assert not list(folder.glob(".evaluation.*"))
+
+
+@fast
+def test_its_folders_are_its_owners_alone(folder: pathlib.Path) -> None:
+    with pytest.raises(mirrored.CheckpointError, match="no new checkpoint has come"):
+        evaluator(folder).run()
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "evaluation")] == [0o700] * 2
+
+
+def restored_step(folder: pathlib.Path, name: str = "best") -> int:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
     manager = mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"model": model, "progress": {}})
-    return manager.restore("best").step
+    return manager.restore(name).step
 
 
 @fast
@@ -134,6 +174,21 @@ def test_training_is_asked_to_stop(values: list[float], stopping: EarlyStopping,
     assert bool(stopping.reason(rows)) == stops
 
 
+def test_an_earlier_runs_values_do_not_count() -> None:
+    """After a run of three steps another one has begun anew."""
+    values = [(1, 3.0), (2, 1.0), (3, 1.5), (1, 9.0), (2, 8.0), (3, 7.0)]
+    rows = [{"step": step, "loss": value} for step, value in values]
+    assert not EarlyStopping("loss", 1).reason(rows)
+    assert EarlyStopping("loss", 2).reason([*rows, {"step": 4, "loss": 7.5}, {"step": 5, "loss": math.nan}])
+
+
+def test_nan_is_not_the_best() -> None:
+    rows = [{"step": 1, "loss": math.nan}]
+    for best in (Exporter("best", "loss"), Exporter("best", "loss", higher_is_better=True)):
+        assert not best.chooses(rows)
+        assert best.chooses([*rows, {"step": 2, "loss": math.inf}])
+
+
 @fast
 def test_the_request_reaches_a_run(folder: pathlib.Path) -> None:
     """A run that has ended is not asked; one that goes on sees the request within ten steps, saves, and ends."""
@@ -164,6 +219,14 @@ def test_all_towers_stop_at_one_step_and_have_saved_it(folder: pathlib.Path, cou
     assert [path.name for path in folder.glob(".[es]*")] == [".ended"]
 
 
+def test_a_request_waits_for_a_run_that_is_resumed(folder: pathlib.Path) -> None:
+    manager = mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), folder, {"progress": {}})
+    (folder / STOP).write_text("enough")
+    for _ in range(10):
+        manager.step()  # there is nobody to take the exception
+    assert (folder / STOP).exists()
+
+
 def _evaluates(strategy: mirrored.Strategy, folder: str) -> Any:
     return found(folder, strategy=strategy, exporters=[Exporter("best", "loss")], timeout_seconds=1.0)
 
@@ -172,6 +235,22 @@ def test_several_towers_evaluate_the_same(folder: pathlib.Path) -> None:
     losses(folder, [3.0, 1.0])
     assert towers(_evaluates, str(folder)) == [[(1, 3.0), (2, 1.0)]] * 2
     assert restored_step(folder) == 2
+
+
+def _differing(strategy: mirrored.Strategy, folder: str, value: Any) -> None:
+    values = 0.5 if strategy.is_chief else value
+    evaluator(folder, strategy=strategy, evaluate=lambda: {"loss": values}, timeout_seconds=1.0).run()
+
+
+def test_metrics_that_differ_between_towers(folder: pathlib.Path) -> None:
+    losses(folder, [3.0])
+    words = (
+        "what the evaluation returned, without strategy.reduce, is \"[('loss', 0.5)]\" on tower 0, "
+        "but \"[('loss', 0.25)]\" on tower 1"
+    )
+    all_raise(mirrored.DisagreementError, re.escape(words), _differing, str(folder), 0.25)
+    words = "evaluates step 1 on tower 1: the evaluation returned None as 'loss', but must return numbers"
+    all_raise(TypeError, words, _differing, str(folder), None)
 
 
 @fast
@@ -199,10 +278,32 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] =
     "no such metric to export": (ValueError, "the metric 'los'", lambda: {"exporters": [Exporter("best", "los")]}),
     "nothing returned": (
         TypeError,
-        r"the evaluation returned None, but has to return numbers, by names not in \['step', 'sha256'\]",
+        r"the evaluation returned None as '', but must return numbers by names, not \['step', 'sha256'\]",
         lambda: {"evaluate": lambda: None},
     ),
-    "a name of the table's own": (TypeError, "by names not in", lambda: {"evaluate": lambda: {"step": 1}}),
+    "a name of the table's own": (TypeError, "1 as 'step'", lambda: {"evaluate": lambda: {"step": 1}}),
+    "a name that is no text": (TypeError, "1.0 as 1", lambda: {"evaluate": lambda: {1: 1.0}}),
+    **{
+        f"a metric {value!r}": (
+            TypeError,
+            "the evaluation returned .* as 'loss', but must return numbers",
+            lambda value=value: {"evaluate": lambda: {"loss": value}},
+        )
+        for value in ("high", None, torch.ones(2), 1j)
+    },
+    **{
+        f"an exporter {names}": (
+            ValueError,
+            words,
+            lambda names=names: {"exporters": [Exporter(name, "loss") for name in names]},
+        )
+        for names, words in (
+            (("../x",), "must be letters, digits"),
+            (("latest",), "and not be 'latest'"),
+            *(((name,), "choose another") for name in ("step-00000001", "evaluation", "held", "metrics.jsonl")),
+            (("best", "best"), "an exporter's name is 'best', which is taken"),
+        )
+    },
     "no folder": (ValueError, "folder is '', but must be that of the run's CheckpointManager", lambda: {"folder": ""}),
     "a path as name": (ValueError, "must be letters, digits", lambda: {"name": "../x"}),
 }

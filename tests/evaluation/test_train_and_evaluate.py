@@ -12,7 +12,7 @@ from torch import nn
 
 import mirrored
 from mirrored.checkpoint.manifest import name_of
-from mirrored.evaluation import EarlyStopping, EvalSpec, TrainSpec
+from mirrored.evaluation import EarlyStopping, EvalSpec, TrainSpec, is_evaluator
 from tests.support.jobs import all_raise, seeded, towers
 
 
@@ -82,6 +82,23 @@ def test_beside_an_evaluator_the_others_only_train(tmp_path: pathlib.Path, monke
     rows, _, steps = _train(mirrored.OneDeviceStrategy(), str(tmp_path), timeout_seconds=0.5)
     assert ([step for step, _ in rows], steps) == ([6, 7], 0)
     assert len(json.loads((tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()[0])) == 4
+
+
+def test_a_strategy_that_does_not_read_tf_config_is_of_its_task(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = {"chief": ["a:1"], "evaluator": ["b:1"]}
+    for kind in ("chief", "evaluator"):
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}}))
+        for make in (mirrored.MirroredStrategy, mirrored.OneDeviceStrategy):
+            assert is_evaluator(make()) == (kind == "evaluator")
+        rows, _, steps = _train(mirrored.OneDeviceStrategy(), str(tmp_path), timeout_seconds=0.5)
+        assert ([step for step, _ in rows], steps) == {"chief": ([], 7), "evaluator": ([6, 7], 0)}[kind]
+
+
+def test_training_has_a_step(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match="max_steps is 0, but must be at least 1"):
+        _train(mirrored.OneDeviceStrategy(), str(tmp_path), max_steps=0)
 
 
 def test_data_without_a_batch(tmp_path: pathlib.Path) -> None:
