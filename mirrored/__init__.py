@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
     from mirrored.operations import ReduceOp as ReduceOp
+    from mirrored.parameter_server.coordinator import ClusterCoordinator as ClusterCoordinator
+    from mirrored.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mirrored.strategy.base import Strategy as Strategy
     from mirrored.strategy.kinds import MirroredStrategy as MirroredStrategy
     from mirrored.strategy.kinds import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -85,6 +87,11 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)
+
+_MODULE_OF |= {  # not by "import *", since Ray may not be installed
+    "ClusterCoordinator": "mirrored.parameter_server.coordinator",
+    "ParameterServerStrategy": "mirrored.parameter_server.strategy",
+}
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of this module's
 

@@ -1,8 +1,9 @@
 """Nothing that is read from disk or from the wire is run: no pickle and nothing like it in our code.
 
-There are two exceptions. The contract of ``towers/launching/launch.py`` is to send the caller's own function and its
+There are three exceptions. The contract of ``towers/launching/launch.py`` is to send the caller's own function and its
 results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
-cloudpickle. ``mirrored/__init__.py`` imports modules when their names are first used, from a table that stands in it.
+cloudpickle. ``mirrored/parameter_server/references.py`` sends functions to the job's own actors, by Ray's channels.
+``mirrored/__init__.py`` imports modules when their names are first used, from a table that stands in it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ ANYWHERE = {
     *("send_object_list", "recv_object_list", "Pipe", "Queue", "SimpleQueue", "JoinableQueue", "Manager", "Client"),
     *("Listener", "allow_pickle"),
 }
-MAY = {ROOT / "towers" / "launching" / "launch.py": "pickle", ROOT / "mirrored" / "__init__.py": "import_module"}
+MAY = {
+    ROOT / "towers" / "launching" / "launch.py": "pickle",
+    ROOT / "mirrored" / "parameter_server" / "references.py": "pickle",
+    ROOT / "mirrored" / "__init__.py": "import_module",
+}
 
 
 def findings(tree: ast.AST) -> Iterator[str]:

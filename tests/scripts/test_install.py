@@ -123,7 +123,8 @@ import towers
 
 for package in (mirrored, towers):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not module.name.startswith("mirrored.keras") and not module.name.endswith("__main__"):
+        needs_extra = module.name.startswith(("mirrored.keras", "mirrored.parameter_server."))
+        if not needs_extra and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
 """
 
@@ -160,7 +161,8 @@ print([name for name in ("keras", "torchmetrics", "cloudpickle", "tqdm", "pytest
     run([str(python), "-c", "import mirrored.keras"], cwd=wheel.parent)
 
 
-BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle", "tensorboard": "tensorboard"}
+BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle", "servers": "ray"}
+BROUGHT["tensorboard"] = "tensorboard"
 """By extra: the package that a part of ours imports, or lets torch import."""
 
 

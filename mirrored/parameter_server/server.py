@@ -1,0 +1,161 @@
+"""A server: parts of variables, and the optimizers that step them. It is an asynchronous actor of Ray.
+
+[Note: one at a time] Its methods run in one thread, and each to its end or to an ``await``: a step is whole for those
+who pull, as far as this server has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mirrored.parameter_server import references
+from mirrored.parameter_server.layout import Part
+
+_PATIENCE = 1.0  # seconds
+
+Settings = list[dict[str, Any]]
+"""What each group of an optimizer has beside its parameters, such as the learning rate."""
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """Steps with the mean of several gradients. (TensorFlow 1's ``SyncReplicasOptimizer``.)
+
+    Args:
+        replicas_to_aggregate: how many gradients a step is made of.
+        staleness: how many steps a gradient's parameters may be old; older gradients are dropped.
+    """
+
+    replicas_to_aggregate: int
+    staleness: int = 0
+
+
+@dataclass
+class _Optimizer:
+    """An optimizer over the parts that this server has.
+
+    Attributes:
+        waiting: gradients that the next step is the mean of.
+        steps: how many it has made.
+    """
+
+    inner: torch.optim.Optimizer
+    waiting: list[Mapping[Part, Tensor]]
+    steps: int = 0
+
+
+class Server:
+    """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`."""
+
+    def __init__(self, synchronous: Synchronous | None) -> None:
+        self._synchronous = synchronous
+        self._parts: dict[Part, Tensor] = {}
+        self._versions: defaultdict[Part, int] = defaultdict(int)
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._stepped = asyncio.Condition()
+
+    async def assign(self, values: Mapping[Part, Tensor]) -> None:
+        """Give parts values."""
+        for part, value in values.items():
+            own = self._parts.setdefault(part, torch.empty_like(value).requires_grad_(value.is_floating_point()))
+            own.detach().copy_(value)
+            self._versions[part] += 1
+
+    async def add(self, differences: Mapping[Part, Tensor]) -> None:
+        """Add to buffers."""
+        for part, difference in differences.items():
+            self._parts[part].detach().add_(difference)
+            self._versions[part] += 1
+
+    async def pull(
+        self, known: Mapping[Part, int], steps: Mapping[int, int]
+    ) -> tuple[dict[Part, tuple[int, Tensor]], dict[int, int]] | None:
+        """The parts whose versions are not those that are known, and how many steps each optimizer has made.
+
+        Args:
+            steps: how many each has to have made. It waits a second for that.
+
+        Returns:
+            None where they have not been made by then.
+        """
+        try:
+            async with self._stepped:
+                have_come = self._stepped.wait_for(lambda: all(self._optimizers[i].steps >= steps[i] for i in steps))
+                await asyncio.wait_for(have_come, _PATIENCE)
+        except (asyncio.TimeoutError, TimeoutError):
+            return None
+        changed = {p: (self._versions[p], self._parts[p].detach()) for p, v in known.items() if self._versions[p] != v}
+        return changed, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
+
+    async def rows(self, part: Part, rows: Tensor) -> Tensor:
+        """Rows of a table, numbered from the part's first."""
+        return self._parts[part].detach().index_select(0, rows)
+
+    # -- optimizers --------------------------------------------------------------------------------------
+
+    async def install(self, index: int, pickled: bytes, parts: Sequence[Part]) -> None:
+        """Make an optimizer over this server's parts of its parameters.
+
+        Args:
+            pickled: the optimizer, without state.
+            parts: this server's.
+        """
+        inner = references.load(pickled, lambda reference: reference[1])
+        for group in inner.param_groups:
+            group["params"] = [self._parts[part] for i in group["params"] for part in parts if part.variable == i]
+        self._optimizers[index] = _Optimizer(inner, [])
+
+    async def push(self, index: int, gradients: Mapping[Part, Tensor], settings: Settings, steps: int) -> None:
+        """Step with gradients; synchronously: with the mean of several, when all have come.
+
+        Args:
+            steps: how many it had made when the parameters were pulled.
+        """
+        optimizer, synchronous = self._optimizers[index], self._synchronous
+        for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
+            group.update(changed)
+        if synchronous is None:
+            self._step(optimizer, [gradients])
+        elif optimizer.steps - steps <= synchronous.staleness:
+            optimizer.waiting.append(gradients)
+            if len(optimizer.waiting) == synchronous.replicas_to_aggregate:
+                self._step(optimizer, optimizer.waiting)
+                optimizer.waiting = []
+        async with self._stepped:
+            self._stepped.notify_all()
+
+    def _step(self, optimizer: _Optimizer, gradients: Sequence[Mapping[Part, Tensor]]) -> None:
+        for part in {part: None for given in gradients for part in given}:
+            given = [gradient[part] for gradient in gradients if part in gradient]
+            total = given[0]
+            for other in given[1:]:
+                total = total + other
+            self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
+            self._versions[part] += 1
+        optimizer.inner.step()
+        optimizer.inner.zero_grad()
+        optimizer.steps += 1
+
+    async def flush(self) -> None:
+        """Step with the gradients that wait, though they are fewer."""
+        for optimizer in self._optimizers.values():
+            if optimizer.waiting:
+                self._step(optimizer, optimizer.waiting)
+                optimizer.waiting = []
+
+    async def state(self, index: int) -> dict[Part, dict[str, Any]]:
+        """The optimizer's state, by part."""
+        inner = self._optimizers[index].inner
+        return {part: inner.state[own] for part, own in self._parts.items() if own in inner.state}
+
+    async def set_state(self, index: int, state: Mapping[Part, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state."""
+        inner = self._optimizers[index].inner
+        inner.state = defaultdict(dict, {self._parts[part]: dict(entry) for part, entry in state.items()})

@@ -1,0 +1,283 @@
+"""The strategy of a training with parameter servers: what the scope makes is placed on them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+try:
+    import ray
+    from ray.exceptions import RayActorError
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"parameter servers run on Ray: pip install 'ray>=2.59' ({error})") from error
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirrored.parameter_server import references
+from mirrored.parameter_server.errors import reach
+from mirrored.parameter_server.layout import Part, Variable, join_state, lay_out, split_state
+from mirrored.parameter_server.nodes import Cluster
+from mirrored.parameter_server.partitioners import Partitioner
+from mirrored.parameter_server.references import Reference
+from mirrored.parameter_server.replica import TABLES, Replica, settings_of
+from mirrored.parameter_server.server import Server, Settings, Synchronous
+from mirrored.parameter_server.worker import Worker
+from mirrored.strategy.base import Strategy
+from mirrored.strategy.kinds import OneDeviceStrategy
+from mirrored.strategy.scope import Recorder
+from towers.sharding.inner import check_elementwise
+from towers.system.log import get_logger
+from towers.system.named import Named
+
+log = get_logger("mirrored")
+
+
+@dataclass(frozen=True)
+class PerWorkerDataset:
+    """What ``ClusterCoordinator.create_per_worker_dataset`` returns; its iterator is an argument for ``schedule``."""
+
+    index: int
+    kind = "dataset"
+
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(self.index)
+
+
+@dataclass(frozen=True)
+class PerWorkerIterator:
+    """In a function that is scheduled, an iterator over the worker's own data."""
+
+    index: int
+    kind = "iterator"
+
+    def __next__(self) -> Any:
+        raise RuntimeError("the data are the workers': call next() in a function that is given to schedule()")
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+
+class ParameterServerStrategy(OneDeviceStrategy):
+    """Variables live on servers, and workers compute the functions that a :class:`ClusterCoordinator` schedules.
+
+    What is made in the scope is placed on the servers, whole in turn or cut along dimension 0. The chief, which runs
+    the script, has a copy, which is pulled when it is used: it evaluates and saves as with one device.
+
+    Args:
+        variable_partitioner: cuts parameters; default: none is cut.
+        workers, servers: how many of each are started on this machine.
+        replicas_to_aggregate: step with the mean of so many gradients, as TensorFlow 1's ``SyncReplicasOptimizer``;
+            default: with each gradient as it comes.
+        staleness: then, how many steps old the parameters of a gradient may be; older gradients are dropped.
+        seed: see :class:`MirroredStrategy`. Workers have others.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        variable_partitioner: Partitioner | None = None,
+        workers: int = 2,
+        servers: int = 1,
+        replicas_to_aggregate: int | None = None,
+        staleness: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        if min(workers, servers) < 1:
+            raise ValueError(f"workers is {workers} and servers is {servers}, but there has to be one of each at least")
+        if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= workers:
+            raise ValueError(
+                f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers} workers"
+            )
+        super().__init__(seed=seed)
+        self.workers = workers
+        self._partitioner = variable_partitioner
+        self._synchronous = None if replicas_to_aggregate is None else Synchronous(replicas_to_aggregate, staleness)
+        self._seed = seed
+        self._cluster = Cluster()
+        self._recorder = Recorder()
+        self._named: list[Named] = []
+        self._variables: list[Variable] = []
+        self._modules: list[nn.Module] = []
+        self._indices: dict[int, int] = {}  # of variables, by the ids of their tensors
+        self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
+        self._added = [0] * workers
+        self._servers = [self._cluster.start(Server, self._synchronous) for _ in range(servers)]
+        self._workers = [self._start_worker(index) for index in range(workers)]
+        self._replica = Replica(self._servers, self._synchronous, publishes=True)
+        reach([actor.__ray_ready__.remote() for actor in (*self._servers, *self._workers)])
+        log.info("%d workers and %d servers, started by %s", workers, servers, self._cluster.origin)
+
+    def _start_worker(self, index: int) -> Any:
+        self._added[index] = 0
+        return self._cluster.start(Worker, index, self.workers, self._servers, self._synchronous, self._seed, True)
+
+    @contextlib.contextmanager
+    def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
+        """Record what is created inside: it is placed on the servers when the next function is scheduled."""
+        with super().scope(sync_batch_norm=sync_batch_norm):
+            self._recorder.start()
+            try:
+                yield self
+            finally:
+                self._recorder.stop()
+
+    # -- what the coordinator asks for -------------------------------------------------------------------
+
+    def prepare(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bytes, list[Settings]]:
+        """A function and its arguments as workers are sent them; what they need for it is placed before.
+
+        Raises:
+            TypeError: something in it cannot be pickled.
+        """
+        self._place()
+        try:
+            pickled = references.dump(call, self._reference_of)
+        except TypeError as error:
+            raise TypeError(
+                f"{call[0]!r} cannot be sent to the workers with all that it refers to: {error}. What the scope has "
+                "made is sent as a reference; data come from create_per_worker_dataset"
+            ) from None
+        self._replica.assign(self._replica.written())
+        return pickled, [settings_of(optimizer) for optimizer in self._replica.optimizers]
+
+    def call(self, index: int, pickled: bytes, settings: list[Settings]) -> Any:
+        """Let a worker call a function; returns what :meth:`Worker.call` does.
+
+        Raises:
+            RayActorError: the worker was lost. Another one has been started in its place.
+        """
+        worker = self._workers[index]
+        try:
+            while self._added[index] < len(self._additions):
+                method, arguments = self._additions[self._added[index]]
+                ray.get(getattr(worker, method).remote(*arguments))
+                self._added[index] += 1
+            return ray.get(worker.call.remote(pickled, settings))
+        except RayActorError:
+            self._workers[index] = self._start_worker(index)
+            raise
+        finally:
+            self._replica.is_stale = True
+
+    def add_pipeline(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
+        """See ``ClusterCoordinator.create_per_worker_dataset``."""
+        self._place()
+        count = sum(method == "add_pipeline" for method, _ in self._additions)
+        self._additions.append(("add_pipeline", (references.dump(dataset_fn, self._reference_of),)))
+        return PerWorkerDataset(count)
+
+    def flush(self) -> None:
+        """Synchronous training: let servers step with what they have, though it is fewer gradients."""
+        if self._synchronous is not None:
+            reach([server.flush.remote() for server in self._servers])
+            self._replica.is_stale = True
+
+    # -- placing what the scope has made -----------------------------------------------------------------
+
+    def _place(self) -> None:
+        if not self._recorder.pending:
+            return
+        named, lazy = self._recorder.take()
+        if lazy:
+            raise RuntimeError(f"{type(lazy[0]).__name__} has no shapes yet: call it before the first schedule()")
+        roots = [root for _, root in self._recorder.roots() if not any(root is known for known in self._modules)]
+        first = len(self._named)
+        self._named += named
+        self._indices = {id(entry.tensor): index for index, entry in enumerate(self._named)}
+        self._variables += lay_out(named, first, _tables(roots), len(self._servers), self._partitioner)
+        pickled = references.dump(roots, self._describe)
+        modules = [module for root in roots for module in root.modules()]
+        self._modules += modules
+        self._replica.add(self._variables, [entry.tensor for entry in self._named], roots)
+        self._replica.assign(range(first, len(self._named)))
+        self._additions.append(("add_models", (ray.put(pickled), list(self._variables))))
+        for module in modules:
+            module.register_state_dict_pre_hook(lambda *_: self._replica.pull_all())
+
+    def _describe(self, obj: Any) -> Reference | None:
+        """In a model that is sent, variables are what they are made of."""
+        if isinstance(obj, Tensor) and (index := self._indices.get(id(obj))) is not None:
+            kind = self._variables[index].kind
+            return ("variable", index, kind, tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad)
+        return None
+
+    def _reference_of(self, obj: Any) -> Reference | None:
+        if isinstance(obj, nn.Module):
+            return next((("module", i) for i, module in enumerate(self._modules) if module is obj), None)
+        if isinstance(obj, Tensor):
+            return ("variable", self._indices[id(obj)]) if id(obj) in self._indices else None
+        if isinstance(obj, Optimizer):
+            return ("optimizer", self._index_of(obj))
+        if isinstance(obj, (PerWorkerDataset, PerWorkerIterator)):
+            return (obj.kind, obj.index)
+        return ("strategy", 0) if obj is self else None
+
+    # -- optimizers --------------------------------------------------------------------------------------
+
+    def _index_of(self, optimizer: Optimizer) -> int:
+        """The index of an optimizer; one that is met for the first time is made on the servers."""
+        optimizers = self._replica.optimizers
+        for index, known in enumerate(optimizers):
+            if known is optimizer:
+                return index
+        index = len(optimizers)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not all(self._replica.knows(p) for p in parameters):
+            raise TypeError(f"{type(optimizer).__name__} steps parameters that were not made in the strategy's scope")
+        parts = [part for p in parameters for part in self._replica.parts_of(p)]
+        if any(part.end for part in parts):
+            check_elementwise(optimizer, "a variable that is cut", "leave variable_partitioner out")
+        stateless = copy.copy(optimizer)
+        stateless.state = defaultdict(dict)
+        pickled = references.dump(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
+        reach(
+            [
+                server.install.remote(index, pickled, [part for part in parts if part.server == number])
+                for number, server in enumerate(self._servers)
+            ]
+        )
+        self._replica.adopt(optimizer)
+        self._additions.append(("add_optimizer", (pickled,)))
+        if optimizer.state:
+            self._set_state(index, optimizer)
+        optimizer.register_state_dict_pre_hook(functools.partial(self._get_state, index))
+        optimizer.register_load_state_dict_post_hook(functools.partial(self._set_state, index))
+        return index
+
+    def _get_state(self, index: int, optimizer: Optimizer) -> None:
+        state = {
+            part: entry
+            for answer in reach([s.state.remote(index) for s in self._servers])
+            for part, entry in answer.items()
+        }
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                there = [(part, state[part]) for part in self._replica.parts_of(parameter) if part in state]
+                if there:
+                    optimizer.state[parameter] = join_state(there, parameter)
+
+    def _set_state(self, index: int, optimizer: Optimizer) -> None:
+        states: list[dict[Part, dict[str, Any]]] = [{} for _ in self._servers]
+        for parameter, entry in optimizer.state.items():
+            for part in self._replica.parts_of(parameter):
+                states[part.server][part] = split_state(entry, parameter, part)
+        reach([server.set_state.remote(index, state) for server, state in zip(self._servers, states, strict=True)])
+
+
+def _tables(models: Sequence[nn.Module]) -> set[int]:
+    """The ids of the weights that nothing but embeddings with ``sparse=True`` has."""
+    layers = [layer for model in models for layer in model.modules()]
+    sparse = [layer for layer in layers if isinstance(layer, TABLES) and layer.sparse]
+    for layer in sparse:
+        if layer.max_norm is not None:
+            raise ValueError(f"{layer} writes to its weight in each forward: max_norm is not possible on servers")
+    others = {id(p) for layer in layers if layer not in sparse for p in layer.parameters(recurse=False)}
+    return {id(layer.weight) for layer in sparse} - others

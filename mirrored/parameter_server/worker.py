@@ -1,0 +1,157 @@
+"""A worker: calls the functions that the coordinator sends, with its own copies of what the scope has made."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mirrored.data.input_context import InputContext
+from mirrored.parameter_server import references
+from mirrored.parameter_server.layout import Variable
+from mirrored.parameter_server.references import Reference
+from mirrored.parameter_server.replica import NotYet, Replica
+from mirrored.parameter_server.server import Settings, Synchronous
+from mirrored.strategy.kinds import OneDeviceStrategy
+from towers.system import machine
+from towers.system import tree as trees
+
+
+@dataclass(frozen=True)
+class Failed:
+    """How a call ended that raised.
+
+    Attributes:
+        error: the exception, or a RuntimeError with its text where that cannot be pickled.
+        trace: its traceback.
+    """
+
+    error: BaseException
+    trace: str
+
+
+_index: int | None = None
+
+
+def current_worker_index() -> int | None:
+    """The index of the worker that this process is; None elsewhere."""
+    return _index
+
+
+class Worker:
+    """See above; an actor of Ray, made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`.
+
+    Args:
+        index: from 0.
+        workers: how many there are.
+        servers: the actors.
+        synchronous: whether, and how, servers step with the mean of several gradients.
+        seed: of the chief's random numbers; those of workers differ.
+        local: whether all are on one machine, and share its cores.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        workers: int,
+        servers: Sequence[Any],
+        synchronous: Synchronous | None,
+        seed: int | None,
+        local: bool,
+    ) -> None:
+        global _index
+        _index = index
+        if local:
+            machine.share_out_threads(workers)
+        self._strategy = OneDeviceStrategy(seed=None if seed is None else seed + 1 + index)
+        self._input = InputContext(workers, index, 1)
+        self._replica = Replica(servers, synchronous)
+        self._tensors: dict[int, Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._pipelines: list[bytes] = []
+        self._made: dict[Reference, Any] = {}
+
+    def add_models(self, pickled: bytes, variables: Sequence[Variable]) -> None:
+        """Make this worker's copies of models.
+
+        Args:
+            pickled: the outermost modules; variables are references that tell what they are.
+        """
+
+        def resolve(reference: Reference) -> Tensor:
+            _, index, kind, shape, stride, dtype, trainable = reference
+            if index not in self._tensors:
+                memory = torch.empty_strided(shape, stride, dtype=dtype)
+                self._tensors[index] = nn.Parameter(memory, trainable) if kind == "parameter" else memory
+            return self._tensors[index]
+
+        roots: list[nn.Module] = references.load(pickled, resolve)
+        self._modules += [module for root in roots for module in root.modules()]
+        self._replica.add(variables, [self._tensors[i] for i in range(len(variables))], roots)
+
+    def add_optimizer(self, pickled: bytes) -> None:
+        """Make this worker's copy of an optimizer."""
+        self._replica.adopt(references.load(pickled, self._resolve))
+
+    def add_pipeline(self, pickled: bytes) -> None:
+        """Keep the function of ``create_per_worker_dataset`` until its data are asked for."""
+        self._pipelines.append(pickled)
+
+    def _resolve(self, reference: Reference) -> Any:
+        kind, index = reference[:2]
+        if kind == "module":
+            return self._modules[index]
+        if kind == "variable":
+            return self._tensors[index]
+        if kind == "optimizer":
+            return self._replica.optimizers[index]
+        if kind == "strategy":
+            return self._strategy
+        if reference not in self._made:
+            if kind == "dataset":
+                fn = references.load(self._pipelines[index], self._resolve)
+                takes_context = bool(inspect.signature(fn).parameters)
+                self._made[reference] = fn(self._input) if takes_context else fn()
+            else:
+                self._made[reference] = iter(self._resolve(("dataset", index)))
+        return self._made[reference]
+
+    def call(self, pickled: bytes, settings: Sequence[Settings]) -> Any:
+        """Call a function.
+
+        Args:
+            pickled: the function, its arguments and keyword arguments.
+            settings: of the optimizers, as the chief has them now.
+
+        Returns:
+            What it returned, with tensors on the CPU; :class:`Failed` where it raised, and :class:`NotYet` where this
+            worker has to wait for others before it may begin.
+        """
+        replica = self._replica
+        try:
+            for optimizer, groups in zip(replica.optimizers, settings, strict=True):
+                for group, changed in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(changed)
+            replica.is_stale = True
+            replica.refresh()
+            fn, args, kwargs = references.load(pickled, self._resolve)
+            result = fn(*args, **kwargs)
+            replica.add_buffers()
+            replica.refuse_writes()
+            result = trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
+            references.dump(result)
+            return result
+        except NotYet as early:
+            return early
+        except Exception as error:
+            trace = traceback.format_exc()
+            try:
+                references.load(references.dump(error))
+            except Exception:
+                return Failed(RuntimeError(f"{type(error).__name__}: {error}"), trace)
+            return Failed(error, trace)
