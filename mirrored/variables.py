@@ -5,7 +5,9 @@ alone inside ``run``, and outside it takes any value that a worker passes. Both 
 the first is an error, and so is a value that differs between towers.
 
 [Note: a sum is divided exactly] Each tower's addend is a multiple of the sum's unit in the last place. So no partial
-sum is rounded, and reading gives the bits that were assigned, on any number of towers and in any order.
+sum is rounded, and reading gives the bits that were assigned, on any number of towers and in any order. (Of dtypes in
+which torch does not compute, such as uint16 and float8, tower 0 takes all.) Where all towers hold the same bits, an
+on_read mean is those bits, though adding and dividing would round them.
 
 [Note: every tower's value is saved] TensorFlow saves what reading gives, and divides a sum again when it is restored.
 The state here also holds every tower's own value, for a run on as many towers to continue in the same bits.
@@ -14,6 +16,7 @@ The state here also holds every tower's own value, for a run on as many towers t
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import operator
 import weakref
@@ -51,8 +54,9 @@ class Variable(_Operators):  # type: ignore[misc]
     | inside ``run`` | a write aggregates the towers' values | a write and a read are this tower's own |
     | outside | all towers write one value | a read aggregates; ``assign`` divides a sum among the towers |
 
-    Its operators, its conversions, torch's functions and the methods of tensors compute with :meth:`value`. It is no
-    tensor, has no gradient, and no optimizer takes it. ``copy.deepcopy`` makes another variable of the same strategy.
+    Its operators, its conversions, torch's functions and the methods of tensors compute with :meth:`value`, which
+    ``torch.tensor``, ``divmod`` and ``round`` have to be given. It is no tensor, has no gradient, and no optimizer
+    takes it. ``copy.deepcopy`` makes another variable of the same strategy; :meth:`state_dict` is what is pickled.
 
     Args:
         strategy, check_here: given by :meth:`mirrored.Strategy.variable`.
@@ -93,7 +97,7 @@ class Variable(_Operators):  # type: ignore[misc]
         try:
             self.synchronization = _choice("synchronization", synchronization, _SYNCHRONIZATIONS)
             self.aggregation = _choice("aggregation", aggregation, _AGGREGATIONS)
-            local = torch.as_tensor(_plain(value), dtype=dtype, device=strategy.device).detach()
+            local = _dense(value, dtype, strategy.device)
             self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
             integral = not (self.dtype.is_floating_point or self.dtype.is_complex)
             if (self.aggregation == "mean" and integral) or (self.aggregation == "sum" and self.dtype == torch.bool):
@@ -181,22 +185,29 @@ class Variable(_Operators):  # type: ignore[misc]
             ValueError, TypeError: it has another shape, or a dtype that cannot be cast.
         """
         value = _plain(value)
-        natural = torch.as_tensor(value, device=self.device)
+        natural = _dense(value, None, self.device)
         if natural.shape != self.shape:
             raise ValueError(f"a value of shape {tuple(natural.shape)} for a variable of shape {tuple(self.shape)}")
         if not torch.can_cast(natural.dtype, self.dtype):
             raise TypeError(f"a value of {natural.dtype} for a variable of {self.dtype}: convert it first")
-        return torch.as_tensor(value, dtype=self.dtype, device=self.device).detach().clone()
+        return _dense(value, self.dtype, self.device).clone()
 
     # -- towers ------------------------------------------------------------------------------------------
 
     def _aggregated(self, call: str, local: Tensor) -> Tensor:
         if self.aggregation == "only_first_replica":
             result = self._of_first_tower(call, local)
+        elif self.aggregation == "mean" and self.synchronization == "on_read" and self._is_equal(call, local):
+            result = local.clone()
         else:
             result = values.reduce(self._comm, self.aggregation, local, call=call).to(self.dtype)
         interceptor().returned(call, result)
         return result
+
+    def _is_equal(self, call: str, local: Tensor) -> bool:
+        """Whether all towers hold the same bits."""
+        digest = hashlib.sha256(as_bytes(local.cpu()).numpy().tobytes()).digest()
+        return len({announced.body for announced in announce(self._comm, call, body=digest)}) == 1
 
     def _of_first_tower(self, call: str, local: Tensor, same: bool = False) -> Tensor:
         """Tower 0's value.
@@ -219,10 +230,14 @@ class Variable(_Operators):  # type: ignore[misc]
             return value
         if value.is_complex():
             return torch.complex(self._addend_of(value.real), self._addend_of(value.imag))
-        if value.is_floating_point():  # a unit in the last place; where it under- or overflows, tower 0 takes all
-            unit = torch.ldexp(unit * torch.finfo(value.dtype).eps / 2, torch.frexp(value).exponent)
-        addend = torch.div(value, unit * towers, rounding_mode="trunc").mul(unit).nan_to_num(0, 0, 0).to(value.dtype)
-        return addend if self._comm.index else value - addend * (towers - 1)
+        try:
+            if value.is_floating_point():  # a unit in the last place; where it under- or overflows, tower 0 takes all
+                unit = torch.ldexp(unit * torch.finfo(value.dtype).eps / 2, torch.frexp(value).exponent)
+            addend = torch.div(value, unit * towers, rounding_mode="trunc").mul(unit)
+            addend = addend.nan_to_num(0, 0, 0).to(value.dtype)
+            return addend if self._comm.index else value - addend * (towers - 1)
+        except NotImplementedError:
+            return torch.zeros_like(value) if self._comm.index else value
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class Variable(_Operators):  # type: ignore[misc]
         first one.
         """
         if self.synchronization == "on_write":
-            return {"value": self._local}
+            return {"value": self._local.clone()}
         call = f"state_dict() of variable {self.name!r}"
         value = {} if self.aggregation == "none" else {"value": self._aggregated(call, self._local)}
         return {**value, "of_each_tower": values.gather(self._comm, self._local.unsqueeze(0))}
@@ -248,22 +263,38 @@ class Variable(_Operators):  # type: ignore[misc]
             ValueError, TypeError: it is no such state; has another shape, or a dtype that cannot be cast; or was saved
                 by another number of towers without an aggregation.
         """
-        each = state.get("of_each_tower", ())
-        if self.synchronization == "on_read" and len(each) == self._comm.size:
+        each = _dense(state.get("of_each_tower", ()) if self.synchronization == "on_read" else (), None, self.device)
+        rows = len(each) if each.dim() else 0
+        if rows == self._comm.size:
             self._local = self._converted(each[self._comm.index])
         elif "value" in state:
             self._local = self._addend_of(self._converted(state["value"]))
-        else:
+        elif rows:
             raise ValueError(f"{self.name!r} was saved by other towers than {self._comm.size}, without an aggregation")
+        else:
+            raise ValueError(f"{self.name!r} needs a state with 'value', but that one has {[*state]}")
+
+    def __copy__(self) -> Variable:
+        other = object.__new__(Variable)
+        other.__dict__.update(self.__dict__)  # values are replaced, never changed in place
+        return other
 
     def __deepcopy__(self, memo: object) -> Variable:
-        return copy.copy(self)  # values are replaced, never changed in place
+        return copy.copy(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self.name!r} is a variable, which cannot be pickled: save its state_dict()")
 
     # -- as its value ------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*trees.map_leaves(_plain, args), **trees.map_leaves(_plain, kwargs or {}))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        in_place = name.endswith("_") and not name.endswith("__")
+        written = [kwargs.get("out"), *[*args, *kwargs.values()][:in_place]]
+        if any(isinstance(leaf, Variable) for leaf in trees.leaves(written)):
+            _refuse_in_place()
+        return func(*trees.map_leaves(_plain, args), **trees.map_leaves(_plain, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name.endswith("_") or not hasattr(Tensor, name):
@@ -283,6 +314,18 @@ def _plain(value: Any) -> Any:
     return value.value() if isinstance(value, Variable) else value
 
 
+def _dense(value: Any, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A value as a tensor without a graph.
+
+    Raises:
+        TypeError: it is a sparse tensor; or what torch raises.
+    """
+    tensor = torch.as_tensor(_plain(value), dtype=dtype, device=device).detach()
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a value of layout {tensor.layout}: make it dense first")
+    return tensor
+
+
 def _on_values(op: Callable[..., Any]) -> Callable[..., Any]:
     """A method that calls ``op`` with the values of variables."""
     return lambda *operands: op(*map(_plain, operands))
@@ -292,13 +335,16 @@ def _refuse_in_place(*_: object) -> NoReturn:
     raise TypeError("a variable is not changed in place: write it by assign, assign_add or assign_sub")
 
 
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", *_BITWISE):
     _op = getattr(operator, f"__{_name}__")
     setattr(Variable, f"__{_name}__", _on_values(_op))
     setattr(Variable, f"__r{_name}__", _on_values(lambda right, left, op=_op: op(left, right)))
     setattr(Variable, f"__i{_name}__", _refuse_in_place)
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert", "index", "getitem"):
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "index", "getitem"):
     setattr(Variable, f"__{_name}__", _on_values(getattr(operator, f"__{_name}__")))
+for _name in ("data", "grad", "requires_grad"):
+    setattr(Variable, _name, property(_on_values(operator.attrgetter(_name)), _refuse_in_place))
 for _kind in (float, int, bool, complex, len, iter, format):
     setattr(Variable, f"__{_kind.__name__}__", _on_values(_kind))
 

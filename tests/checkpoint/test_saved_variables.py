@@ -16,6 +16,7 @@ SAVED: dict[str, tuple[Any, ...]] = {
     "sum": (torch.zeros((), dtype=torch.float64), "on_read", "sum"),
     "count": (0, "on_read", "sum"),
     "mean": (0.0, "on_read", "mean"),
+    "equal": (torch.tensor(0.0, dtype=torch.float64), "on_read", "mean"),
     "first": (0.0, "on_read", "only_first_replica"),
 }
 
@@ -28,7 +29,10 @@ def checkpoints(strategy: mirrored.Strategy, folder: str, save: bool) -> dict[st
 
     def write() -> None:
         for name, v in without.items():
-            v.assign_add(strategy.topology.index + (1 if name == "count" else 1.1))
+            if name == "equal":
+                v.assign(0.1)  # which adding for three towers and dividing rounds
+            else:
+                v.assign_add(strategy.topology.index + (1 if name == "count" else 1.1))
 
     refused = ""
     if save:

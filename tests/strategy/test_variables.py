@@ -93,6 +93,13 @@ def cases(strategy: mirrored.Strategy) -> dict[str, Any]:
         found[f"outside {aggregation}"] = [float(getattr(v, m)(METHODS[m])) for m, v in outside.items()]
     exact = variable("on_read", "sum", value=[0.0] * len(EXACT))
     found["exact"] = exact.assign(EXACT).tolist()
+    for dtype in (torch.float64, torch.float32):
+        rounded = [torch.tensor(value, dtype=dtype).item() for value in EXACT]
+        found[f"exact mean {dtype}"] = variable("on_read", "mean", value=rounded, dtype=dtype).tolist() == rounded
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn):
+        found[f"not computed {dtype}"] = (
+            variable("on_read", "sum", value=1, dtype=dtype).assign(torch.tensor(3).to(dtype)).item()
+        )
     whole = variable("on_read", "sum", value=0, dtype=torch.int64)
     found["integers"] = [int(whole.assign(n)) for n in (7, -7, 2**62 + 1)]
     special = variable("on_read", "sum", value=[0.0] * 3, dtype=None)
@@ -196,6 +203,16 @@ def test_a_sum_is_divided_exactly(job: Job) -> None:
     assert equal(job, "half") == torch.tensor([0.1, 7.0, 3e38], dtype=torch.bfloat16).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_mean_of_one_value_is_that_value(job: Job, dtype: torch.dtype) -> None:
+    assert equal(job, f"exact mean {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_what_torch_cannot_divide_is_assigned(job: Job, dtype: torch.dtype) -> None:
+    assert equal(job, f"not computed {dtype}") == 3
+
+
 def test_a_sum_is_not_added_to_outside_run(job: Job) -> None:
     assert (
         equal(job, "refused")["add outside"].count("of variable 'total' outside strategy.run does not say which") == 2
@@ -237,6 +254,8 @@ DISAGREEMENTS = {
     "other values": "the towers pass different values; reduce them first, or write inside run",
     "other first shapes": "shape is 'torch.Size([1])' on tower 0, but 'torch.Size([2])' on tower 1",
     "no first value": "strategy.variable() of 'Variable_1' on tower 1: ",
+    "no data": "strategy.variable() of 'Variable_2' on tower 0: Cannot copy out of meta tensor",
+    "a sparse first value": "'Variable_3' on tower 0: a value of layout torch.sparse_coo: make it dense first",
     "another shape": "'count' on tower 1: a value of shape (2,) for a variable of shape ()",
     "another dtype": "on tower 1: a value of torch.float32 for a variable of torch.int64: convert it first",
 }
@@ -252,6 +271,8 @@ def disagree(strategy: mirrored.Strategy) -> list[str]:
         text_of(mirrored.DisagreementError, mirror.assign, int(second)),
         text_of(mirrored.DisagreementError, strategy.variable, [0.0] * number_of(strategy)),
         text_of(TypeError, strategy.variable, "nothing" if second else 0.0),
+        text_of(ValueError, strategy.variable, torch.ones(3, device="cpu" if second else "meta")),
+        text_of(TypeError, strategy.variable, torch.eye(3) if second else torch.eye(3).to_sparse()),
         strategy.run(lambda: text_of(ValueError, mirror.assign_add, [1, 2] if second else 1)),
         strategy.run(lambda: text_of(TypeError, mirror.assign_add, 0.5 if second else 1)),
     ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ def test_it_computes_as_its_value(strategy: mirrored.Strategy) -> None:
     assert [n // 2, 15 // n, n % 2, 16 % n, n & 3, 11 & n, n | 8, 16 | n, n ^ 3, 11 ^ n] == [
         *(3, 2, 1, 2, 3, 3, 15, 23, 4, 12)
     ]
-    assert [v**3, 2**v, -v, ~n, abs(-v)] == [343, 128, -7, ~7, 7]
+    assert [v**3, 2**v, -v, +v, ~n, abs(-v), n << 1, 1 << n, n >> 1] == [343, 128, -7, 7, ~7, 7, 14, 128, 3]
     assert [v < 12, v <= 7, v == 7, v != 8, v > 7, v >= 8] == [True, True, True, True, False, False]
     assert torch.equal(rows @ rows, rows.value() @ rows.value())
     assert (torch.ones(2) @ rows).tolist() == [4, 6]
@@ -48,7 +51,19 @@ def test_nothing_changes_it_but_assigning(strategy: mirrored.Strategy) -> None:
     assert "assign_add" in text_of(TypeError, exec, "v += 1", {"v": v})
     assert "assign_add" in text_of(AttributeError, lambda: v.add_(1))
     v.value().add_(1)
-    assert v.tolist() == [0, 0]
+    v.state_dict()["value"].add_(1)
+    writes: list[Callable[[], Any]] = [
+        lambda: nn.init.constant_(v, 3.0),
+        lambda: torch.relu_(v),
+        lambda: torch._foreach_add_([v], 1),
+        lambda: torch.add(new, 1, out=v),
+        lambda: nn.utils.vector_to_parameters(new, [v]),
+        *(functools.partial(setattr, v, name, new) for name in ("data", "grad", "requires_grad")),
+    ]
+    for write in writes:
+        assert "assign_add" in text_of(TypeError, write)
+    assert torch.zeros(2).add_(v).tolist() == torch.add(v, 0, out=torch.zeros(2)).tolist() == [0, 0]
+    assert (v.tolist(), v.data.tolist(), v.grad) == ([0, 0], [0, 0], None)
     before = v.assign(new)
     new.add_(1)
     v.assign_add([1, 1])
@@ -79,6 +94,11 @@ def test_a_copy_is_another_variable(strategy: mirrored.Strategy) -> None:
     other = copy.deepcopy({"v": v})["v"]
     other.assign(2.0)
     assert (float(v), float(other), other.aggregation) == (1.0, 2.0, "mean")
+    assert "save its state_dict()" in text_of(TypeError, pickle.dumps, v)
+    for state in ({}, {"of_each_tower": 3}):
+        assert f"needs a state with 'value', but that one has {[*state]}" in text_of(
+            ValueError, v.load_state_dict, state
+        )
 
 
 def test_what_is_written_is_converted_as_far_as_nothing_is_lost(strategy: mirrored.Strategy) -> None:
