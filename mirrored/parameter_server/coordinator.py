@@ -16,6 +16,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from mirrored.parameter_server import references
 from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.replica import NotYet
 from mirrored.parameter_server.server import Settings
@@ -23,10 +24,12 @@ from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorke
 from mirrored.parameter_server.worker import Failed
 from towers.system import tree as trees
 from towers.system.log import get_logger
+from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
 _MOST_LOST = 5  # workers in turn, by one call
+_PAUSE = 0.1  # seconds
 
 
 class RemoteValue:
@@ -176,20 +179,25 @@ class ClusterCoordinator:
                 elif isinstance(outcome, Failed):
                     self._fail(call, index, outcome)
                 elif isinstance(outcome, NotYet):
-                    call.value._future.set_exception(CancelledError())
+                    _cancel(call)
                 else:
-                    call.value._future.set_result(outcome)
+                    call.value._future.set_result(references.load(outcome))
                 self._changed.notify_all()
+            if isinstance(outcome, NotYet):
+                clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
 
     def _fail(self, call: _Call, index: int, failed: Failed) -> None:
         call.value._future.set_exception(failed.error)
         if failed.trace:
             log.error("a function that was scheduled raised on worker %d:\n%s", index, failed.trace)
-        for waiting in self._queue:
-            waiting.value._future.set_exception(CancelledError("another function that was scheduled has raised"))
-        self._queue.clear()
+        while self._queue:
+            _cancel(self._queue.popleft())
         if self._error is None or isinstance(failed.error, ServerLostError):
             self._error = failed.error
+
+
+def _cancel(call: _Call) -> None:
+    call.value._future.set_exception(CancelledError("another function that was scheduled has raised"))
 
 
 def _costs_workers(count: int, error: Exception) -> RuntimeError:

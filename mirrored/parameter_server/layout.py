@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Variable:
-    """A parameter or buffer.
+class PlacedVariable:
+    """A parameter or buffer, and where its parts are.
 
     Attributes:
         name: its path in its model.
@@ -52,18 +52,18 @@ class Variable:
 
 
 def lay_out(
-    named: Sequence[Named], first: int, tables: Set[int], servers: int, partitioner: Partitioner | None
-) -> list[Variable]:
-    """Give parts to the servers in turn.
+    named: Sequence[Named], first: int, tables: Set[int], turn: Iterator[int], partitioner: Partitioner | None
+) -> list[PlacedVariable]:
+    """Give variables to servers.
 
     Args:
         first: the index of the first of them.
         tables: the ids of the parameters of which only rows are exchanged.
+        turn: the server of each part.
 
     Raises:
         ValueError: the partitioner cuts a variable along another dimension than the first.
     """
-    turn = itertools.cycle(range(servers))
     variables = []
     for index, entry in enumerate(named, first):
         shape, shards = tuple(entry.tensor.shape), [1]
@@ -76,7 +76,7 @@ def lay_out(
                 )
         edges = bounds(shape[0], shards[0]) if shards[0] > 1 else [0, 0]
         parts = tuple(Part(index, start, end, next(turn)) for start, end in itertools.pairwise(edges))
-        variables.append(Variable(entry.name, entry.kind, id(entry.tensor) in tables, parts))
+        variables.append(PlacedVariable(entry.name, entry.kind, id(entry.tensor) in tables, parts))
     return variables
 
 

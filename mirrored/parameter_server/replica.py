@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.errors import reach
-from mirrored.parameter_server.layout import Part, Variable
+from mirrored.parameter_server.layout import Part, PlacedVariable
 from mirrored.parameter_server.server import Settings, Synchronous
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -39,14 +39,13 @@ class Replica:
 
     Attributes:
         optimizers: whose steps are pushed.
-        is_stale: whether the next use of a model pulls.
     """
 
     def __init__(self, servers: Sequence[Any], synchronous: Synchronous | None, publishes: bool = False) -> None:
         self._servers = servers
         self._synchronous = synchronous
         self._publishes = publishes
-        self._variables: Sequence[Variable] = ()
+        self._variables: Sequence[PlacedVariable] = ()
         self._tensors: list[Tensor] = []
         self._index: dict[int, int] = {}  # by the id of a tensor
         self._known: dict[Part, int] = {}  # versions
@@ -55,9 +54,9 @@ class Replica:
         self._steps: list[dict[int, int]] = [{} for _ in servers]  # of each optimizer, when they were pulled
         self._awaited: list[dict[int, int]] = [{} for _ in servers]  # how many the next pull waits for
         self.optimizers: list[Optimizer] = []
-        self.is_stale = True
+        self._is_stale = self._has_stale_tables = True
 
-    def add(self, variables: Sequence[Variable], tensors: Sequence[Tensor], models: Iterable[nn.Module]) -> None:
+    def add(self, variables: Sequence[PlacedVariable], tensors: Sequence[Tensor], models: Iterable[nn.Module]) -> None:
         """Take variables, of which the first ones are here already, and watch models.
 
         Before a model's forward the variables are pulled, and before a table's its rows.
@@ -75,6 +74,10 @@ class Replica:
 
     # -- values ------------------------------------------------------------------------------------------
 
+    def expire(self) -> None:
+        """Pull again when variables are used next: others may have changed them."""
+        self._is_stale = self._has_stale_tables = True
+
     def refresh(self) -> None:
         """Pull what has changed, but for tables.
 
@@ -83,13 +86,15 @@ class Replica:
         """
         if self._publishes:
             self.assign(self.written())
-        if not self.is_stale:
+        if not self._is_stale:
             return
+        self._is_stale = False  # before it asks: another thread may say meanwhile that it is
         asked: list[dict[Part, int]] = [{} for _ in self._servers]
         for part, version in self._known.items():
             asked[part.server][part] = version
         answers = reach([s.pull.remote(*a) for s, *a in zip(self._servers, asked, self._awaited, strict=True)])
         if None in answers:
+            self._is_stale = True
             raise NotYet
         for server, (changed, steps) in enumerate(answers):
             self._steps[server] = steps
@@ -99,7 +104,6 @@ class Replica:
         for index, variable in enumerate(self._variables):
             if variable.kind == "buffer":
                 self._buffers[index] = self._tensors[index].clone()
-        self.is_stale = False
 
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = args[0] if args else kwargs["input"]
@@ -116,6 +120,9 @@ class Replica:
     def pull_all(self) -> None:
         """Pull everything, tables as well."""
         self.refresh()
+        if not self._has_stale_tables:
+            return
+        self._has_stale_tables = False
         tables = [part for variable in self._variables if variable.table for part in variable.parts]
         answers = reach([self._servers[part.server].pull.remote({part: 0}, {}) for part in tables])
         for part, (changed, _) in zip(tables, answers, strict=True):
@@ -165,6 +172,7 @@ class Replica:
         """Let an optimizer's ``step`` push gradients; its index is the number of those before."""
         optimizer.step = functools.partial(self._push, len(self.optimizers), optimizer)  # type: ignore[method-assign]
         self.optimizers.append(optimizer)
+        self.expire()  # how many steps it has made is pulled, too
 
     def _push(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         result = None
@@ -182,7 +190,7 @@ class Replica:
             if self._synchronous is not None:
                 awaited[index] = steps[index] + 1 - self._synchronous.staleness
         reach(pushed)
-        self.is_stale = True
+        self.expire()
         return result
 
     def parts_of(self, parameter: Tensor) -> tuple[Part, ...]:
@@ -195,9 +203,11 @@ class Replica:
 
 
 def _gradient_of(part: Part, gradient: Tensor) -> Tensor:
-    if not gradient.is_sparse or not part.end:
-        return part.of(gradient) if not gradient.is_sparse else gradient.coalesce()
+    if not gradient.is_sparse:
+        return part.of(gradient)
     gradient = gradient.coalesce()
+    if not part.end:
+        return gradient
     rows = gradient.indices()[0]
     inside = (rows >= part.start) & (rows < part.end)
     shape = (part.end - part.start, *gradient.shape[1:])

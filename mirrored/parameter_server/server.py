@@ -7,6 +7,8 @@ who pull, as far as this server has it.
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,14 +66,16 @@ class Server:
     async def assign(self, values: Mapping[Part, Tensor]) -> None:
         """Give parts values."""
         for part, value in values.items():
-            own = self._parts.setdefault(part, torch.empty_like(value).requires_grad_(value.is_floating_point()))
-            own.detach().copy_(value)
+            if part in self._parts:
+                self._parts[part].copy_(value)
+            else:
+                self._parts[part] = value.clone()
             self._versions[part] += 1
 
     async def add(self, differences: Mapping[Part, Tensor]) -> None:
         """Add to buffers."""
         for part, difference in differences.items():
-            self._parts[part].detach().add_(difference)
+            self._parts[part].add_(difference)
             self._versions[part] += 1
 
     async def pull(
@@ -91,12 +95,12 @@ class Server:
                 await asyncio.wait_for(have_come, _PATIENCE)
         except (asyncio.TimeoutError, TimeoutError):
             return None
-        changed = {p: (self._versions[p], self._parts[p].detach()) for p, v in known.items() if self._versions[p] != v}
+        changed = {p: (self._versions[p], self._parts[p]) for p, v in known.items() if self._versions[p] != v}
         return changed, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
 
     async def rows(self, part: Part, rows: Tensor) -> Tensor:
         """Rows of a table, numbered from the part's first."""
-        return self._parts[part].detach().index_select(0, rows)
+        return self._parts[part].index_select(0, rows)
 
     # -- optimizers --------------------------------------------------------------------------------------
 
@@ -121,22 +125,18 @@ class Server:
         optimizer, synchronous = self._optimizers[index], self._synchronous
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
-        if synchronous is None:
-            self._step(optimizer, [gradients])
-        elif optimizer.steps - steps <= synchronous.staleness:
+        if synchronous is None or optimizer.steps - steps <= synchronous.staleness:
             optimizer.waiting.append(gradients)
-            if len(optimizer.waiting) == synchronous.replicas_to_aggregate:
-                self._step(optimizer, optimizer.waiting)
-                optimizer.waiting = []
+        if len(optimizer.waiting) == (1 if synchronous is None else synchronous.replicas_to_aggregate):
+            self._step(optimizer)
         async with self._stepped:
             self._stepped.notify_all()
 
-    def _step(self, optimizer: _Optimizer, gradients: Sequence[Mapping[Part, Tensor]]) -> None:
-        for part in {part: None for given in gradients for part in given}:
-            given = [gradient[part] for gradient in gradients if part in gradient]
-            total = given[0]
-            for other in given[1:]:
-                total = total + other
+    def _step(self, optimizer: _Optimizer) -> None:
+        """Step with the mean of the gradients that wait."""
+        gradients, optimizer.waiting = optimizer.waiting, []
+        for part in set().union(*gradients):
+            total = functools.reduce(operator.add, [given[part] for given in gradients if part in given])
             self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
             self._versions[part] += 1
         optimizer.inner.step()
@@ -147,8 +147,7 @@ class Server:
         """Step with the gradients that wait, though they are fewer."""
         for optimizer in self._optimizers.values():
             if optimizer.waiting:
-                self._step(optimizer, optimizer.waiting)
-                optimizer.waiting = []
+                self._step(optimizer)
 
     async def state(self, index: int) -> dict[Part, dict[str, Any]]:
         """The optimizer's state, by part."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from mirrored.parameter_server import references
 from mirrored.parameter_server.errors import reach
-from mirrored.parameter_server.layout import Part, Variable, join_state, lay_out, split_state
+from mirrored.parameter_server.layout import Part, PlacedVariable, join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
@@ -99,12 +100,13 @@ class ParameterServerStrategy(OneDeviceStrategy):
         super().__init__(seed=seed)
         self.workers = workers
         self._partitioner = variable_partitioner
+        self._turn = itertools.cycle(range(servers))
         self._synchronous = None if replicas_to_aggregate is None else Synchronous(replicas_to_aggregate, staleness)
         self._seed = seed
         self._cluster = Cluster()
         self._recorder = Recorder()
         self._named: list[Named] = []
-        self._variables: list[Variable] = []
+        self._variables: list[PlacedVariable] = []
         self._modules: list[nn.Module] = []
         self._indices: dict[int, int] = {}  # of variables, by the ids of their tensors
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
@@ -117,7 +119,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def _start_worker(self, index: int) -> Any:
         self._added[index] = 0
-        return self._cluster.start(Worker, index, self.workers, self._servers, self._synchronous, self._seed, True)
+        return self._cluster.start(Worker, index, self.workers, self._servers, self._synchronous, self._seed)
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
@@ -149,7 +151,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         return pickled, [settings_of(optimizer) for optimizer in self._replica.optimizers]
 
     def call(self, index: int, pickled: bytes, settings: list[Settings]) -> Any:
-        """Let a worker call a function; returns what :meth:`Worker.call` does.
+        """Let a worker call a function; returns what :meth:`.worker.Worker.call` does.
 
         Raises:
             RayActorError: the worker was lost. Another one has been started in its place.
@@ -165,7 +167,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             self._workers[index] = self._start_worker(index)
             raise
         finally:
-            self._replica.is_stale = True
+            self._replica.expire()
 
     def add_pipeline(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
         """See ``ClusterCoordinator.create_per_worker_dataset``."""
@@ -178,7 +180,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         """Synchronous training: let servers step with what they have, though it is fewer gradients."""
         if self._synchronous is not None:
             reach([server.flush.remote() for server in self._servers])
-            self._replica.is_stale = True
+            self._replica.expire()
 
     # -- placing what the scope has made -----------------------------------------------------------------
 
@@ -192,7 +194,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         first = len(self._named)
         self._named += named
         self._indices = {id(entry.tensor): index for index, entry in enumerate(self._named)}
-        self._variables += lay_out(named, first, _tables(roots), len(self._servers), self._partitioner)
+        self._variables += lay_out(named, first, _tables(roots), self._turn, self._partitioner)
         pickled = references.dump(roots, self._describe)
         modules = [module for root in roots for module in root.modules()]
         self._modules += modules

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mirrored.data.input_context import InputContext
 from mirrored.parameter_server import references
-from mirrored.parameter_server.layout import Variable
+from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import NotYet, Replica
 from mirrored.parameter_server.server import Settings, Synchronous
@@ -52,22 +52,14 @@ class Worker:
         servers: the actors.
         synchronous: whether, and how, servers step with the mean of several gradients.
         seed: of the chief's random numbers; those of workers differ.
-        local: whether all are on one machine, and share its cores.
     """
 
     def __init__(
-        self,
-        index: int,
-        workers: int,
-        servers: Sequence[Any],
-        synchronous: Synchronous | None,
-        seed: int | None,
-        local: bool,
+        self, index: int, workers: int, servers: Sequence[Any], synchronous: Synchronous | None, seed: int | None
     ) -> None:
         global _index
         _index = index
-        if local:
-            machine.share_out_threads(workers)
+        machine.share_out_threads(workers)
         self._strategy = OneDeviceStrategy(seed=None if seed is None else seed + 1 + index)
         self._input = InputContext(workers, index, 1)
         self._replica = Replica(servers, synchronous)
@@ -76,7 +68,7 @@ class Worker:
         self._pipelines: list[bytes] = []
         self._made: dict[Reference, Any] = {}
 
-    def add_models(self, pickled: bytes, variables: Sequence[Variable]) -> None:
+    def add_models(self, pickled: bytes, variables: Sequence[PlacedVariable]) -> None:
         """Make this worker's copies of models.
 
         Args:
@@ -121,31 +113,29 @@ class Worker:
                 self._made[reference] = iter(self._resolve(("dataset", index)))
         return self._made[reference]
 
-    def call(self, pickled: bytes, settings: Sequence[Settings]) -> Any:
+    def call(self, pickled: bytes, settings: Sequence[Settings]) -> bytes | Failed | NotYet:
         """Call a function.
 
         Args:
             pickled: the function, its arguments and keyword arguments.
-            settings: of the optimizers, as the chief has them now.
+            settings: of the optimizers that the chief had when it was scheduled.
 
         Returns:
-            What it returned, with tensors on the CPU; :class:`Failed` where it raised, and :class:`NotYet` where this
-            worker has to wait for others before it may begin.
+            What it returned, pickled, with tensors on the CPU; :class:`Failed` where it raised; :class:`NotYet` where
+            this worker has to wait for others before it may begin.
         """
         replica = self._replica
         try:
-            for optimizer, groups in zip(replica.optimizers, settings, strict=True):
+            for optimizer, groups in zip(replica.optimizers, settings, strict=False):
                 for group, changed in zip(optimizer.param_groups, groups, strict=True):
                     group.update(changed)
-            replica.is_stale = True
+            replica.expire()
             replica.refresh()
             fn, args, kwargs = references.load(pickled, self._resolve)
             result = fn(*args, **kwargs)
             replica.add_buffers()
             replica.refuse_writes()
-            result = trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result)
-            references.dump(result)
-            return result
+            return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
         except NotYet as early:
             return early
         except Exception as error:

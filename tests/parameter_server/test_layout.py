@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -52,18 +53,22 @@ def named(model: nn.Module) -> list[Named]:
     return [Named(name, p, "parameter") for name, p in model.named_parameters()]
 
 
+def turns(servers: int) -> Iterator[int]:
+    return itertools.cycle(range(servers))
+
+
 def test_servers_take_turns() -> None:
     model = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1))
-    variables = lay_out(named(model), 0, set(), 3, FixedShardsPartitioner(2))
+    variables = lay_out(named(model), 0, set(), turns(3), FixedShardsPartitioner(2))
     placed = [[(part.start, part.end, part.server) for part in variable.parts] for variable in variables]
     assert placed == [[(0, 3, 0), (3, 5, 1)], [(0, 3, 2), (3, 5, 0)], [(0, 0, 1)], [(0, 0, 2)]]
-    assert [variable.parts[0].server for variable in lay_out(named(model), 0, set(), 3, None)] == [0, 1, 2, 0]
+    assert [variable.parts[0].server for variable in lay_out(named(model), 0, set(), turns(3), None)] == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("shards", [[1, 2], [2], [6, 1], [0, 1]])
 def test_only_rows_are_cut(shards: list[int]) -> None:
     with pytest.raises(ValueError, match=r"cuts weight, of shape \(5, 2\), into .* along dimension 0 only"):
-        lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), 2, lambda shape, dtype: shards)
+        lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), turns(2), lambda shape, dtype: shards)
 
 
 def test_state_of_parts_is_that_of_the_whole() -> None:
@@ -71,7 +76,7 @@ def test_state_of_parts_is_that_of_the_whole() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    (variable,) = lay_out(named(model), 0, set(), 2, FixedShardsPartitioner(2))
+    (variable,) = lay_out(named(model), 0, set(), turns(2), FixedShardsPartitioner(2))
     state = optimizer.state[model.weight]
     parts = [(part, split_state(state, model.weight, part)) for part in variable.parts]
     assert [entry["exp_avg"].shape[0] for _, entry in parts] == [3, 2]

@@ -186,6 +186,26 @@ def test_synchronous_with_all_workers_is_the_mirrored_step() -> None:
     torch.testing.assert_close(parameters_of(training.model), towers(train_alone)[0], rtol=1e-6, atol=1e-6)
 
 
+def test_fewer_gradients_than_a_step_wants_keep_nobody_waiting() -> None:
+    training = Training(replicas_to_aggregate=2)
+    for steps in (1, 3, 1):
+        assert len(training.train(steps)) == steps
+    assert {int(entry["step"]) for entry in training.adam.state_dict()["state"].values()} == {4}
+
+
+def test_an_optimizer_that_a_later_call_brings(training: Training) -> None:
+    model, later = training.model, torch.optim.SGD(training.model.dense.parameters(), 0.0)
+
+    def step() -> None:
+        model(examples(0)[0]).sum().backward()
+        later.step()
+
+    values = [training.coordinator.schedule(training.step, args=(training.batches,)) for _ in range(20)]
+    training.coordinator.schedule(step)
+    training.coordinator.join()
+    assert len(training.coordinator.fetch(values)) == 20
+
+
 def test_a_worker_that_is_killed_loses_no_call(training: Training, tmp_path: pathlib.Path) -> None:
     def number_of_this_worker(number: int) -> tuple[int, int | None]:
         if number % 20 == 7 and not (place := tmp_path / str(number)).exists():
