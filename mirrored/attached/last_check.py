@@ -51,6 +51,7 @@ class LastCheck:
         heartbeat = self._health.heartbeat
         if os.getpid() != self._pid or heartbeat is None or getattr(sys, "last_value", None) is not None:
             return
+        failure.flush_output()  # the last tower's error may end this one before the interpreter does it
         values = self._check.held()
         messages = heartbeat.leave(_WHAT, _message(values))
         if messages is not None and (differences := _differences(messages, values)):

@@ -29,6 +29,12 @@ def test_towers_that_differ_when_they_end_end_with_an_error(starter: list[str]) 
     assert "This is how it was when the towers ended, after step 3" in job.stderr
 
 
+def test_what_a_tower_has_printed_is_seen_though_it_is_killed_at_its_end(tmp_path: pathlib.Path) -> None:
+    job = run_command(["mirrored", "run", "--towers", "2", DRIFTS, "drifts", str(tmp_path / "has left")], code=1)
+    assert "MirrorError" in job.stderr
+    assert job.stdout == "done\n"
+
+
 @pytest.mark.parametrize(("kind", "code"), [("equal", 0), ("unchecked", 0), ("drops", 0), ("fails", 3)])
 def test_towers_that_end_otherwise_are_left_alone(kind: str, code: int) -> None:
     job = run_command(["mirrored", "run", "--towers", "2", DRIFTS, kind], env={"CUDA_VISIBLE_DEVICES": ""})

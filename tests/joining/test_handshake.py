@@ -17,8 +17,9 @@ from tests.support.sockets import family, listening
 from tests.support.waiting import HANG
 from towers import HandshakeError, StartupError
 from towers.collectives.connecting import compare_towers
+from towers.joining import participant
 from towers.joining.participant import versions
-from towers.joining.store import Message, sign
+from towers.joining.store import OWNER, Message, SignedStore, sign
 from towers.launching.job import Job
 from towers.topology import JOB_TOKEN
 
@@ -49,6 +50,19 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
     finally:
         first.kill()
         first.communicate(timeout=HANG)
+
+
+def test_a_tower_that_comes_before_the_chief_has_signed_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+    class Joined(TCPStore):
+        def wait(self, *args: object) -> None:
+            SignedStore(served, TOKEN).write(OWNER, {"host": "the chief's"})
+            super().wait(*args)
+
+    monkeypatch.setattr(participant, "TCPStore", Joined)
+    with pytest.raises(HandshakeError, match="a message of a process on the chief's with another job token"):
+        join(served, token="wrong")
 
 
 @pytest.mark.slow

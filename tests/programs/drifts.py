@@ -3,15 +3,21 @@
 The step is written out: torch's optimizers load its compiler, which takes a second of each process.
 """
 
+import atexit
 import gc
+import os
 import sys
 
 import torch
 from torch import nn
 
 import mirrored
+from tests.support.waiting import forever, wait_until
 
-kind = sys.argv[1]
+kind, *signs = sys.argv[1:]
+if signs and os.environ["RANK"] == "0":  # it leaves last, and then stays until it is killed
+    atexit.register(forever)
+    atexit.register(open, signs[0], "w")
 strategy = mirrored.MirroredStrategy(mirror_check_interval=None if kind == "unchecked" else 250, seed=0)
 with strategy.scope():
     model = nn.Linear(4, 2)
@@ -35,4 +41,6 @@ if kind == "drops" and strategy.topology.index == 1:
     gc.collect()
 if kind == "fails":
     raise SystemExit(3)
+if signs and strategy.topology.index == 1:
+    wait_until(lambda: os.path.exists(signs[0]))
 strategy.print("done")

@@ -334,7 +334,12 @@ def end_soon_preempted() -> None:
 
 def leave(code: int) -> NoReturn:
     """End this process at once, without finalizing the interpreter."""
+    flush_output()
+    os._exit(code)
+
+
+def flush_output() -> None:
+    """Let what this process has printed reach who reads it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or nobody reads it any more
             stream.flush()
-    os._exit(code)

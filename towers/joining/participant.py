@@ -21,6 +21,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import NoReturn
 
 import torch
@@ -122,6 +123,8 @@ class Participant:
             ) from None
         try:
             with self.needs_server():
+                if self.chief_serves:  # who came before its signature would take the store for its own
+                    store.wait([OWNER], timedelta(seconds=max(1.0, deadline.remaining())))
                 own = {"host": socket.gethostname()}
                 SignedStore(store, self.token).publish(OWNER, own, refuse_other_jobs=True)
         except OtherJobError as error:
