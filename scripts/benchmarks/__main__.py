@@ -7,7 +7,7 @@ import sys
 
 BENCHMARKS = (
     *("allreduce", "checkpoint", "device", "fit", "memory", "table"),
-    *("mirror", "parts", "scaling", "step", "virtual"),
+    *("mirror", "parts", "scaling", "servers", "step", "virtual"),
 )
 
 
