@@ -3,16 +3,21 @@
 [Note: at least once] A worker that is lost comes back as a new process, and what it was computing is given to whoever
 is free. Some of it may have been pushed before, so it counts at least once. A call that has cost so many workers in
 turn is itself the cause, and an error.
+
+[Note: the end] A thread for each worker knows the coordinator weakly, but while it has a call. So a strategy and its
+coordinator that a script drops are freed, and Ray ends the processes that nobody has a handle of.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from threading import Condition, Thread
 from typing import Any
+from weakref import ref
 
 from ray.exceptions import RayActorError
 
@@ -80,17 +85,23 @@ class ClusterCoordinator:
         strategy: there is one coordinator for each.
 
     Raises:
-        mirrored.parameter_server.errors.ServerLostError: by every method, from then on.
+        RuntimeError: the strategy has another one.
+        mirrored.parameter_server.errors.ServerLostError: a server has ended; by every method, from then on.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if strategy.coordinator() is not None:
+            raise RuntimeError("the strategy has a ClusterCoordinator already: schedule by that one")
         self.strategy = strategy
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
         self._error: BaseException | None = None
+        shared = self._changed, self._queue
+        reference = strategy.coordinator = ref(self, functools.partial(_abandon, *shared))
         for index in range(strategy.workers):
-            threading.Thread(target=self._serve, args=(index,), name=f"mirrored-worker-{index}", daemon=True).start()
+            arguments = (*shared, reference, index)
+            Thread(target=_serve, args=arguments, name=f"mirrored-worker-{index}", daemon=True).start()
 
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -131,15 +142,17 @@ class ClusterCoordinator:
         self._raise_error()
         return trees.map_leaves(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, value)
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Data of each worker's own; a worker that comes back begins them anew.
 
         Args:
-            dataset_fn: returns something iterable. It is called once on each worker, with an
-                :class:`mirrored.InputContext` if it takes an argument.
+            dataset_fn: returns something iterable. It is called once on each worker (for a generator: for each
+                iterator), with an :class:`mirrored.InputContext` if it takes an argument. Or the data themselves, which
+                are sent to each worker.
 
         Returns:
-            What ``iter()`` makes an argument for :meth:`schedule` of; there it is each worker's own iterator.
+            What ``iter()`` makes an argument for :meth:`schedule` of; there it is each worker's own iterator. Another
+            ``iter()`` is another iterator, from the beginning.
         """
         return self.strategy.add_pipeline(dataset_fn)
 
@@ -158,33 +171,29 @@ class ClusterCoordinator:
 
     # -- one thread for each worker ----------------------------------------------------------------------
 
-    def _serve(self, index: int) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue)
-                call = self._queue.popleft()
-                self._running += 1
-            try:
-                outcome = self.strategy.call(index, call.pickled, call.settings)
-            except RayActorError as error:
-                call.lost += 1
-                outcome = NotYet() if call.lost < _MOST_LOST else Failed(_costs_workers(call.lost, error), "")
-                log.warning("worker %d was lost, and is started again", index)
-            except BaseException as error:
-                outcome = Failed(error, "")
-            with self._changed:
-                self._running -= 1
-                if isinstance(outcome, NotYet) and self._error is None:
-                    self._queue.appendleft(call)
-                elif isinstance(outcome, Failed):
-                    self._fail(call, index, outcome)
-                elif isinstance(outcome, NotYet):
-                    _cancel(call)
-                else:
-                    call.value._future.set_result(references.load(outcome))
-                self._changed.notify_all()
-            if isinstance(outcome, NotYet):
-                clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
+    def _compute(self, index: int, call: _Call) -> None:
+        try:
+            outcome = self.strategy.call(index, call.pickled, call.settings)
+            value = references.load(outcome) if isinstance(outcome, bytes) else None
+        except RayActorError as error:
+            call.lost += 1
+            outcome = NotYet() if call.lost < _MOST_LOST else Failed(_costs_workers(call.lost, error), "")
+            log.warning("worker %d was lost, and is started again", index)
+        except BaseException as error:
+            outcome = Failed(error, "")
+        with self._changed:
+            self._running -= 1
+            if isinstance(outcome, NotYet) and self._error is None:
+                self._queue.appendleft(call)
+            elif isinstance(outcome, Failed):
+                self._fail(call, index, outcome)
+            elif isinstance(outcome, NotYet):
+                _cancel(call)
+            else:
+                call.value._future.set_result(value)
+            self._changed.notify_all()
+        if isinstance(outcome, NotYet):
+            clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
 
     def _fail(self, call: _Call, index: int, failed: Failed) -> None:
         call.value._future.set_exception(failed.error)
@@ -196,8 +205,30 @@ class ClusterCoordinator:
             self._error = failed.error
 
 
-def _cancel(call: _Call) -> None:
-    call.value._future.set_exception(CancelledError("another function that was scheduled has raised"))
+def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:
+    """Let a worker compute calls until the coordinator is dropped."""
+    while True:
+        with changed:
+            changed.wait_for(lambda: queue)
+            if (coordinator := reference()) is None:
+                return
+            call = queue.popleft()
+            coordinator._running += 1
+        coordinator._compute(index, call)
+        del coordinator
+
+
+def _abandon(changed: Condition, queue: deque[Any], _: object) -> None:
+    """End the threads of a coordinator that is gone, and cancel what they have not begun."""
+    with changed:
+        while queue:
+            _cancel(queue.popleft(), "the coordinator is gone")
+        queue.append(None)  # no thread waits any more
+        changed.notify_all()
+
+
+def _cancel(call: _Call, reason: str = "another function that was scheduled has raised") -> None:
+    call.value._future.set_exception(CancelledError(reason))
 
 
 def _costs_workers(count: int, error: Exception) -> RuntimeError:

@@ -4,13 +4,17 @@
 looks up, in each forward; the others of its weight are not there. Its gradient has these rows only, as has the push.
 
 [Note: what is pushed] Gradients, when an optimizer steps; what a call has added to buffers (BatchNorm's statistics),
-when it ends. A parameter that a script writes to itself would be this process's alone, so that is an error, but on the
-chief, whose writes count.
+when it ends. Servers' answers to both are waited for together, before the next pull or at the end of the call. A
+parameter that a script writes to itself would be this process's alone, so that is an error, but on the chief, whose
+writes count.
 """
 
 from __future__ import annotations
 
 import functools
+import types
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirrored.parameter_server.errors import reach
 from mirrored.parameter_server.layout import Part, PlacedVariable
 from mirrored.parameter_server.server import Settings, Synchronous
+from mirrored.parameter_server.servers import Servers
+from mirrored.parameter_server.values import Values
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -33,7 +38,7 @@ class Replica:
     """The variables as one process has them.
 
     Args:
-        servers: the actors.
+        servers: where they are.
         synchronous: whether, and how, they step with the mean of several gradients.
         publishes: whether what the script writes to variables is assigned on the servers: the chief's is.
 
@@ -41,7 +46,7 @@ class Replica:
         optimizers: whose steps are pushed.
     """
 
-    def __init__(self, servers: Sequence[Any], synchronous: Synchronous | None, publishes: bool = False) -> None:
+    def __init__(self, servers: Servers, synchronous: Synchronous | None, publishes: bool = False) -> None:
         self._servers = servers
         self._synchronous = synchronous
         self._publishes = publishes
@@ -51,8 +56,9 @@ class Replica:
         self._known: dict[Part, int] = {}  # versions
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
         self._buffers: dict[int, Tensor] = {}  # as they were pulled
-        self._steps: list[dict[int, int]] = [{} for _ in servers]  # of each optimizer, when they were pulled
-        self._awaited: list[dict[int, int]] = [{} for _ in servers]  # how many the next pull waits for
+        self._steps: list[dict[int, int]] = [{} for _ in servers.actors]  # of each optimizer, when they were pulled
+        self._awaited: list[dict[int, int]] = [{} for _ in servers.actors]  # how many the next pull waits for
+        self._sent: list[dict[int, Any]] = []  # what servers have not answered yet
         self.optimizers: list[Optimizer] = []
         self._is_stale = self._has_stale_tables = True
 
@@ -63,6 +69,7 @@ class Replica:
         """
         new = range(len(self._tensors), len(tensors))
         self._variables, self._tensors = variables, [*tensors]
+        self._servers.variables = variables
         self._index = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._known |= {part: 0 for i in new if not variables[i].table for part in variables[i].parts}
         self._noted += [tensors[i]._version for i in new]
@@ -89,33 +96,34 @@ class Replica:
         if not self._is_stale:
             return
         self._is_stale = False  # before it asks: another thread may say meanwhile that it is
-        asked: list[dict[Part, int]] = [{} for _ in self._servers]
+        self.settle()
+        asked: list[tuple[dict[Part, int], dict[int, int]]] = [({}, awaited) for awaited in self._awaited]
         for part, version in self._known.items():
-            asked[part.server][part] = version
-        answers = reach([s.pull.remote(*a) for s, *a in zip(self._servers, asked, self._awaited, strict=True)])
-        if None in answers:
+            asked[part.server][0][part] = version
+        answers = self._servers.ask("pull", dict(enumerate(asked)))
+        if None in answers.values():
             self._is_stale = True
             raise NotYet
-        for server, (changed, steps) in enumerate(answers):
+        for server, (changed, versions, steps) in answers.items():
             self._steps[server] = steps
-            for part, (version, value) in changed.items():
-                self._known[part] = version
-                part.of(self._tensors[part.variable].data).copy_(value)
+            self._known |= versions
+            self._take(changed)
         for index, variable in enumerate(self._variables):
             if variable.kind == "buffer":
                 self._buffers[index] = self._tensors[index].clone()
 
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = args[0] if args else kwargs["input"]
-        rows = torch.unique(inputs)
+        rows = torch.unique(inputs).long()
         weight: Any = table.weight
-        pieces = []
-        for part in self._variables[self._index[id(weight)]].parts:
-            inside = rows if not part.end else rows[(rows >= part.start) & (rows < part.end)]
+        wanted: defaultdict[int, Values] = defaultdict(Values)
+        for part in self.parts_of(weight):
+            inside = rows[(rows >= part.start) & (rows < part.end)] - part.start if part.end else rows
             if len(inside):
-                pieces.append((inside, self._servers[part.server].rows.remote(part, inside - part.start)))
-        for (inside, _), values in zip(pieces, reach([answer for _, answer in pieces]), strict=True):
-            weight.data.index_copy_(0, inside, values)
+                wanted[part.server][part] = inside
+        for server, found in self._servers.ask("rows", wanted).items():
+            for part, values in found.items():
+                part.of(weight.data).index_copy_(0, wanted[server][part], values)
 
     def pull_all(self) -> None:
         """Pull everything, tables as well."""
@@ -123,19 +131,28 @@ class Replica:
         if not self._has_stale_tables:
             return
         self._has_stale_tables = False
-        tables = [part for variable in self._variables if variable.table for part in variable.parts]
-        answers = reach([self._servers[part.server].pull.remote({part: 0}, {}) for part in tables])
-        for part, (changed, _) in zip(tables, answers, strict=True):
-            part.of(self._tensors[part.variable].data).copy_(changed[part][1])
+        for variable in self._variables:  # one after the other: they are large
+            for part in variable.parts if variable.table else ():
+                self._take(self._servers.ask("pull", {part.server: ({part: 0}, {})})[part.server][0])
+
+    def _take(self, values: Values) -> None:
+        for part, value in values.items():
+            part.of(self._tensors[part.variable].data).copy_(value)
+
+    def settle(self) -> None:
+        """Wait until servers have taken what was pushed."""
+        sent, self._sent = self._sent, []
+        for answers in sent:
+            self._servers.receive(answers)
 
     def assign(self, indices: Iterable[int]) -> None:
         """Give variables, on the servers, the values that they have here."""
-        values: list[dict[Part, Tensor]] = [{} for _ in self._servers]
+        values: defaultdict[int, Values] = defaultdict(Values)
         for index in indices:
             for part in self._variables[index].parts:
                 values[part.server][part] = part.of(self._tensors[index].detach())
             self._noted[index] = self._tensors[index]._version
-        reach([s.assign.remote(given) for s, given in zip(self._servers, values, strict=True) if given])
+        self._servers.ask("assign", values)
 
     def written(self) -> list[int]:
         """The variables that were written to since :meth:`assign`, or since this was made, other than by a pull."""
@@ -157,39 +174,47 @@ class Replica:
 
     def add_buffers(self) -> None:
         """Push what has been added to buffers since they were pulled."""
-        differences: list[dict[Part, Tensor]] = [{} for _ in self._servers]
+        differences: defaultdict[int, Values] = defaultdict(Values)
         for index, before in self._buffers.items():
             tensor = self._tensors[index]
             self._noted[index] = tensor._version
             if not torch.equal(tensor, before):
                 (part,) = self._variables[index].parts
                 differences[part.server][part] = tensor - before
-        reach([s.add.remote(given) for s, given in zip(self._servers, differences, strict=True) if given])
+        self._sent.append(self._servers.send("add", differences))
 
     # -- optimizers --------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer's ``step`` push gradients; its index is the number of those before."""
-        optimizer.step = functools.partial(self._push, len(self.optimizers), optimizer)  # type: ignore[method-assign]
+        index = len(self.optimizers)
+
+        @functools.wraps(optimizer.step)  # a learning rate's schedule has left a note there
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._push(index, optimizer, closure)
+
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        if self._publishes:  # the steps that a schedule misses here are the workers'
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
         self.optimizers.append(optimizer)
         self.expire()  # how many steps it has made is pulled, too
 
-    def _push(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def _push(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        gradients: list[dict[Part, Tensor]] = [{} for _ in self._servers]  # one without any counts the step, too
+        gradients: defaultdict[int, Values] = defaultdict(Values)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 for part in self.parts_of(parameter) if parameter.grad is not None else ():
                     gradients[part.server][part] = _gradient_of(part, parameter.grad)
-        settings, pushed = settings_of(optimizer), []
-        for server, given, steps, awaited in zip(self._servers, gradients, self._steps, self._awaited, strict=True):
-            pushed.append(server.push.remote(index, given, settings, steps[index]))
+        settings, pushed = settings_of(optimizer), {}
+        for server, steps in enumerate(self._steps):  # one without gradients counts the step, too
+            pushed[server] = gradients[server], index, settings, steps[index]
             if self._synchronous is not None:
-                awaited[index] = steps[index] + 1 - self._synchronous.staleness
-        reach(pushed)
+                self._awaited[server][index] = steps[index] + 1 - self._synchronous.staleness
+        self._sent.append(self._servers.send("push", pushed))
         self.expire()
         return result
 

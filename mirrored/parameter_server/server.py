@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import Part
+from mirrored.parameter_server.values import Values
 
 _PATIENCE = 1.0  # seconds
 
@@ -49,7 +50,7 @@ class _Optimizer:
     """
 
     inner: torch.optim.Optimizer
-    waiting: list[Mapping[Part, Tensor]]
+    waiting: list[Values]
     steps: int = 0
 
 
@@ -57,22 +58,23 @@ class Server:
     """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`."""
 
     def __init__(self, synchronous: Synchronous | None) -> None:
+        torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
         self._synchronous = synchronous
         self._parts: dict[Part, Tensor] = {}
         self._versions: defaultdict[Part, int] = defaultdict(int)
         self._optimizers: dict[int, _Optimizer] = {}
         self._stepped = asyncio.Condition()
 
-    async def assign(self, values: Mapping[Part, Tensor]) -> None:
+    async def assign(self, values: Values) -> None:
         """Give parts values."""
         for part, value in values.items():
             if part in self._parts:
                 self._parts[part].copy_(value)
             else:
-                self._parts[part] = value.clone()
+                self._parts[part] = value
             self._versions[part] += 1
 
-    async def add(self, differences: Mapping[Part, Tensor]) -> None:
+    async def add(self, differences: Values) -> None:
         """Add to buffers."""
         for part, difference in differences.items():
             self._parts[part].add_(difference)
@@ -80,8 +82,9 @@ class Server:
 
     async def pull(
         self, known: Mapping[Part, int], steps: Mapping[int, int]
-    ) -> tuple[dict[Part, tuple[int, Tensor]], dict[int, int]] | None:
-        """The parts whose versions are not those that are known, and how many steps each optimizer has made.
+    ) -> tuple[Values, dict[Part, int], dict[int, int]] | None:
+        """The parts whose versions are not those that are known, their versions, and how many steps each optimizer has
+        made.
 
         Args:
             steps: how many each has to have made. It waits a second for that.
@@ -95,12 +98,13 @@ class Server:
                 await asyncio.wait_for(have_come, _PATIENCE)
         except (asyncio.TimeoutError, TimeoutError):
             return None
-        changed = {p: (self._versions[p], self._parts[p]) for p, v in known.items() if self._versions[p] != v}
-        return changed, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
+        versions = {part: self._versions[part] for part, version in known.items() if self._versions[part] != version}
+        changed = Values({part: self._parts[part].clone() for part in versions})  # Ray sends it while others step
+        return changed, versions, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
 
-    async def rows(self, part: Part, rows: Tensor) -> Tensor:
-        """Rows of a table, numbered from the part's first."""
-        return self._parts[part].index_select(0, rows)
+    async def rows(self, wanted: Values) -> Values:
+        """Rows of tables, numbered from the part's first."""
+        return Values({part: self._parts[part].index_select(0, rows) for part, rows in wanted.items()})
 
     # -- optimizers --------------------------------------------------------------------------------------
 
@@ -109,14 +113,15 @@ class Server:
 
         Args:
             pickled: the optimizer, without state.
-            parts: this server's.
+            parts: of its parameters; some may be other servers'.
         """
         inner = references.load(pickled, lambda reference: reference[1])
         for group in inner.param_groups:
-            group["params"] = [self._parts[part] for i in group["params"] for part in parts if part.variable == i]
+            own = [part for i in group["params"] for part in parts if part.variable == i and part in self._parts]
+            group["params"] = [self._parts[part] for part in own]
         self._optimizers[index] = _Optimizer(inner, [])
 
-    async def push(self, index: int, gradients: Mapping[Part, Tensor], settings: Settings, steps: int) -> None:
+    async def push(self, gradients: Values, index: int, settings: Settings, steps: int) -> None:
         """Step with gradients; synchronously: with the mean of several, when all have come.
 
         Args:

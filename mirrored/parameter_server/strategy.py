@@ -8,7 +8,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 try:
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server import references
-from mirrored.parameter_server.errors import reach
 from mirrored.parameter_server.layout import Part, PlacedVariable, join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import TABLES, Replica, settings_of
 from mirrored.parameter_server.server import Server, Settings, Synchronous
+from mirrored.parameter_server.servers import Servers
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import OneDeviceStrategy
@@ -42,19 +42,18 @@ log = get_logger("mirrored")
 class PerWorkerDataset:
     """What ``ClusterCoordinator.create_per_worker_dataset`` returns; its iterator is an argument for ``schedule``."""
 
-    index: int
-    kind = "dataset"
+    reference: Reference
+    iterators: Iterator[int] = field(default_factory=itertools.count)
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self.index)
+        return PerWorkerIterator(("iterator", self.reference[1], next(self.iterators)))
 
 
 @dataclass(frozen=True)
 class PerWorkerIterator:
     """In a function that is scheduled, an iterator over the worker's own data."""
 
-    index: int
-    kind = "iterator"
+    reference: Reference
 
     def __next__(self) -> Any:
         raise RuntimeError("the data are the workers': call next() in a function that is given to schedule()")
@@ -99,6 +98,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             )
         super().__init__(seed=seed)
         self.workers = workers
+        self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         self._partitioner = variable_partitioner
         self._turn = itertools.cycle(range(servers))
         self._synchronous = None if replicas_to_aggregate is None else Synchronous(replicas_to_aggregate, staleness)
@@ -111,10 +111,11 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._indices: dict[int, int] = {}  # of variables, by the ids of their tensors
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
         self._added = [0] * workers
-        self._servers = [self._cluster.start(Server, self._synchronous) for _ in range(servers)]
+        self._servers = Servers([self._cluster.start(Server, self._synchronous) for _ in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
         self._replica = Replica(self._servers, self._synchronous, publishes=True)
-        reach([actor.__ray_ready__.remote() for actor in (*self._servers, *self._workers)])
+        self._servers.ask_all("__ray_ready__")
+        ray.get([worker.__ray_ready__.remote() for worker in self._workers])
         log.info("%d workers and %d servers, started by %s", workers, servers, self._cluster.origin)
 
     def _start_worker(self, index: int) -> Any:
@@ -169,17 +170,17 @@ class ParameterServerStrategy(OneDeviceStrategy):
         finally:
             self._replica.expire()
 
-    def add_pipeline(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
+    def add_pipeline(self, dataset_fn: Any) -> PerWorkerDataset:
         """See ``ClusterCoordinator.create_per_worker_dataset``."""
         self._place()
         count = sum(method == "add_pipeline" for method, _ in self._additions)
         self._additions.append(("add_pipeline", (references.dump(dataset_fn, self._reference_of),)))
-        return PerWorkerDataset(count)
+        return PerWorkerDataset(("dataset", count))
 
     def flush(self) -> None:
         """Synchronous training: let servers step with what they have, though it is fewer gradients."""
         if self._synchronous is not None:
-            reach([server.flush.remote() for server in self._servers])
+            self._servers.ask_all("flush")
             self._replica.expire()
 
     # -- placing what the scope has made -----------------------------------------------------------------
@@ -219,7 +220,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         if isinstance(obj, Optimizer):
             return ("optimizer", self._index_of(obj))
         if isinstance(obj, (PerWorkerDataset, PerWorkerIterator)):
-            return (obj.kind, obj.index)
+            return obj.reference
         return ("strategy", 0) if obj is self else None
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -240,12 +241,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         stateless = copy.copy(optimizer)
         stateless.state = defaultdict(dict)
         pickled = references.dump(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
-        reach(
-            [
-                server.install.remote(index, pickled, [part for part in parts if part.server == number])
-                for number, server in enumerate(self._servers)
-            ]
-        )
+        self._servers.ask_all("install", index, pickled, parts)
         self._replica.adopt(optimizer)
         self._additions.append(("add_optimizer", (pickled,)))
         if optimizer.state:
@@ -256,9 +252,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def _get_state(self, index: int, optimizer: Optimizer) -> None:
         state = {
-            part: entry
-            for answer in reach([s.state.remote(index) for s in self._servers])
-            for part, entry in answer.items()
+            part: entry for answer in self._servers.ask_all("state", index).values() for part, entry in answer.items()
         }
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -267,11 +261,11 @@ class ParameterServerStrategy(OneDeviceStrategy):
                     optimizer.state[parameter] = join_state(there, parameter)
 
     def _set_state(self, index: int, optimizer: Optimizer) -> None:
-        states: list[dict[Part, dict[str, Any]]] = [{} for _ in self._servers]
+        states: list[dict[Part, dict[str, Any]]] = [{} for _ in self._servers.actors]
         for parameter, entry in optimizer.state.items():
             for part in self._replica.parts_of(parameter):
                 states[part.server][part] = split_state(entry, parameter, part)
-        reach([server.set_state.remote(index, state) for server, state in zip(self._servers, states, strict=True)])
+        self._servers.ask("set_state", {server: (index, state) for server, state in enumerate(states)})
 
 
 def _tables(models: Sequence[nn.Module]) -> set[int]:

@@ -17,6 +17,7 @@ from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import NotYet, Replica
 from mirrored.parameter_server.server import Settings, Synchronous
+from mirrored.parameter_server.servers import Servers
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import machine
 from towers.system import tree as trees
@@ -49,13 +50,13 @@ class Worker:
     Args:
         index: from 0.
         workers: how many there are.
-        servers: the actors.
+        servers: where variables are.
         synchronous: whether, and how, servers step with the mean of several gradients.
         seed: of the chief's random numbers; those of workers differ.
     """
 
     def __init__(
-        self, index: int, workers: int, servers: Sequence[Any], synchronous: Synchronous | None, seed: int | None
+        self, index: int, workers: int, servers: Servers, synchronous: Synchronous | None, seed: int | None
     ) -> None:
         global _index
         _index = index
@@ -91,7 +92,7 @@ class Worker:
         self._replica.adopt(references.load(pickled, self._resolve))
 
     def add_pipeline(self, pickled: bytes) -> None:
-        """Keep the function of ``create_per_worker_dataset`` until its data are asked for."""
+        """Keep what ``create_per_worker_dataset`` was given until its data are asked for."""
         self._pipelines.append(pickled)
 
     def _resolve(self, reference: Reference) -> Any:
@@ -105,13 +106,20 @@ class Worker:
         if kind == "strategy":
             return self._strategy
         if reference not in self._made:
-            if kind == "dataset":
-                fn = references.load(self._pipelines[index], self._resolve)
-                takes_context = bool(inspect.signature(fn).parameters)
-                self._made[reference] = fn(self._input) if takes_context else fn()
-            else:
-                self._made[reference] = iter(self._resolve(("dataset", index)))
+            self._made[reference] = self._load_data(index) if kind == "dataset" else self._iterate(index)
         return self._made[reference]
+
+    def _load_data(self, index: int) -> Any:
+        data = references.load(self._pipelines[index], self._resolve)
+        if not callable(data):
+            return data
+        return data(self._input) if inspect.signature(data).parameters else data()
+
+    def _iterate(self, index: int) -> Any:
+        data = self._resolve(("dataset", index))
+        if (iterator := iter(data)) is data:
+            del self._made[("dataset", index)]  # it can be used once: another iterator is one over new data
+        return iterator
 
     def call(self, pickled: bytes, settings: Sequence[Settings]) -> bytes | Failed | NotYet:
         """Call a function.
@@ -132,8 +140,11 @@ class Worker:
             replica.expire()
             replica.refresh()
             fn, args, kwargs = references.load(pickled, self._resolve)
-            result = fn(*args, **kwargs)
-            replica.add_buffers()
+            try:
+                result = fn(*args, **kwargs)
+                replica.add_buffers()
+            finally:
+                replica.settle()
             replica.refuse_writes()
             return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
         except NotYet as early:
