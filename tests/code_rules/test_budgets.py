@@ -15,10 +15,10 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 20_529, 8_507
+PRODUCT, CORE = 20_613, 8_507
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 20_484, "scripts": 2_153}
+AROUND = {"tests": 20_889, "scripts": 2_207}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400
