@@ -127,6 +127,33 @@ def test_parameters_and_state_are_there_once() -> None:
     assert held + sum(held for _, held, _ in others) == 2 * numel
 
 
+def divide_rows(strategy: mirrored.Strategy, replaces: bool) -> tuple[list[int], list[int], bool]:
+    """Used rows and all rows that this tower updates of two tables, and whether these lie without gaps."""
+    tables = strategy.mirror(nn.ModuleList([nn.Embedding(1000, 2, sparse=True), nn.Embedding(3, 2, sparse=True)]))
+    optimizer = torch.optim.SparseAdam(tables.parameters())
+    words = torch.tensor([0, 1, 2, 3, 5, 8, 500, 999])
+
+    def step() -> None:
+        (tables[0](words).sum() + tables[1](words[:1]).sum()).backward()
+        if replaces and strategy.topology.index == 1:
+            tables[0].weight.grad = torch.sparse_coo_tensor([[700, 701, 702, 703]], torch.ones(4, 2), (1000, 2))
+        optimizer.step()
+
+    strategy.run(step)
+    division = strategy.engine.attached(OptimizerSharder)._known[optimizer]._division
+    used = [int(((words >= shard.start) & (words < shard.end)).sum()) for shard in division.shards[:1]]
+    assert len(optimizer.state_dict()["state"]) == 2
+    rows = [len(p) for p in division.parameters]
+    return used, rows, all(p.is_contiguous() for p in division.parameters)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_towers_update_as_many_used_rows_each(replaces: bool) -> None:
+    """Also where one tower has given a table another gradient: tower 0 has the say."""
+    results = towers(divide_rows, replaces, settings=CENTRAL)
+    assert results == [([4], [5, 1], True), ([4], [995, 2], True)]
+
+
 def scale_all(strategy: mirrored.Strategy, kernel: str) -> list[Tensor]:
     """Parameters are scaled after some steps; a kernel that tells nothing makes all count as changed."""
 

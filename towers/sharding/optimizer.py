@@ -17,6 +17,7 @@ that nobody has declared element-wise. What worked must go on working.
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ from towers.sharding.inner import (
     step_inner,
     with_closure_called,
 )
-from towers.sharding.shards import Shard, shards_of
+from towers.sharding.shards import Shard, cut_rows, shards_of
 from towers.sharding.transport import ShardTransport
 from towers.system.log import get_logger
 from towers.system.memory_layout import is_dense
@@ -231,18 +232,17 @@ class ShardedOptimizer:
             state = {**self._unused, **self._whole_state()}
             self._unused = {p: values for p, values in state.items() if p not in present}
             optimizer.state = defaultdict(dict, {p: values for p, values in state.items() if p in present})
-        whole = self._updated_whole(flat)
+        cuts = self._cut(flat)
         size = self._transport.channel.size
-        all_shards = [shards_of(tower, slots, whole, size) for tower in range(size)]
+        all_shards = [shards_of(tower, slots, cuts, size) for tower in range(size)]
         shards = all_shards[self._transport.channel.index]
-        sharded = [slot for slot in flat if slot not in whole]
         templates = {slot: p.detach().to("meta") for slot in flat if (p := slot.parameter()) is not None}
         layout = self._averager.layout
-        self._transport.place(sharded, layout, self._averager.keys)
+        self._transport.place(list(cuts), layout, self._averager.keys)
         spread = self._transport.plan([[shard for shard in row if not shard.whole] for row in all_shards])
         parameters = [inner_parameter(shard, self._transport.home(shard)) for shard in shards]
         make_groups(optimizer, self.inner, shards, parameters)
-        self._division = _Division(layout, groups, all_shards, shards, parameters, sharded, templates, spread)
+        self._division = _Division(layout, groups, all_shards, shards, parameters, list(cuts), templates, spread)
         if isinstance(optimizer.state, ShardedState):
             optimizer.state = defaultdict(dict)
         return self._division
@@ -255,13 +255,14 @@ class ShardedOptimizer:
         hindrance = f", together with {_hindrance(group)}" if slot is not None and transport.takes_sparse else ""
         raise MirrorError(f"{transport.feature} cannot shard {self._name}: it holds {what}{hindrance}")
 
-    def _updated_whole(self, slots: Sequence[Slot]) -> set[Slot]:
-        """The parameters that every tower has to update whole, since some tower cannot shard them."""
-        local = bytes(self._can_be_sharded(slot) for slot in slots)
-        rows = self._transport.channel.all_gather_bytes(local)
-        whole = {slot for slot, *can in zip(slots, *rows, strict=True) if not all(can)}
-        names = [slot.name for slot in slots if slot in whole and slot.shape.numel()]
-        if names and self._transport.channel.index == 0:
+    def _cut(self, slots: Sequence[Slot]) -> dict[Slot, list[int]]:
+        """Where tower 0 cuts parameters; those that some tower cannot shard are missing, and updated whole by all."""
+        channel = self._transport.channel
+        local = [self._can_be_sharded(slot) and cut_rows(slot, channel.size) for slot in slots]
+        rows = map(json.loads, channel.all_gather_bytes(json.dumps(local).encode()))
+        cuts = {slot: row[0] for slot, *row in zip(slots, *rows, strict=True) if all(row)}
+        names = [slot.name for slot in slots if slot not in cuts and slot.shape.numel()]
+        if names and channel.index == 0:
             log.info(
                 "%s: %d parameters (%s …) are updated whole by every tower: they are not dense in memory, or their "
                 "gradients are of another dtype, or something shares them (another parameter, a kept state_dict())",
@@ -269,7 +270,7 @@ class ShardedOptimizer:
                 len(names),
                 ", ".join(names[:3]),
             )
-        return whole
+        return cuts
 
     def _can_be_sharded(self, slot: Slot) -> bool:
         parameter = slot.parameter()
@@ -314,5 +315,5 @@ class ShardedOptimizer:
 
 
 def _hindrance(group: Mapping[str, Any]) -> str | None:
-    """What in a group is not possible with rows of a table; torch's fused kernels take no strides."""
+    """What in a group is not possible with rows of a table; torch's fused kernels take no sparse gradients."""
     return next((name for name in ("momentum", "fused") if group.get(name)), None)

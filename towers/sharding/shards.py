@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,47 +64,47 @@ class Shard:
 
 @dataclass(frozen=True)
 class RowShard(Shard):
-    """Every n-th row of a parameter whose gradients are sparse, since the rows that are used most often lie together.
-
-    Attributes:
-        start: the first row.
-        towers: how many shards there are.
-    """
-
-    towers: int = 1
+    """Rows ``start`` to ``end`` of a parameter whose gradients are sparse."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        if tensor.dim() == 0:
-            return tensor.detach()
-        if not tensor.is_sparse:
-            return tensor.detach()[self.start :: self.towers]
-        tensor = tensor.coalesce()
-        (indices,), rows = tensor.indices(), tensor.values()
-        own = indices % self.towers == self.start
-        shape = (len(range(self.start, tensor.shape[0], self.towers)), *tensor.shape[1:])
-        return torch.sparse_coo_tensor(
-            indices[own].unsqueeze(0) // self.towers, rows[own], shape, is_coalesced=True, check_invariants=False
-        )
-
-    def is_at(self, place: Tensor, tensor: Tensor) -> bool:
-        return place.data_ptr() == self.of(tensor).data_ptr()
+        if tensor.is_sparse:
+            return torch.narrow_copy(tensor.coalesce(), 0, self.start, self.end - self.start)
+        return tensor.detach()[self.start : self.end] if tensor.dim() else tensor.detach()
 
 
-def shards_of(tower: int, groups: Sequence[Sequence[Slot]], whole: Collection[Slot], towers: int) -> list[Shard]:
+def cut_rows(slot: Slot, towers: int) -> list[int]:
+    """The rows of a table at which the towers' shards begin, and where the last one ends; [0] of what buckets cut.
+
+    [Note: cuts between rows] Which rows are used is as uneven as words are, and much the same in all steps. So the rows
+    that the present gradient has are cut into equal parts. Every n-th row would be as even, but torch adds a sparse
+    gradient to rows with gaps between them one by one.
+    """
+    if isinstance(slot, DenseSlot):
+        return [0]
+    rows, gradient, nths = slot.shape[0], slot.gradient, torch.arange(1, towers, device="cpu")
+    cuts = nths * rows // towers
+    if gradient is not None and gradient.is_sparse and (used := gradient.coalesce().indices()[0]).numel() >= towers:
+        cuts = used.cpu()[nths * used.numel() // towers]
+    return [0, *cuts.tolist(), rows]
+
+
+def shards_of(
+    tower: int, groups: Sequence[Sequence[Slot]], cuts: Mapping[Slot, Sequence[int]], towers: int
+) -> list[Shard]:
     """The shards of one tower, in the order of the optimizer's parameters.
 
     Args:
         groups: the optimizer's.
-        whole: the parameters that are not to be divided.
+        cuts: :func:`cut_rows` of the parameters that are to be divided.
     """
     shards: list[Shard] = []
     for group, slots in enumerate(groups):
         for slot in slots:
-            if slot in whole:
+            if slot not in cuts:
                 shards.append(Shard(group, slot, 0, slot.shape.numel(), whole=True))
                 continue
             if not isinstance(slot, DenseSlot):
-                shards.append(RowShard(group, slot, tower, slot.shape[0], towers=towers))
+                shards.append(RowShard(group, slot, *cuts[slot][tower : tower + 2]))
                 continue
             low, high = chunk_of(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
