@@ -104,7 +104,7 @@ def shards_of(
                 shards.append(Shard(group, slot, 0, slot.shape.numel(), whole=True))
                 continue
             if not isinstance(slot, DenseSlot):
-                shards.append(RowShard(group, slot, *cuts[slot][tower : tower + 2]))
+                shards.append(RowShard(group, slot, cuts[slot][tower], cuts[slot][tower + 1]))
                 continue
             low, high = chunk_of(slot.bucket.numel, slot.bucket.dtype.itemsize, towers, tower)
             real = 2 if slot.dtype.is_complex else 1
