@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mirrored.cluster.slurm import SlurmClusterResolver as SlurmClusterResolver
     from mirrored.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
     from mirrored.cluster.torchrun import TorchrunClusterResolver as TorchrunClusterResolver
+    from mirrored.cluster.tpu import TPUClusterResolver as TPUClusterResolver
     from mirrored.context import ReplicaContext as ReplicaContext
     from mirrored.context import get_replica_context as get_replica_context
     from mirrored.context import has_strategy as has_strategy
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
     from mirrored.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mirrored.strategy.base import Strategy as Strategy
     from mirrored.strategy.kinds import MirroredStrategy as MirroredStrategy
-    from mirrored.strategy.kinds import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from mirrored.strategy.kinds import OneDeviceStrategy as OneDeviceStrategy
     from mirrored.strategy.kinds import get_strategy as get_strategy
+    from mirrored.strategy.workers import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from mirrored.strategy.workers import TPUStrategy as TPUStrategy
     from mirrored.verification.verify import verify as verify
     from towers.errors import CannotStartError as CannotStartError
     from towers.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -67,6 +69,7 @@ _NAMES = {
     "mirrored.cluster.slurm": "SlurmClusterResolver",
     "mirrored.cluster.tf_config": "TFConfigClusterResolver",
     "mirrored.cluster.torchrun": "TorchrunClusterResolver",
+    "mirrored.cluster.tpu": "TPUClusterResolver",
     "mirrored.context": "ReplicaContext get_replica_context has_strategy in_cross_replica_context",
     "mirrored.data.dataset": "DistributedDataset",
     "mirrored.data.input_context": "InputContext ValueContext",
@@ -75,7 +78,8 @@ _NAMES = {
     "mirrored.operations": "ReduceOp",
     "mirrored.empty_shares.stand_in": "drop_stand_in",
     "mirrored.strategy.base": "Strategy",
-    "mirrored.strategy.kinds": "MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy get_strategy",
+    "mirrored.strategy.kinds": "MirroredStrategy OneDeviceStrategy get_strategy",
+    "mirrored.strategy.workers": "MultiWorkerMirroredStrategy TPUStrategy",
     "mirrored.verification": "verify",
     "towers.errors": (
         "CannotStartError CollectiveTimeoutError DeadlockError DisagreementError ForkedError HandshakeError "

@@ -61,7 +61,8 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     from towers.launching import agent
     from towers.launching.job import Job
 
-    job = Job(towers=len(names), devices=tuple(names), started_by=f"mirrored {parsed.command}", log_dir=parsed.log_dir)
+    kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
+    job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir)
     return agent.run(job, program)
 
 

@@ -66,7 +66,7 @@ def _hand_over(batch: Batch, copied: torch.Event, device: torch.device) -> Batch
     stream = torch.accelerator.current_stream(device)
     stream.wait_event(copied)
     for leaf in trees.leaves(batch[0]):
-        if _is_plain(leaf, device.type):
+        if _is_plain(leaf, device.type) and device.type != "tpu":  # see [Note: a TPU has one order]
             leaf.record_stream(stream)
     return _map(lambda leaf: _move(leaf, device), batch[0]), batch[1]
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from mirrored.doctor.findings import Finding, note, ok, problem, warning
-from towers.system import accelerator, devices
+from towers.system import accelerator, devices, tpu
 
 _SUBJECT = "GPUs"
+_DEV = pathlib.Path("/dev")
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -20,6 +21,9 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         names = {accelerator.name(torch.device(kind, number)) for number in range(devices.count_of(kind))}
         yield ok(_SUBJECT, f"{devices.count_of(kind)} of kind {kind!r} ({', '.join(sorted(names))}): not looked into")
         return
+    cause, _, fix = str(tpu.missing()).partition(": ")
+    if "not installed" not in cause or any(_DEV.glob("vfio/[0-9]*")):  # which a TPU host has
+        yield warning("TPUs", cause, fix)
     present, hidden = _on_machine(), environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles"):
         severe = warning if present else note
@@ -60,7 +64,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 def _on_machine() -> str:
     """The GPUs that the kernel shows, in words, whatever torch and CUDA say; empty where there is none."""
-    files = [entry.name for entry in pathlib.Path("/dev").glob("nvidia[0-9]*")]
+    files = [entry.name for entry in _DEV.glob("nvidia[0-9]*")]
     return f"{len(files)} NVIDIA GPU{'s' if len(files) > 1 else ''}" if files else ""
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from towers.topology import DEVICES, STARTED_BY, Topology
 
 log = get_logger("mirrored")
 
-_COMMUNICATION = (
+COMMUNICATION = (
     "communication=mirrored.CommunicationOptions(implementation=…, algorithm=…, bucket_bytes=…, timeout_seconds=…), "
     "or leave it out: NCCL is used between GPUs"
 )
@@ -95,7 +94,7 @@ class MirroredStrategy(Strategy):
 
     _options: Callable[..., TrainingOptions] = TrainingOptions
 
-    @instead_of(cross_device_ops=_COMMUNICATION, communication_options=_COMMUNICATION)
+    @instead_of(cross_device_ops=COMMUNICATION, communication_options=COMMUNICATION)
     def __init__(
         self,
         devices: Sequence[Device] | None = None,
@@ -130,38 +129,6 @@ class MirroredStrategy(Strategy):
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
         return launcher or LocalClusterResolver()
-
-
-class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """One model on all devices of all workers (machines) of a cluster.
-
-    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``, else torchrun's variables, else SLURM's,
-    else it is this machine alone. With ``TF_CONFIG`` the same script is started on every worker; each becomes
-    its towers, and they meet at the chief's address.
-
-    Args:
-        cluster_resolver: for example ``TFConfigClusterResolver()``.
-        devices: one per tower of this worker.
-        options: see :class:`MirroredStrategy`.
-
-    Raises:
-        ClusterError: the cluster's description is wrong, or two descriptions contradict each other.
-        ValueError, CannotStartError, StartupError, HandshakeError: see :class:`MirroredStrategy`.
-    """
-
-    @instead_of(communication_options=_COMMUNICATION)
-    def __init__(
-        self,
-        cluster_resolver: ClusterResolver | None = None,
-        *,
-        devices: Sequence[Device] | None = None,
-        **options: Any,
-    ) -> None:
-        self._own_resolver = cluster_resolver
-        super().__init__(devices, **options)
-
-    def _resolve(self) -> ClusterResolver:
-        return cluster.resolve(os.environ, self._own_resolver)
 
 
 @functools.cache
@@ -239,6 +206,7 @@ def _start_towers(
         become(
             Job(
                 towers=len(chosen),
+                kind=chosen[0].type,
                 worker=resolver.worker,
                 workers=resolver.workers,
                 addresses=resolver.addresses,
@@ -257,10 +225,7 @@ def _started_by(resolver: ClusterResolver) -> str:
 
 def _use(device: torch.device) -> torch.device:
     """Make ``device`` the current one of its kind. CPU towers all compute on the one CPU device of torch."""
-    if device.type != "cpu":
-        accelerator.use(device)
-        return device
-    return torch.device("cpu")
+    return accelerator.use(device) if device.type != "cpu" else torch.device("cpu")
 
 
 def _announce(strategy: Strategy) -> None:

@@ -22,7 +22,7 @@ from tests import simulated_device
 from tests.faults import training
 from tests.support.jobs import assert_close, make_data, make_mlp, strategy_of, text_of
 
-SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") == "sim"
+SIMULATED = os.environ.get("MIRRORED_TEST_DEVICE") in ("sim", "tpu")
 
 
 def flat(tensors: Any) -> list[float]:
@@ -37,14 +37,14 @@ def waiting_is_an_error() -> Iterator[None]:
     torch.accelerator.synchronize()
     if SIMULATED:
         simulated_device.load().make_waiting_an_error(True)
-    else:
+    elif torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         if SIMULATED:
             simulated_device.load().make_waiting_an_error(False)
-        else:
+        elif torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
 
 

@@ -1,7 +1,11 @@
-"""The accelerators that there are: the simulated one, and NVIDIA's GPUs under scripts/gpu_check."""
+"""The accelerators that there are: the simulated one, and NVIDIA's GPUs under scripts/gpu_check.
+
+MIRRORED_SIMULATED=tpu lets the simulated one be a TPU, for all tests that have a meaning there.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +21,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     kind: str = request.param
     if kind == "sim" and (reason := simulated_device.why_not()):
         pytest.skip(reason)
+    if kind == "sim":
+        kind = os.environ.get("MIRRORED_SIMULATED", kind)
     server = Server(kind)
     yield server
     server.close()
@@ -26,15 +32,17 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 def way(request: pytest.FixtureRequest, server: Server) -> str:
     """How towers average: through their hosts, or by a backend of torch.distributed, which GPUs have in NCCL."""
     way: str = request.param
-    if server.kind != "sim" and way != "host":
+    if server.kind == "cuda" and way != "host":
         pytest.skip("tests/gpu has NCCL")
+    if server.kind == "tpu" and way == "host":
+        pytest.skip("TPUs have collectives")
     return way
 
 
 @pytest.fixture
 def pair(server: Server) -> list[str]:
     """Devices for two towers: two, or one that they share."""
-    return ["sim:0", "sim:1"] if server.kind == "sim" else ["cuda:0", "cuda:0"]
+    return ["cuda:0", "cuda:0"] if server.kind == "cuda" else [f"{server.kind}:0", f"{server.kind}:1"]
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """A process that has an accelerator, and runs functions of tests on towers there: one line of JSON for each.
 
-The accelerator is the simulated one where MIRRORED_TEST_DEVICE is "sim". The process that runs the tests must not have
-it: all strategies there would use it. This one keeps it loaded in the server that towers are forked from.
+The accelerator is the simulated one where MIRRORED_TEST_DEVICE is "sim"; where it is "tpu", torch loads it by itself.
+The process that runs the tests must not have it: all strategies there would use it. This one keeps it loaded in the
+server that towers are forked from.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -23,19 +25,34 @@ if os.environ.get("MIRRORED_TEST_DEVICE") == "sim":
 
     simulated_device.load()
 
+import torch
+
 import mirrored
 from tests.support.waiting import HANG
+from towers.system.devices import accelerator_kind
+
+INSTALLED = pathlib.Path(__file__).parents[1] / "simulated_device" / "installed"
+"""Where the simulated torch_tpu is found."""
+
+
+def variables_of(kind: str) -> dict[str, str]:
+    """Variables of a process with this kind of accelerator; none where there is a real TPU."""
+    if accelerator_kind() == "tpu":
+        return {}
+    paths = [str(INSTALLED), os.environ.get("PYTHONPATH", "")]
+    return {"MIRRORED_TEST_DEVICE": kind, **({"PYTHONPATH": os.pathsep.join(paths)} if kind == "tpu" else {})}
 
 
 class Server:
     """The process, seen from the tests; a function that takes it down costs a new start.
 
     Args:
-        kind: "sim" or "cuda".
+        kind: "sim", "tpu" or "cuda".
     """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.collectives = "tpu_dist" if kind == "tpu" else "simccl"
         self._process: subprocess.Popen[str] | None = None
 
     def _start(self) -> subprocess.Popen[str]:
@@ -46,7 +63,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "MIRRORED_TEST_DEVICE": self.kind, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **variables_of(self.kind), "OMP_NUM_THREADS": "1"},
         )
 
     def towers(
@@ -62,7 +79,7 @@ class Server:
         """
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
-        if way == "collectives":
+        if way == "collectives" and self.kind == "sim":
             fn, args = _with_collectives, (fn, *args)
         call = base64.b64encode(pickle.dumps((fn, args, kwargs, devices))).decode()
         self._process.stdin.write(f"{call}\n")
@@ -102,4 +119,6 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
+    if os.environ.get("MIRRORED_TEST_DEVICE") == "tpu":
+        torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=2)
     _serve()

@@ -15,10 +15,10 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 20_613, 8_507
+PRODUCT, CORE = 20_685, 8_504
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 20_908, "scripts": 2_207}
+AROUND = {"tests": 21_143, "scripts": 2_207}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400
@@ -29,6 +29,7 @@ ASSEMBLERS = {
     *("mirrored.strategy.base", "mirrored.strategy.engine", "mirrored.strategy.gradients"),
     *("mirrored.losses", "mirrored.data.examples"),  # what a tower without examples needs
     *("mirrored.cluster", "mirrored.data.distribute", "towers.collectives.connecting"),  # one of several kinds
+    *("towers.launching.agent", "towers.system.accelerator"),  # what one kind of device needs
 }
 """The modules of the core that may import annexes, when a script asks for them."""
 

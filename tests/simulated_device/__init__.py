@@ -1,5 +1,6 @@
 """An accelerator that is simulated on the CPU: ``load()`` gives torch the devices ``sim:0`` and ``sim:1``.
 
+Where MIRRORED_TEST_DEVICE is "tpu" it is a TPU as torch_tpu shows it, which ``tpu.py`` says more of.
 ``device.cpp`` says how it behaves. It is compiled at first use (half a minute), by a compiler that has to be there.
 """
 
@@ -51,8 +52,14 @@ def load() -> Any:
         else:
             sim = _compile(build)
             compiled.touch()
-        torch.utils.rename_privateuse1_backend("sim")
-        torch._register_device_module("sim", _module(sim))
+        if os.environ.get("MIRRORED_TEST_DEVICE") == "tpu":
+            from tests.simulated_device import tpu
+
+            name, module = "tpu", tpu.module(sim)
+        else:
+            name, module = "sim", _module(sim)
+        torch.utils.rename_privateuse1_backend(name)
+        torch._register_device_module(name, module)
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     return sim
 

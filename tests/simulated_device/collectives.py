@@ -17,10 +17,11 @@ from torch import Tensor
 NAME = "simccl"
 
 
-def register() -> None:
-    """From now on strategies on simulated devices use it."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, SimulatedCollectives, devices=["sim"])
+def register(*names: str) -> None:
+    """From now on strategies on simulated devices use it. As a TPU it has names of its own."""
+    for name in names or (NAME,):
+        if name not in dist.Backend.backend_list:
+            dist.Backend.register_backend(name, SimulatedCollectives, devices=["tpu" if names else "sim"])
 
 
 class _Queued(dist._Work):
@@ -65,7 +66,8 @@ class SimulatedCollectives(dist.ProcessGroup):
             for tensor, target in zip(written, targets, strict=True):
                 with torch.autograd._unsafe_preserve_version_counter(tensor):  # a device's collective counts nothing
                     tensor.copy_(target, non_blocking=True)
-                tensor.record_stream(stream)
+                if tensor.device.type == "sim":  # as a TPU it has one order of work
+                    tensor.record_stream(stream)
             return _Queued(stream.record_event())
 
     def _queue_in_place(self, tensors: list[Tensor], collective: Callable[..., Any], opts: Any) -> Any:

@@ -39,16 +39,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return {kSim, current_device}; }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(index_of(device) < kDevices, "sim: there is no device ", device);
+    TORCH_CHECK(index_of(device) < devices(), "sim: there is no device ", device);
     current_device = index_of(device);
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = index_of(device); }
-  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  c10::DeviceIndex deviceCount() const noexcept override { return devices(); }
 
   c10::Stream stream(StreamKey key) const {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, key.first), key.second);
   }
-  c10::Stream getStream(c10::Device device) const override { return stream(current(index_of(device))); }
+  c10::Stream getStream(c10::Device device) const override {
+    return stream({index_of(device), current_stream[index_of(device)]});
+  }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream({index_of(device), 0}); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     Lock lock(world().mutex);
@@ -111,7 +113,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex deviceCount() const override { return devices(); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { Guard().setDevice({kSim, device}); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
@@ -341,7 +343,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("_has_compatible_shallow_copy_type", can_take_the_place);
-  m.impl("record_stream", record_stream);
+  if (!is_tpu()) m.impl("record_stream", record_stream);
   m.impl("native_batch_norm", batch_norm);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
@@ -362,4 +364,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_rng_state", [](int device, const at::Tensor& state) { Drawing::set(world().generators[device], state); });
   m.def("run_side_streams_at_once", [](bool eager) { world().eager = eager; });
   m.def("make_waiting_an_error", [](bool error) { world().waiting_is_an_error = error; });
+  m.def("is_initialized", [] { return !world().blocks.empty(); });
+  m.def("generator", [](int device) { return world().generators[device]; });
 }

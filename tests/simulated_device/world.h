@@ -54,6 +54,12 @@ struct World {
   bool waiting_is_an_error = false, eager = false;
 };
 
+// Then there is one order of work, whatever the stream, and one device in a process (tpu.py has the rest).
+bool is_tpu() {
+  static const char* kind = std::getenv("MIRRORED_TEST_DEVICE");
+  return kind && !std::strcmp(kind, "tpu");
+}
+
 World& world() {  // never destroyed: tensors may outlive everything static
   static World* it = new World;
   return *it;
@@ -62,8 +68,10 @@ World& world() {  // never destroyed: tensors may outlive everything static
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 c10::DeviceIndex index_of(c10::Device device) { return device.index() < 0 ? current_device : device.index(); }
-StreamKey key_of(const c10::Stream& stream) { return {index_of(stream.device()), stream.id()}; }
-StreamKey current(c10::DeviceIndex device) { return {device, current_stream[device]}; }
+StreamKey key_of(c10::DeviceIndex device, c10::StreamId stream) { return {device, is_tpu() ? 0 : stream}; }
+StreamKey key_of(const c10::Stream& stream) { return key_of(index_of(stream.device()), stream.id()); }
+StreamKey current(c10::DeviceIndex device) { return key_of(device, current_stream[device]); }
+c10::DeviceIndex devices() { return is_tpu() ? 1 : kDevices; }
 
 // Run a stream's work up to the item of that number.
 void run_until(StreamKey key, uint64_t number) {

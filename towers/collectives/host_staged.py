@@ -72,7 +72,8 @@ class HostStagedCommunicator(Communicator):
         self._stream.wait_stream(torch.accelerator.current_stream(tensor.device))
         with self._stream:
             self._queue.append((tensor, HostCopy(tensor)))
-        tensor.record_stream(self._stream)
+        if tensor.device.type != "tpu":  # see [Note: a TPU has one order]
+            tensor.record_stream(self._stream)
         return Deferred(self.finish_submitted)
 
     @in_step

@@ -39,7 +39,7 @@ class StreamOrder:
     def keep(self, gradients: Iterable[Tensor]) -> None:
         """See that the memory of gradients that are let go when they were copied is not used again before the copy."""
         for gradient in gradients if self._several else ():
-            if not gradient.is_sparse:
+            if not gradient.is_sparse and gradient.device.type != "tpu":  # see [Note: a TPU has one order]
                 assert self._stream is not None
                 gradient.record_stream(self._stream)
 

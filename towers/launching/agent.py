@@ -68,15 +68,15 @@ def run(job: Job, program: Sequence[str]) -> int:
         The exit code: the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
         ended on a signal; 0 when none failed.
     """
-    _set_environment(job)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     try:
+        _set_environment(job)
         code, text = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
         _die_by(signal.SIGINT)
-    except (TowersError, OSError) as error:
+    except (TowersError, OSError, ValueError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
@@ -88,7 +88,11 @@ def run(job: Job, program: Sequence[str]) -> int:
 
 
 def _set_environment(job: Job) -> None:
-    """What all towers of this machine inherit."""
+    """What all towers of this machine inherit.
+
+    Raises:
+        ValueError: the towers' devices cannot work together so.
+    """
     os.environ[STARTED_BY] = job.started_by
     os.environ[AGENT] = str(os.getpid())
     if job.devices:
@@ -98,6 +102,10 @@ def _set_environment(job: Job) -> None:
         machine.listen_on()
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
+    if job.kind == "tpu":
+        from towers.system import tpu
+
+        tpu.set_environment(job.towers, job.worker, job.workers)
     if not log.isEnabledFor(logging.DEBUG):
         # torch's own report of a failure (dozens of lines, the cause not among them) is replaced by ours.
         logging.disable(logging.CRITICAL)

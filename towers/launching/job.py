@@ -30,6 +30,7 @@ class Job:
         origin: where the cluster was read from, for messages.
         started_by: the command that a person typed, for the log.
         devices: this machine's devices, one per tower; empty to leave the choice to the script.
+        kind: of the devices.
         startup_seconds: how long workers wait for each other.
         log_dir: a directory for the output of the other towers than the first; None: it is not kept.
     """
@@ -41,6 +42,7 @@ class Job:
     origin: str = "the command line"
     started_by: str = "python"
     devices: tuple[str, ...] = ()
+    kind: str = "cpu"
     startup_seconds: float = 300.0
     log_dir: str | None = None
 

@@ -16,9 +16,14 @@ from torch import Tensor
 from towers.system.devices import module_of
 
 
-def use(device: torch.device) -> None:
-    """Make an accelerator's device the current one."""
+def use(device: torch.device) -> torch.device:
+    """Make an accelerator's device the current one; returns it as this process numbers it."""
+    if device.type == "tpu":
+        from towers.system import tpu
+
+        device = tpu.of_this_process(device)
     torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def name(device: torch.device) -> str:
@@ -36,8 +41,9 @@ def uuid(device: torch.device) -> str | None:
 
 def get_rng_state(device: torch.device) -> Tensor:
     """The state of an accelerator's generator."""
-    state: Tensor = _of(device).get_rng_state(device)
-    return state
+    if device.type == "tpu":  # torch_tpu keeps get_rng_state for torch.accelerator.random, which torch 2.13 has not
+        return torch.Generator.get_state(_of(device).default_generators[device.index])
+    return torch.as_tensor(_of(device).get_rng_state(device))
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:

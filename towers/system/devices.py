@@ -30,8 +30,8 @@ def accelerator_kind() -> str:
 
 def count_of(kind: str) -> int:
     """How many devices of a kind this process sees (``CUDA_VISIBLE_DEVICES`` and its like apply)."""
-    module = module_of(kind)
-    return int(module.device_count()) if module is not None else 0
+    here = torch.accelerator.current_accelerator()  # torch_tpu lets nobody but torch call its device_count
+    return torch.accelerator.device_count() if here is not None and here.type == kind and module_of(kind) else 0
 
 
 def parse(device: Device) -> torch.device:
@@ -75,11 +75,11 @@ def parse_all(devices: Iterable[Device]) -> list[torch.device]:
         raise ValueError("devices is empty; leave it out to use every GPU, or name at least one device")
     if len({device.type for device in parsed}) > 1:
         raise ValueError(f"devices mixes several kinds: {', '.join(map(str, parsed))}; use one kind")
-    if parsed[0].type == "cpu" and are_shared(parsed):
+    if parsed[0].type in ("cpu", "tpu") and are_shared(parsed):
         twice = sorted({str(device) for device in parsed if parsed.count(device) > 1})
         raise ValueError(
-            f"devices names {', '.join(twice)} more than once; two CPU towers are ['cpu:0', 'cpu:1'] (an accelerator "
-            "may be named more than once: its towers share it)"
+            f"devices names {', '.join(twice)} more than once; two CPU towers are ['cpu:0', 'cpu:1'] (a GPU may be "
+            "named more than once: its towers share it)"
         )
     return parsed
 
