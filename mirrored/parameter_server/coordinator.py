@@ -197,7 +197,7 @@ class ClusterCoordinator:
 
     def _fail(self, call: _Call, index: int, failed: Failed) -> None:
         call.value._future.set_exception(failed.error)
-        if failed.trace:
+        if failed.trace and not isinstance(failed.error, ServerLostError):
             log.error("a function that was scheduled raised on worker %d:\n%s", index, failed.trace)
         while self._queue:
             _cancel(self._queue.popleft())

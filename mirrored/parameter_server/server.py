@@ -92,12 +92,15 @@ class Server:
         Returns:
             None where they have not been made by then.
         """
-        try:
-            async with self._stepped:
-                have_come = self._stepped.wait_for(lambda: all(self._optimizers[i].steps >= steps[i] for i in steps))
-                await asyncio.wait_for(have_come, _PATIENCE)
-        except (asyncio.TimeoutError, TimeoutError):
-            return None
+        if steps:
+            try:
+                async with self._stepped:
+                    have_come = self._stepped.wait_for(
+                        lambda: all(self._optimizers[i].steps >= steps[i] for i in steps)
+                    )
+                    await asyncio.wait_for(have_come, _PATIENCE)
+            except (asyncio.TimeoutError, TimeoutError):
+                return None
         versions = {part: self._versions[part] for part, version in known.items() if self._versions[part] != version}
         changed = Values({part: self._parts[part].clone() for part in versions})  # Ray sends it while others step
         return changed, versions, {index: optimizer.steps for index, optimizer in self._optimizers.items()}

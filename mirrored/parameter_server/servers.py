@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,9 +66,10 @@ class Servers:
         except RayTaskError as error:
             raise error.cause from None  # what the method has raised
         except RayActorError as error:
+            where = ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error)))
             raise ServerLostError(
-                f"parameter server {index} (of {len(self.actors)}, from 0) has ended, and with it {self._on(index)}: "
-                f"start again by the same command, which goes on from the newest checkpoint. Ray says: {error}"
+                f"parameter server {index} ({where}) has ended, and with it {self._on(index)}. Start again by the same "
+                "command, which goes on from the newest checkpoint; if nobody has killed it, see to its memory"
             ) from None
 
     def _on(self, index: int) -> str:

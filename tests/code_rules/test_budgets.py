@@ -15,7 +15,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 20_685, 8_504
+PRODUCT, CORE = 20_690, 8_504
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 21_143, "scripts": 2_207}
