@@ -27,4 +27,6 @@ class TPUClusterResolver(ClusterResolver):
             number["its number of hosts"] = self.workers = len(hosts)
             number.check_index(index, "its number of hosts")
             self.worker = self.task_id = number[index]
-            self.addresses = tuple(f"{host}:{number.optional('MASTER_PORT', 29500)}" for host in hosts)
+            number.optional("MASTER_PORT", 29500)
+            number.check_port("MASTER_PORT")
+            self.addresses = tuple(f"{host}:{number['MASTER_PORT']}" for host in hosts)

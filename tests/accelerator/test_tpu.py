@@ -101,6 +101,7 @@ def test_no_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"TPU_WORKER_ID": "2"}, "TPU_WORKER_ID is 2, but its number of hosts is 2: it goes from 0 to 1"),
         ({"NODE_RANK": "x", "TPU_WORKER_ID": "0"}, "NODE_RANK='x' is not a whole number"),
         ({"JOB_COMPLETION_INDEX": "0", "MASTER_PORT": "http"}, "MASTER_PORT='http' is not a whole number"),
+        ({"TPU_WORKER_ID": "0", "MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports go from 1 to 65535"),
     ],
     ids=str,
 )
