@@ -76,23 +76,27 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     cluster = commands.add_parser(
         "cluster",
         help="play a TF_CONFIG cluster on this machine",
-        usage="mirrored cluster [--workers N] [-m] SCRIPT [ARGUMENT …]",
-        description="Starts a script once per worker, each with a TF_CONFIG of its own. The first worker has the "
-        "terminal, the others' lines come behind their name. GPUs are shared out among the workers; without enough of "
-        "them each worker is one CPU tower. The exit code is the largest of the workers'.",
+        usage="mirrored cluster [--workers N] [--ps N] [-m] SCRIPT [ARGUMENT …]",
+        description="Starts a script once per worker, each with a TF_CONFIG of its own; with --ps there are "
+        "a chief and so many parameter servers, too. The first task has the terminal, the others' lines come behind "
+        "their name. GPUs are shared out among the workers; without enough of them each worker is one CPU tower. The "
+        "exit code is the largest of all.",
     )
     cluster.add_argument("--workers", type=int, default=2, help="how many (default 2)")
+    cluster.add_argument("--ps", type=int, default=0, help="parameter servers, and a chief (default: none of both)")
     cluster.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    cluster.add_argument("script", help="the script, which makes a MultiWorkerMirroredStrategy; or with -m the module")
+    cluster.add_argument("script", help="the script, whose strategy reads TF_CONFIG; or with -m the module")
     cluster.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
 
 
 def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     if parsed.workers < 1:
         parser.error(f"--workers is {parsed.workers}, but must be at least 1")
+    if parsed.ps < 0:
+        parser.error(f"--ps is {parsed.ps}, but must be at least 0")
     from towers.launching import play_cluster
 
-    return play_cluster.play(_program(parser, parsed), parsed.workers)
+    return play_cluster.play(_program(parser, parsed), parsed.workers, parsed.ps)
 
 
 def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

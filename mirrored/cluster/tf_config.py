@@ -3,7 +3,7 @@
 Grammar: a JSON object with
 
 - ``cluster``: job name to list of ``host:port`` (IPv6 in brackets); jobs ``chief`` (at most one task),
-  ``worker`` and ``evaluator``. ``ps`` is refused: this is not parameter-server training.
+  ``worker``, ``ps`` and ``evaluator``. ``ps`` is for ParameterServerStrategy only.
 - ``task``: ``type`` and ``index``, the index a number or its decimal digits.
 - ``rpc_layer``: kept for :meth:`TFConfigClusterResolver.master`; nothing here uses it.
 
@@ -24,7 +24,7 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from towers.system.log import get_logger
 from towers.system.text import canonical_address
 
-_JOBS = ("chief", "worker", "evaluator")
+_JOBS = ("chief", "worker", "ps", "evaluator")
 
 log = get_logger("mirrored")
 
@@ -56,7 +56,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if not self._jobs:
             return
         self.task_type, self.task_id = _read_task(config, self._jobs)
-        if self.task_type == "evaluator":
+        if self.task_type in ("ps", "evaluator"):
             return
         chiefs = self._jobs.get("chief", [])
         self.addresses = (*chiefs, *self._jobs.get("worker", []))
@@ -106,11 +106,6 @@ def _read_cluster(config: dict[str, Any]) -> dict[str, list[str]]:
     jobs: dict[str, list[str]] = {}
     places: dict[str, str] = {}
     for job, addresses in cluster.items():
-        if job == "ps":
-            raise ClusterError(
-                "TF_CONFIG: cluster has 'ps' tasks, but mirrored training has no parameter servers: remove the "
-                "job 'ps' and give its machines to 'worker'"
-            )
         if job not in _JOBS:
             raise ClusterError(f"TF_CONFIG: cluster has an unknown job {job!r}; jobs are {', '.join(_JOBS)}")
         if not isinstance(addresses, list):

@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError
 from mirrored.parameter_server import references
 from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.replica import NotYet
-from mirrored.parameter_server.server import Settings
+from mirrored.parameter_server.server import Conditions
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from mirrored.parameter_server.worker import Failed
 from towers.system import tree as trees
@@ -64,7 +64,7 @@ class _Call:
     """
 
     pickled: bytes
-    settings: list[Settings]
+    conditions: Conditions
     value: RemoteValue = field(default_factory=RemoteValue)
     lost: int = 0
 
@@ -96,6 +96,7 @@ class ClusterCoordinator:
         self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
+        self._waiting: set[int] = set()  # workers that wait for others' gradients
         self._error: BaseException | None = None
         shared = self._changed, self._queue
         reference = strategy.coordinator = ref(self, functools.partial(_abandon, *shared))
@@ -117,19 +118,20 @@ class ClusterCoordinator:
         self._raise_error()
         if any(isinstance(leaf, RemoteValue) for leaf in trees.leaves((args, kwargs or {}))):
             raise TypeError("a RemoteValue cannot be an argument of schedule(); give what its fetch() returns")
-        pickled, settings = self.strategy.prepare((fn, tuple(args), dict(kwargs or {})))
-        call = _Call(pickled, settings)
+        call = _Call(*self.strategy.prepare((fn, tuple(args), dict(kwargs or {}))))
         with self._changed:
+            self._raise_error()
             self._queue.append(call)
             self._changed.notify_all()
         return call.value
 
     def join(self) -> None:
-        """Wait until all that was scheduled has been called."""
+        """Wait until all that was scheduled has been called; then the chief's variables are what servers have."""
         with self._changed:
             self._changed.wait_for(self._is_done)
         self._raise_error()
         self.strategy.flush()
+        self.strategy.refresh()
 
     def done(self) -> bool:
         """Whether all that was scheduled has been called."""
@@ -173,7 +175,7 @@ class ClusterCoordinator:
 
     def _compute(self, index: int, call: _Call) -> None:
         try:
-            outcome = self.strategy.call(index, call.pickled, call.settings)
+            outcome = self.strategy.call(index, call.pickled, call.conditions)
             value = references.load(outcome) if isinstance(outcome, bytes) else None
         except RayActorError as error:
             call.lost += 1
@@ -183,6 +185,8 @@ class ClusterCoordinator:
             outcome = Failed(error, "")
         with self._changed:
             self._running -= 1
+            self._waiting = {*self._waiting, index} if isinstance(outcome, NotYet) else set()
+            no_others = len(self._waiting) == self.strategy.workers
             if isinstance(outcome, NotYet) and self._error is None:
                 self._queue.appendleft(call)
             elif isinstance(outcome, Failed):
@@ -192,8 +196,11 @@ class ClusterCoordinator:
             else:
                 call.value._future.set_result(value)
             self._changed.notify_all()
+        if no_others:
+            self.strategy.flush()
         if isinstance(outcome, NotYet):
             clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
+            self.strategy.await_worker(index)
 
     def _fail(self, call: _Call, index: int, failed: Failed) -> None:
         call.value._future.set_exception(failed.error)

@@ -82,10 +82,12 @@ def lay_out(
 
 def split_state(state: Mapping[str, Any], parameter: Tensor, part: Part) -> dict[str, Any]:
     """A part's share of the state that an optimizer has for a parameter."""
-    return {
-        key: part.of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value
-        for key, value in state.items()
-    }
+    own = {key: part.of(value) if _is_like(value, parameter) else value for key, value in state.items()}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def join_state(parts: Sequence[tuple[Part, Mapping[str, Any]]], parameter: Tensor) -> dict[str, Any]:
@@ -93,6 +95,6 @@ def join_state(parts: Sequence[tuple[Part, Mapping[str, Any]]], parameter: Tenso
     state = dict(parts[0][1])
     if len(parts) > 1:
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parts[0][0].of(parameter).shape:
+            if _is_like(value, parts[0][0].of(parameter)):
                 state[key] = torch.cat([other[key] for _, other in parts])
     return state

@@ -1,34 +1,186 @@
-"""The Ray cluster that servers and workers run in: one of this machine, started here and ended with the script."""
+"""The Ray cluster that servers and workers run in.
+
+[Note: tasks are nodes] Where ``TF_CONFIG`` has a job ``ps``, every task runs the same script. The chief's is the driver
+of a Ray cluster, which listens at the chief's address. The tasks ``worker`` and ``ps`` become nodes of it in the
+strategy's constructor, run nothing more of the script, and end when nothing listens at the chief's address any more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
+import ipaddress
 import logging
 import os
 import secrets
-from typing import Any
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from typing import Any, NoReturn
 
 import ray
+
+from mirrored.cluster.resolver import ClusterError, ClusterResolver
+from towers.errors import StartupError
+from towers.system import machine
+from towers.system.log import get_logger
+from towers.system.timeouts import Deadline, clock
+from towers.topology import JOB_TOKEN
+
+log = get_logger("mirrored")
+
+_JOBS = ("worker", "ps")
+
+_HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 2000}
+"""A node that does not answer five times in turn is lost. (Ray's own numbers are 3 and 10 seconds.)"""
 
 
 class Cluster:
     """A Ray cluster; this process is its driver.
 
+    Args:
+        resolver: the tasks that are its nodes. Without any, it is the cluster that this process or ``RAY_ADDRESS``
+            names, else one of this machine, started here and ended with the script.
+        workers: how many share this machine where they are started on it.
+        timeout: seconds in which all tasks have to come.
+
     Attributes:
         origin: what it was started by, for the log.
+
+    Raises:
+        ClusterError: ``chief``, ``worker`` or ``ps`` is missing.
+        StartupError: not all tasks came, or they have no secret in common.
+        SystemExit: this process was a task that became a node, and the chief has ended.
     """
 
-    def __init__(self) -> None:
-        """Take the one that this process is in; else start one on this machine, which whoever joins it has to know a
-        secret of this job's for.
-        """
+    def __init__(self, resolver: ClusterResolver, workers: int, timeout: float) -> None:
+        tasks = resolver.cluster_spec()
+        if missing := [job for job in ("chief", *_JOBS) if tasks and not tasks.get(job)]:
+            raise ClusterError(
+                f"{resolver.origin}: cluster has no {missing[0]!r} task, but parameter servers need a 'chief', which "
+                "runs the script, and one 'worker' and one 'ps' at least. Without 'ps' take MultiWorkerMirroredStrategy"
+            )
+        self._addresses = {f"{job}:{i}": address for job in _JOBS for i, address in enumerate(tasks.get(job, []))}
         self.origin = "this script"
         if ray.is_initialized():
             self.origin = "the Ray cluster of this process"
             return
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it from 2.59 on
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+        # Ray would let each actor have one thread.
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(1 if tasks else workers)))
+        if tasks:
+            _share_secret(resolver)
+            (chief,) = tasks["chief"]
+            if resolver.task_type != "chief":
+                own = f"{resolver.task_type}:{resolver.task_id}"
+                _become_node(own, self._addresses[own], chief, timeout)
+            self.origin = f"python with {resolver.origin}"
+            os.environ["RAY_GCS_SERVER_PORT"] = chief.rpartition(":")[2]
+            ray.init(
+                "local",
+                _node_ip_address=_ip_of(chief),
+                _system_config=_HEALTH,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
+            self._wait_for_nodes(timeout)
+        elif "RAY_ADDRESS" in os.environ:
+            self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
+            ray.init(logging_level=logging.ERROR)
+        else:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
+            ray.init("local", include_dashboard=False, logging_level=logging.ERROR)
 
-    def start(self, kind: type, *arguments: Any) -> Any:
-        """Start an actor; returns its handle."""
-        return ray.remote(kind).options(num_cpus=0, max_restarts=0).remote(*arguments)
+    def _wait_for_nodes(self, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        while True:
+            there = ray.cluster_resources()
+            missing = [f"{task} ({address})" for task, address in self._addresses.items() if task not in there]
+            if not missing:
+                return
+            if deadline.has_passed():
+                raise StartupError(
+                    f"{', '.join(missing)} did not come within {timeout:.0f} s: start the script there, too, with the "
+                    "same TF_CONFIG but for its own task"
+                )
+            clock.sleep(0.2)
+
+    def start(self, kind: type, task: str, *arguments: Any) -> Any:
+        """Start an actor; returns its handle.
+
+        Args:
+            task: such as "ps:0". Where the cluster has such a task, the actor waits for it, and runs there.
+        """
+        place: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
+        if self._addresses:
+            place = {"resources": {task: 0.001}}
+        return ray.remote(kind).options(num_cpus=0, max_restarts=0, **place).remote(*arguments)
+
+
+def _share_secret(resolver: ClusterResolver) -> None:
+    """Let Ray ask all nodes for the job's secret."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    if not (token := os.environ.get(JOB_TOKEN)):
+        raise StartupError(
+            f"the tasks of {resolver.origin} run code that they are sent, so they have to know each other by a secret: "
+            f"set {JOB_TOKEN} to the same text on all of them (openssl rand -hex 32). Where nobody else reaches them, "
+            "RAY_AUTH_MODE=disabled does without"
+        )
+    os.environ["RAY_AUTH_TOKEN"] = hashlib.sha256(token.encode()).hexdigest()
+
+
+def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
+    """See [Note: tasks are nodes]."""
+    deadline = Deadline(timeout)
+    while not _is_there(chief):
+        if deadline.has_passed():
+            raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
+        clock.sleep(0.5)
+    options = [f"--address={chief}", f"--node-manager-port={address.rpartition(':')[2]}", "--block"]
+    options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
+    environment = {"RAY_AUTH_MODE": "token", **os.environ}  # which ray.init sets by itself, and Ray's command does not
+    with tempfile.TemporaryDirectory(prefix="mirrored-node-") as folder, open(f"{folder}/output", "w+") as output:
+        options.append(f"--temp-dir={folder}")  # in one folder, nodes that start at one time take each other's names
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f'--resources={{"{task}": 1}}', *options]
+        streams: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
+        node = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent, **streams)
+        log.info("%s at %s is a node of the Ray cluster at %s", task, address, chief)
+        while node.poll() is None and _is_there(chief):
+            clock.sleep(1)
+        has_failed = node.poll() is not None and _is_there(chief)
+        with contextlib.suppress(ProcessLookupError):  # told to end, it would ask the chief first, which is gone
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
+        if has_failed:
+            output.seek(0)
+            raise StartupError(
+                f"{task} at {address} has ended as a node of the Ray cluster at {chief}:\n{output.read().strip()}"
+            )
+    log.info("nothing listens at %s any more: %s ends", chief, task)
+    sys.exit(0)
+
+
+def _is_there(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+def _ip_of(address: str) -> str | None:
+    """The host of an address, where it is an IP address; None: Ray finds it out."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return None
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; Ray's own processes go on so from there

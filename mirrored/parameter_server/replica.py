@@ -43,6 +43,8 @@ class Replica:
         publishes: whether what the script writes to variables is assigned on the servers: the chief's is.
 
     Attributes:
+        variables, tensors: what they are, and this process's copies.
+        index: of each, by the id of its tensor.
         optimizers: whose steps are pushed.
     """
 
@@ -50,9 +52,9 @@ class Replica:
         self._servers = servers
         self._synchronous = synchronous
         self._publishes = publishes
-        self._variables: Sequence[PlacedVariable] = ()
-        self._tensors: list[Tensor] = []
-        self._index: dict[int, int] = {}  # by the id of a tensor
+        self.variables: Sequence[PlacedVariable] = ()
+        self.tensors: list[Tensor] = []
+        self.index: dict[int, int] = {}
         self._known: dict[Part, int] = {}  # versions
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
         self._buffers: dict[int, Tensor] = {}  # as they were pulled
@@ -60,30 +62,31 @@ class Replica:
         self._awaited: list[dict[int, int]] = [{} for _ in servers.actors]  # how many the next pull waits for
         self._sent: list[dict[int, Any]] = []  # what servers have not answered yet
         self.optimizers: list[Optimizer] = []
-        self._is_stale = self._has_stale_tables = True
+        self._age = 0  # how often others may have changed variables
+        self._pulled = self._tables_pulled = -1  # the age of what is here
 
     def add(self, variables: Sequence[PlacedVariable], tensors: Sequence[Tensor], models: Iterable[nn.Module]) -> None:
         """Take variables, of which the first ones are here already, and watch models.
 
         Before a model's forward the variables are pulled, and before a table's its rows.
         """
-        new = range(len(self._tensors), len(tensors))
-        self._variables, self._tensors = variables, [*tensors]
+        new = range(len(self.tensors), len(tensors))
+        self.variables, self.tensors = variables, [*tensors]
         self._servers.variables = variables
-        self._index = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self.index = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._known |= {part: 0 for i in new if not variables[i].table for part in variables[i].parts}
         self._noted += [tensors[i]._version for i in new]
         for model in models:
-            model.register_forward_pre_hook(lambda *_: self.refresh())
+            model.register_forward_pre_hook(Hook(lambda *_: self.refresh()))
             for layer in model.modules():
-                if isinstance(layer, TABLES) and variables[self._index[id(layer.weight)]].table:
-                    layer.register_forward_pre_hook(self._pull_rows, with_kwargs=True)
+                if isinstance(layer, TABLES) and variables[self.index[id(layer.weight)]].table:
+                    layer.register_forward_pre_hook(Hook(self._pull_rows), with_kwargs=True)
 
     # -- values ------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
         """Pull again when variables are used next: others may have changed them."""
-        self._is_stale = self._has_stale_tables = True
+        self._age += 1
 
     def refresh(self) -> None:
         """Pull what has changed, but for tables.
@@ -93,24 +96,25 @@ class Replica:
         """
         if self._publishes:
             self.assign(self.written())
-        if not self._is_stale:
+        else:
+            self.add_buffers()
+        if self._pulled == (age := self._age):  # another thread may expire it while this one asks
             return
-        self._is_stale = False  # before it asks: another thread may say meanwhile that it is
         self.settle()
         asked: list[tuple[dict[Part, int], dict[int, int]]] = [({}, awaited) for awaited in self._awaited]
         for part, version in self._known.items():
             asked[part.server][0][part] = version
         answers = self._servers.ask("pull", dict(enumerate(asked)))
         if None in answers.values():
-            self._is_stale = True
             raise NotYet
         for server, (changed, versions, steps) in answers.items():
             self._steps[server] = steps
             self._known |= versions
             self._take(changed)
-        for index, variable in enumerate(self._variables):
+        self._pulled = age
+        for index, variable in enumerate(self.variables):
             if variable.kind == "buffer":
-                self._buffers[index] = self._tensors[index].clone()
+                self._buffers[index] = self.tensors[index].clone()
 
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = args[0] if args else kwargs["input"]
@@ -128,16 +132,16 @@ class Replica:
     def pull_all(self) -> None:
         """Pull everything, tables as well."""
         self.refresh()
-        if not self._has_stale_tables:
+        if self._tables_pulled == (age := self._age):
             return
-        self._has_stale_tables = False
-        for variable in self._variables:  # one after the other: they are large
+        for variable in self.variables:  # one after the other: they are large
             for part in variable.parts if variable.table else ():
                 self._take(self._servers.ask("pull", {part.server: ({part: 0}, {})})[part.server][0])
+        self._tables_pulled = age
 
     def _take(self, values: Values) -> None:
         for part, value in values.items():
-            part.of(self._tensors[part.variable].data).copy_(value)
+            part.of(self.tensors[part.variable].data).copy_(value)
 
     def settle(self) -> None:
         """Wait until servers have taken what was pushed."""
@@ -149,38 +153,36 @@ class Replica:
         """Give variables, on the servers, the values that they have here."""
         values: defaultdict[int, Values] = defaultdict(Values)
         for index in indices:
-            for part in self._variables[index].parts:
-                values[part.server][part] = part.of(self._tensors[index].detach())
-            self._noted[index] = self._tensors[index]._version
+            for part in self.variables[index].parts:
+                values[part.server][part] = part.of(self.tensors[index].detach())
+            self._noted[index] = self.tensors[index]._version
         self._servers.ask("assign", values)
 
     def written(self) -> list[int]:
         """The variables that were written to since :meth:`assign`, or since this was made, other than by a pull."""
-        return [i for i, tensor in enumerate(self._tensors) if tensor._version != self._noted[i]]
+        return [i for i, tensor in enumerate(self.tensors) if tensor._version != self._noted[i]]
 
-    def refuse_writes(self) -> None:
-        """See that a call has left parameters alone.
-
-        Raises:
-            RuntimeError: it has not; what it wrote is taken back by the next pull.
-        """
-        for index in self.written():
-            self._noted[index] = self._tensors[index]._version
-            self._known |= {part: -1 for part in self._variables[index].parts if part in self._known}
-            raise RuntimeError(
-                f"a scheduled function wrote to {self._variables[index].name} itself, which would stay on this worker: "
-                "let an optimizer step it, or write to it on the chief, between two calls of the coordinator"
-            )
+    def take_back(self) -> str | None:
+        """Let the next pull take back what was written to variables here; returns the name of the first of them."""
+        for index in (written := self.written()):
+            self._noted[index] = self.tensors[index]._version
+            self._known |= {part: -1 for part in self.variables[index].parts if part in self._known}
+        return self.variables[written[0]].name if written else None
 
     def add_buffers(self) -> None:
-        """Push what has been added to buffers since they were pulled."""
+        """Push what has been added to buffers since they were pulled; what is no number, as it is."""
         differences: defaultdict[int, Values] = defaultdict(Values)
-        for index, before in self._buffers.items():
-            tensor = self._tensors[index]
+        for index, before in [*self._buffers.items()]:
+            tensor = self.tensors[index]
             self._noted[index] = tensor._version
-            if not torch.equal(tensor, before):
-                (part,) = self._variables[index].parts
-                differences[part.server][part] = tensor - before
+            if torch.equal(tensor, before):
+                continue
+            self._buffers[index] = tensor.clone()
+            (part,) = self.variables[index].parts
+            if tensor.dtype != torch.bool and bool((difference := tensor - before).isfinite().all()):
+                differences[part.server][part] = difference
+            else:
+                self.assign([index])
         self._sent.append(self._servers.send("add", differences))
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ class Replica:
             return self._push(index, optimizer, closure)
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign, assignment]
         if self._publishes:  # the steps that a schedule misses here are the workers'
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
         self.optimizers.append(optimizer)
@@ -220,11 +223,32 @@ class Replica:
 
     def parts_of(self, parameter: Tensor) -> tuple[Part, ...]:
         """Where a parameter lies."""
-        return self._variables[self._index[id(parameter)]].parts
+        return self.variables[self.index[id(parameter)]].parts
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the variables."""
-        return id(tensor) in self._index
+        return id(tensor) in self.index
+
+
+def _refuse_group(group: Any) -> None:
+    raise RuntimeError("an optimizer that servers step takes no more parameters: make another optimizer of them")
+
+
+class Hook:
+    """A hook of a model that is placed; a copy of the model has one that does nothing."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> None:
+        self._act(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
 
 
 def _gradient_of(part: Part, gradient: Tensor) -> Tensor:

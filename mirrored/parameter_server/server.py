@@ -28,6 +28,21 @@ Settings = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Conditions:
+    """What the chief may change between two calls, as it was when a function was scheduled.
+
+    Attributes:
+        optimizers: their settings.
+        training: whether each module trains.
+        trainable: whether each variable requires a gradient.
+    """
+
+    optimizers: Sequence[Settings]
+    training: Sequence[bool]
+    trainable: Sequence[bool]
+
+
+@dataclass(frozen=True)
 class Synchronous:
     """Steps with the mean of several gradients. (TensorFlow 1's ``SyncReplicasOptimizer``.)
 
@@ -75,8 +90,10 @@ class Server:
             self._versions[part] += 1
 
     async def add(self, differences: Values) -> None:
-        """Add to buffers."""
+        """Add to buffers; synchronously, the mean of what all add in a step."""
         for part, difference in differences.items():
+            if self._synchronous is not None and difference.is_floating_point():
+                difference = difference / self._synchronous.replicas_to_aggregate
             self._parts[part].add_(difference)
             self._versions[part] += 1
 

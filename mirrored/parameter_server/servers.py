@@ -66,9 +66,10 @@ class Servers:
         except RayTaskError as error:
             raise error.cause from None  # what the method has raised
         except RayActorError as error:
-            where = ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error)))
+            found = ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error)))
+            where = f" ({found})" if found else ""
             raise ServerLostError(
-                f"parameter server {index} ({where}) has ended, and with it {self._on(index)}. Start again by the same "
+                f"parameter server {index}{where} has ended, and with it {self._on(index)}. Start again by the same "
                 "command, which goes on from the newest checkpoint; if nobody has killed it, see to its memory"
             ) from None
 

@@ -19,13 +19,16 @@ except ModuleNotFoundError as error:
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mirrored.cluster.resolver import ClusterResolver
+from mirrored.cluster.tf_config import TFConfigClusterResolver
+from mirrored.evaluation.evaluator import is_evaluator
 from mirrored.parameter_server import references
-from mirrored.parameter_server.layout import Part, PlacedVariable, join_state, lay_out, split_state
+from mirrored.parameter_server.layout import Part, join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
-from mirrored.parameter_server.replica import TABLES, Replica, settings_of
-from mirrored.parameter_server.server import Server, Settings, Synchronous
+from mirrored.parameter_server.replica import TABLES, Hook, Replica, settings_of
+from mirrored.parameter_server.server import Conditions, Server, Synchronous
 from mirrored.parameter_server.servers import Servers
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.base import Strategy
@@ -33,7 +36,7 @@ from mirrored.strategy.kinds import OneDeviceStrategy
 from mirrored.strategy.scope import Recorder
 from towers.sharding.inner import check_elementwise
 from towers.system.log import get_logger
-from towers.system.named import Named
+from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
@@ -68,59 +71,82 @@ class ParameterServerStrategy(OneDeviceStrategy):
     What is made in the scope is placed on the servers, whole in turn or cut along dimension 0. The chief, which runs
     the script, has a copy, which is pulled when it is used: it evaluates and saves as with one device.
 
+    The cluster comes from ``cluster_resolver``, else ``TF_CONFIG``: its tasks ``worker`` and ``ps`` run this script,
+    too, and leave it here (:mod:`mirrored.parameter_server.nodes`); an ``evaluator`` has one device and no servers.
+    Else workers and servers are started in the Ray cluster that ``RAY_ADDRESS`` names, else on this machine.
+
     Args:
         variable_partitioner: cuts parameters; default: none is cut.
-        workers, servers: how many of each are started on this machine.
+        workers, servers: how many of each; default: as many as the cluster has tasks, else 2 and 1.
         replicas_to_aggregate: step with the mean of so many gradients, as TensorFlow 1's ``SyncReplicasOptimizer``;
             default: with each gradient as it comes.
         staleness: then, how many steps old the parameters of a gradient may be; older gradients are dropped.
         seed: see :class:`MirroredStrategy`. Workers have others.
+        startup_timeout_seconds: how long tasks wait for each other at the start.
 
     Raises:
         ValueError: a number is out of its range.
+        ClusterError, StartupError: see :class:`mirrored.parameter_server.nodes.Cluster`.
     """
 
     def __init__(
         self,
-        *,
+        cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
-        workers: int = 2,
-        servers: int = 1,
+        *,
+        workers: int | None = None,
+        servers: int | None = None,
         replicas_to_aggregate: int | None = None,
         staleness: int = 0,
         seed: int | None = None,
+        startup_timeout_seconds: float = 300.0,
     ) -> None:
-        if min(workers, servers) < 1:
-            raise ValueError(f"workers is {workers} and servers is {servers}, but there has to be one of each at least")
-        if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= workers:
-            raise ValueError(
-                f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers} workers"
-            )
+        resolver = cluster_resolver or TFConfigClusterResolver()
         super().__init__(seed=seed)
+        self.cluster_resolver = resolver
+        if is_evaluator(self):
+            workers = servers = 0
+        else:
+            workers, servers = _count("worker", workers, resolver, 2), _count("ps", servers, resolver, 1)
+            if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= workers:
+                raise ValueError(
+                    f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers} workers"
+                )
+            self._cluster = Cluster(resolver, workers, startup_timeout_seconds)
         self.workers = workers
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         self._partitioner = variable_partitioner
         self._turn = itertools.cycle(range(servers))
         self._synchronous = None if replicas_to_aggregate is None else Synchronous(replicas_to_aggregate, staleness)
         self._seed = seed
-        self._cluster = Cluster()
         self._recorder = Recorder()
-        self._named: list[Named] = []
-        self._variables: list[PlacedVariable] = []
+        self._roots: list[nn.Module] = []
         self._modules: list[nn.Module] = []
-        self._indices: dict[int, int] = {}  # of variables, by the ids of their tensors
+        self._failed: Exception | None = None
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
         self._added = [0] * workers
-        self._servers = Servers([self._cluster.start(Server, self._synchronous) for _ in range(servers)])
+        self._servers = Servers([self._cluster.start(Server, f"ps:{i}", self._synchronous) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
         self._replica = Replica(self._servers, self._synchronous, publishes=True)
-        self._servers.ask_all("__ray_ready__")
-        ray.get([worker.__ray_ready__.remote() for worker in self._workers])
-        log.info("%d workers and %d servers, started by %s", workers, servers, self._cluster.origin)
+        if workers:
+            self._servers.ask_all("__ray_ready__")
+            ray.get([worker.__ray_ready__.remote() for worker in self._workers])
+            log.info("%d workers and %d servers, started by %s", workers, servers, self._cluster.origin)
 
     def _start_worker(self, index: int) -> Any:
         self._added[index] = 0
-        return self._cluster.start(Worker, index, self.workers, self._servers, self._synchronous, self._seed)
+        arguments = (index, self.workers, self._servers, self._synchronous, self._seed)
+        return self._cluster.start(Worker, f"worker:{index}", *arguments)
+
+    def await_worker(self, index: int) -> None:
+        """Wait until a worker that was lost is there again; its task may have to be started first."""
+        while True:
+            try:
+                ray.get(self._workers[index].__ray_ready__.remote())
+                return
+            except RayActorError:
+                clock.sleep(1)
+                self._workers[index] = self._start_worker(index)
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
@@ -134,13 +160,20 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     # -- what the coordinator asks for -------------------------------------------------------------------
 
-    def prepare(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bytes, list[Settings]]:
+    def prepare(self, call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[bytes, Conditions]:
         """A function and its arguments as workers are sent them; what they need for it is placed before.
 
         Raises:
             TypeError: something in it cannot be pickled.
+            RuntimeError: this is the evaluator.
         """
+        if not self.workers:
+            raise RuntimeError("this is the evaluator, which has no workers: ask mirrored.evaluation.is_evaluator")
         self._place()
+        if [module for root in self._roots for module in root.modules()] != self._modules:
+            raise RuntimeError(
+                "a model has got other modules since it was placed: make them before the first schedule()"
+            )
         try:
             pickled = references.dump(call, self._reference_of)
         except TypeError as error:
@@ -149,9 +182,13 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 "made is sent as a reference; data come from create_per_worker_dataset"
             ) from None
         self._replica.assign(self._replica.written())
-        return pickled, [settings_of(optimizer) for optimizer in self._replica.optimizers]
+        return pickled, Conditions(
+            [settings_of(optimizer) for optimizer in self._replica.optimizers],
+            [module.training for module in self._modules],
+            [tensor.requires_grad for tensor in self._replica.tensors],
+        )
 
-    def call(self, index: int, pickled: bytes, settings: list[Settings]) -> Any:
+    def call(self, index: int, pickled: bytes, conditions: Conditions) -> Any:
         """Let a worker call a function; returns what :meth:`.worker.Worker.call` does.
 
         Raises:
@@ -163,7 +200,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 method, arguments = self._additions[self._added[index]]
                 ray.get(getattr(worker, method).remote(*arguments))
                 self._added[index] += 1
-            return ray.get(worker.call.remote(pickled, settings))
+            return ray.get(worker.call.remote(pickled, conditions))
         except RayActorError:
             self._workers[index] = self._start_worker(index)
             raise
@@ -181,34 +218,54 @@ class ParameterServerStrategy(OneDeviceStrategy):
         """Synchronous training: let servers step with what they have, though it is fewer gradients."""
         if self._synchronous is not None:
             self._servers.ask_all("flush")
-            self._replica.expire()
+        self._replica.expire()
+
+    def refresh(self) -> None:
+        """Pull what has changed to the chief."""
+        self._replica.refresh()
 
     # -- placing what the scope has made -----------------------------------------------------------------
 
     def _place(self) -> None:
+        """Place what is new.
+
+        Raises:
+            Exception: it cannot be placed; once that was so, always.
+        """
+        if self._failed is not None:
+            raise self._failed
         if not self._recorder.pending:
             return
+        try:
+            self._place_new()
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _place_new(self) -> None:
         named, lazy = self._recorder.take()
         if lazy:
-            raise RuntimeError(f"{type(lazy[0]).__name__} has no shapes yet: call it before the first schedule()")
+            raise RuntimeError(
+                f"{type(lazy[0]).__name__} has no shapes yet: call it in the scope, or before the first schedule()"
+            )
         roots = [root for _, root in self._recorder.roots() if not any(root is known for known in self._modules)]
-        first = len(self._named)
-        self._named += named
-        self._indices = {id(entry.tensor): index for index, entry in enumerate(self._named)}
-        self._variables += lay_out(named, first, _tables(roots), self._turn, self._partitioner)
+        tensors = [*self._replica.tensors, *(entry.tensor for entry in named)]
+        first = len(self._replica.tensors)
+        variables = lay_out(named, first, _tables(roots), self._turn, self._partitioner)
+        self._replica.add([*self._replica.variables, *variables], tensors, roots)
+        self._replica.assign(range(first, len(tensors)))
         pickled = references.dump(roots, self._describe)
+        self._roots += roots
         modules = [module for root in roots for module in root.modules()]
         self._modules += modules
-        self._replica.add(self._variables, [entry.tensor for entry in self._named], roots)
-        self._replica.assign(range(first, len(self._named)))
-        self._additions.append(("add_models", (ray.put(pickled), list(self._variables))))
+        self._additions.append(("add_models", (ray.put(pickled), self._replica.variables)))
         for module in modules:
-            module.register_state_dict_pre_hook(lambda *_: self._replica.pull_all())
+            module.register_state_dict_pre_hook(Hook(lambda *_: self._replica.pull_all()))
 
     def _describe(self, obj: Any) -> Reference | None:
         """In a model that is sent, variables are what they are made of."""
-        if isinstance(obj, Tensor) and (index := self._indices.get(id(obj))) is not None:
-            kind = self._variables[index].kind
+        if isinstance(obj, Tensor) and (index := self._replica.index.get(id(obj))) is not None:
+            kind = self._replica.variables[index].kind
             return ("variable", index, kind, tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad)
         return None
 
@@ -216,11 +273,13 @@ class ParameterServerStrategy(OneDeviceStrategy):
         if isinstance(obj, nn.Module):
             return next((("module", i) for i, module in enumerate(self._modules) if module is obj), None)
         if isinstance(obj, Tensor):
-            return ("variable", self._indices[id(obj)]) if id(obj) in self._indices else None
+            return ("variable", self._replica.index[id(obj)]) if self._replica.knows(obj) else None
         if isinstance(obj, Optimizer):
             return ("optimizer", self._index_of(obj))
         if isinstance(obj, (PerWorkerDataset, PerWorkerIterator)):
             return obj.reference
+        if obj is not None and obj is self.coordinator():
+            return ("coordinator", 0)
         return ("strategy", 0) if obj is self else None
 
     # -- optimizers --------------------------------------------------------------------------------------
@@ -266,6 +325,18 @@ class ParameterServerStrategy(OneDeviceStrategy):
             for part in self._replica.parts_of(parameter):
                 states[part.server][part] = split_state(entry, parameter, part)
         self._servers.ask("set_state", {server: (index, state) for server, state in enumerate(states)})
+
+
+def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int) -> int:
+    """How many workers or servers there are to be."""
+    tasks = resolver.cluster_spec()
+    there = len(tasks.get(job, [])) if tasks else default
+    count = there if wanted is None else wanted
+    if count < 1:
+        raise ValueError(f"{count} {job} was asked for, but there has to be one at least")
+    if tasks and count != there:
+        raise ValueError(f"{count} {job} were asked for, but {resolver.origin} has {there}: leave the number out")
+    return count
 
 
 def _tables(models: Sequence[nn.Module]) -> set[int]:

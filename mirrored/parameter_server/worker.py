@@ -16,7 +16,7 @@ from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import NotYet, Replica
-from mirrored.parameter_server.server import Settings, Synchronous
+from mirrored.parameter_server.server import Conditions, Synchronous
 from mirrored.parameter_server.servers import Servers
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import machine
@@ -105,6 +105,8 @@ class Worker:
             return self._replica.optimizers[index]
         if kind == "strategy":
             return self._strategy
+        if kind == "coordinator":
+            return None
         if reference not in self._made:
             self._made[reference] = self._load_data(index) if kind == "dataset" else self._iterate(index)
         return self._made[reference]
@@ -113,7 +115,8 @@ class Worker:
         data = references.load(self._pipelines[index], self._resolve)
         if not callable(data):
             return data
-        return data(self._input) if inspect.signature(data).parameters else data()
+        parameters = inspect.signature(data).parameters.values()
+        return data(self._input) if any(p.default is p.empty for p in parameters) else data()
 
     def _iterate(self, index: int) -> Any:
         data = self._resolve(("dataset", index))
@@ -121,12 +124,21 @@ class Worker:
             del self._made[("dataset", index)]  # it can be used once: another iterator is one over new data
         return iterator
 
-    def call(self, pickled: bytes, settings: Sequence[Settings]) -> bytes | Failed | NotYet:
+    def _adopt(self, conditions: Conditions) -> None:
+        for optimizer, groups in zip(self._replica.optimizers, conditions.optimizers, strict=False):
+            for group, changed in zip(optimizer.param_groups, groups, strict=True):
+                group.update(changed)
+        for module, training in zip(self._modules, conditions.training, strict=False):
+            module.training = training
+        for index, trainable in enumerate(conditions.trainable):
+            self._tensors[index].requires_grad_(trainable)
+
+    def call(self, pickled: bytes, conditions: Conditions) -> bytes | Failed | NotYet:
         """Call a function.
 
         Args:
             pickled: the function, its arguments and keyword arguments.
-            settings: of the optimizers that the chief had when it was scheduled.
+            conditions: of the chief.
 
         Returns:
             What it returned, pickled, with tensors on the CPU; :class:`Failed` where it raised; :class:`NotYet` where
@@ -134,9 +146,7 @@ class Worker:
         """
         replica = self._replica
         try:
-            for optimizer, groups in zip(replica.optimizers, settings, strict=False):
-                for group, changed in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(changed)
+            self._adopt(conditions)
             replica.expire()
             replica.refresh()
             fn, args, kwargs = references.load(pickled, self._resolve)
@@ -145,7 +155,12 @@ class Worker:
                 replica.add_buffers()
             finally:
                 replica.settle()
-            replica.refuse_writes()
+                written = replica.take_back()
+            if written is not None:
+                raise RuntimeError(
+                    f"a scheduled function wrote to {written} itself, which would stay on this worker: let an "
+                    "optimizer step it, or write to it on the chief, between two calls of the coordinator"
+                )
             return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
         except NotYet as early:
             return early

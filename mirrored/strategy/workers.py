@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from mirrored import cluster
-from mirrored.cluster.resolver import ClusterResolver
+from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from mirrored.cluster.tpu import TPUClusterResolver
 from mirrored.strategy.kinds import COMMUNICATION, MirroredStrategy
 from towers.options import instead_of
@@ -35,7 +35,13 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         super().__init__(**options)
 
     def _resolve(self) -> ClusterResolver:
-        return cluster.resolve(os.environ, self._own_resolver)
+        resolver = cluster.resolve(os.environ, self._own_resolver)
+        if "ps" in resolver.cluster_spec():
+            raise ClusterError(
+                f"{resolver.origin}: cluster has 'ps' tasks, but mirrored training has no parameter servers: use "
+                "mirrored.ParameterServerStrategy, or remove the job 'ps' and give its machines to 'worker'"
+            )
+        return resolver
 
 
 class TPUStrategy(MultiWorkerMirroredStrategy):

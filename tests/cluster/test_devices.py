@@ -78,8 +78,10 @@ def test_workers_that_are_played_share_the_gpus_that_are_visible(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    addresses = [f"127.0.0.1:{worker}" for worker in range(workers)]
-    assert [play_cluster._environment(n, addresses)["CUDA_VISIBLE_DEVICES"] for n in range(workers)] == expected
+    cluster = {"worker": [f"127.0.0.1:{worker}" for worker in range(workers)], "ps": ["127.0.0.1:9"]}
+    visible = [play_cluster._environment(cluster, "worker", n)["CUDA_VISIBLE_DEVICES"] for n in range(workers)]
+    assert visible == expected
+    assert play_cluster._environment(cluster, "ps", 0)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_explicit_devices_that_contradict_the_launcher() -> None:

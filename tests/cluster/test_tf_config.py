@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mirrored
 from mirrored import ClusterError, LocalClusterResolver, TFConfigClusterResolver
 from mirrored.cluster import resolve
 from tests.support.clusters import torchrun_variables
@@ -167,9 +168,8 @@ NOT_AN_OBJECT = "TF_CONFIG must be a JSON object with 'cluster' and 'task', not 
         (first_of(worker=["::1:2222"]), "put an IPv6 address in brackets"),
         (first_of(worker=[7]), r"cluster.worker\[0\] must be a text 'host:port', not a number"),
         (two_workers(type="boss"), "task.type is 'boss', but must be a job of the cluster: worker"),
-        ({"cluster": {"boss": ["a:1"]}, "task": {}}, "unknown job 'boss'; jobs are chief, worker, evaluator"),
+        ({"cluster": {"boss": ["a:1"]}, "task": {}}, "unknown job 'boss'; jobs are chief, worker, ps, evaluator"),
         (first_of(chief=["a:1", "b:1"]), "cluster.chief names 2 addresses; there is one chief"),
-        ({"cluster": {"ps": ["a:1"], "worker": ["b:1"]}}, "no parameter servers: remove the job 'ps'"),
     ],
 )
 @pytest.mark.row(1, 3, 4, 5, 6, 7, 8, 9, 10, 11)
@@ -188,6 +188,17 @@ def test_unusual_clusters_are_read() -> None:
     assert tf_config(two_workers(index="1")).worker == 1
     addresses = ["[::1]:2222", "[fe80::1]:1"]
     assert tf_config(first_of(worker=addresses)).addresses == tuple(addresses)
+
+
+@pytest.mark.row(11)
+def test_parameter_servers_are_for_their_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"TF_CONFIG": json.dumps(first_of(ps=["a:1"], worker=["b:1"]))}
+    found = TFConfigClusterResolver(variables)
+    assert (found.task_type, found.addresses) == ("ps", ())
+    monkeypatch.setenv("TF_CONFIG", variables["TF_CONFIG"])
+    for own in (None, found):
+        with pytest.raises(ClusterError, match=r"TF_CONFIG: .* use mirrored\.ParameterServerStrategy, or remove"):
+            mirrored.MultiWorkerMirroredStrategy(own)
 
 
 @pytest.mark.row(11)

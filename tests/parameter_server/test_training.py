@@ -92,6 +92,7 @@ def test_what_a_worker_writes_is_refused(training: Training) -> None:
         training.coordinator.join()
 
 
+@pytest.mark.row(65)
 def test_what_cannot_be_sent(training: Training) -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="cannot be sent to the workers with all that it refers to"):
@@ -166,6 +167,7 @@ def test_a_worker_that_is_killed_loses_no_call(training: Training, tmp_path: pat
     assert len(training.train(4)) == 4
 
 
+@pytest.mark.row(66)
 def test_a_call_that_kills_every_worker_is_an_error(training: Training) -> None:
     training.coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match="5 workers were lost in turn while they computed one scheduled function"):

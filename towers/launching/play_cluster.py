@@ -1,7 +1,8 @@
-"""Plays a TF_CONFIG cluster on this machine: starts a script once per worker, each with its own TF_CONFIG.
+"""Plays a TF_CONFIG cluster on this machine: starts a script once per task, each with its own TF_CONFIG.
 
-The first worker has the terminal, the others' lines come behind their name. GPUs are shared out among the
-workers; without enough of them, and on the CPU, each worker is one CPU tower.
+The first task has the terminal, the others' lines come behind their name. GPUs are shared out among the workers;
+without enough of them, and on the CPU, each worker is one CPU tower. With parameter servers the first task is the
+chief, and the tasks have a secret of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from towers.launching import console
 from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
+from towers.topology import JOB_TOKEN
 
 _GRACE = 10.0  # seconds in which the other workers end, once one has failed
 
@@ -33,45 +36,57 @@ def reserve_ports(count: int) -> list[socket.socket]:
     return sockets
 
 
-def _environment(index: int, addresses: list[str]) -> dict[str, str]:
-    """What worker ``index`` finds in its environment."""
-    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    count = devices.count_of("cuda")
+def _environment(cluster: dict[str, list[str]], job: str, index: int) -> dict[str, str]:
+    """What a task finds in its environment."""
+    config = {"cluster": cluster, "task": {"type": job, "index": index}}
+    count, workers = devices.count_of("cuda"), len(cluster["worker"])
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-    gpus = count // len(addresses)
+    gpus = count // workers if job == "worker" else 0
     visible = ",".join(names[index * gpus : (index + 1) * gpus])
     variables = {**os.environ, "TF_CONFIG": json.dumps(config), "CUDA_VISIBLE_DEVICES": visible}
-    variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(len(addresses))))
+    variables.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(workers)))
     return variables
 
 
-def play(program: Sequence[str], workers: int) -> int:
-    """Run ``program``, a full command line, as that many workers to their end; returns the largest exit code."""
-    ports = reserve_ports(workers)  # as long as this function runs
-    addresses = [f"127.0.0.1:{port.getsockname()[1]}" for port in ports]
+def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
+    """Run ``program``, a full command line, as that many workers to their end; returns the largest exit code.
+
+    Args:
+        servers: parameter servers; with any, there is a chief, too.
+    """
+    jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
+    tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
+    ports = reserve_ports(len(tasks))  # as long as this function runs
+    cluster: dict[str, list[str]] = {job: [] for job in jobs}
+    for (job, _), port in zip(tasks, ports, strict=True):
+        cluster[job].append(f"127.0.0.1:{port.getsockname()[1]}")
+    if servers:
+        os.environ.setdefault(JOB_TOKEN, secrets.token_hex())
     with console.Relay() as relay:
         attempt = Attempt(relay.directory, grace=_GRACE)
         restore = attempt.forward(unhandled(signal.SIGTERM))
-        jobs: list[subprocess.Popen[bytes]] = []
+        processes: list[subprocess.Popen[bytes]] = []
         try:
-            for index in range(workers):
+            for job, index in tasks:
                 with contextlib.ExitStack() as opened:
                     stdout, stderr = (
-                        opened.enter_context(open(relay.prefixed(stream, f"worker {index}"), "wb")) if index else None
+                        opened.enter_context(open(relay.prefixed(stream, f"{job} {index}"), "wb"))
+                        if processes
+                        else None
                         for stream in ("stdout", "stderr")
                     )
-                    variables = _environment(index, addresses)
-                    jobs.append(subprocess.Popen(program, env=variables, stdout=stdout, stderr=stderr))
-                attempt.processes[index] = jobs[-1].pid
+                    variables = _environment(cluster, job, index)
+                    processes.append(subprocess.Popen(program, env=variables, stdout=stdout, stderr=stderr))
+                attempt.processes[len(processes) - 1] = processes[-1].pid
             attempt.wait()
         except KeyboardInterrupt:
             return 130
         finally:
             attempt.end()
             restore()
-            for job in jobs:
-                job.wait()
+            for process in processes:
+                process.wait()
     if (signal_number := attempt.died_of_forwarded) is not None:
         os.kill(os.getpid(), signal_number)
     codes = attempt.endings.values()
-    return max(map(abs, codes)) if len(codes) == workers else 1
+    return max(map(abs, codes)) if len(codes) == len(tasks) else 1
