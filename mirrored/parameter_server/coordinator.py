@@ -126,7 +126,7 @@ class ClusterCoordinator:
         return call.value
 
     def join(self) -> None:
-        """Wait until all that was scheduled has been called; then the chief's variables are what servers have."""
+        """Wait until all that was scheduled has finished; then the chief's variables are what servers have."""
         with self._changed:
             self._changed.wait_for(self._is_done)
         self._raise_error()
@@ -134,7 +134,7 @@ class ClusterCoordinator:
         self.strategy.refresh()
 
     def done(self) -> bool:
-        """Whether all that was scheduled has been called."""
+        """Whether all that was scheduled has finished."""
         self._raise_error()
         with self._changed:
             return self._is_done()

@@ -296,7 +296,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             raise TypeError(f"{type(optimizer).__name__} steps parameters that were not made in the strategy's scope")
         parts = [part for p in parameters for part in self._replica.parts_of(p)]
         if any(part.end for part in parts):
-            check_elementwise(optimizer, "a variable that is cut", "leave variable_partitioner out")
+            check_elementwise(optimizer, "variable_partitioner", "leave it out")
         stateless = copy.copy(optimizer)
         stateless.state = defaultdict(dict)
         pickled = references.dump(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
