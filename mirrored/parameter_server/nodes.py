@@ -91,7 +91,8 @@ class Cluster:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
             ray.init(logging_level=logging.ERROR)
         else:
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
+            if "RAY_AUTH_MODE" not in os.environ:  # else it was here before, and keeps the secret of then
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
             ray.init("local", include_dashboard=False, logging_level=logging.ERROR)
 
     def _wait_for_nodes(self, timeout: float) -> None:

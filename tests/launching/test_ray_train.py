@@ -25,7 +25,8 @@ STEPS = 8
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster() -> Iterator[None]:
+    os.environ.setdefault("RAY_AUTH_TOKEN", "a secret of the tests, which Ray would write to a file")
     ray.init("local", num_cpus=2, include_dashboard=False)
     yield
     ray.shutdown()

@@ -237,3 +237,11 @@ def test_a_ray_cluster_that_is_there(program: str) -> None:
         head.communicate()
     assert "done" in result.stdout
     assert f"2 workers and 1 servers, started by the Ray cluster at 127.0.0.1:{port}" in result.stderr
+
+
+def test_ray_was_in_this_process_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    before = "import ray, mirrored; ray.init('local', include_dashboard=False); ray.shutdown()"
+    program = f"{before}; mirrored.ParameterServerStrategy(workers=1, servers=1)"
+    run_program(["-c", program], env={"HOME": str(tmp_path)}, code=0)
