@@ -44,7 +44,7 @@ class Cluster:
     Args:
         resolver: the tasks that are its nodes. Without any, it is the cluster that this process or ``RAY_ADDRESS``
             names, else one of this machine, started here and ended with the script.
-        workers: how many share this machine where they are started on it.
+        processes: how many share this machine where workers and servers are started on it.
         timeout: seconds in which all tasks have to come.
 
     Attributes:
@@ -56,7 +56,7 @@ class Cluster:
         SystemExit: this process was a task that became a node, and the chief has ended.
     """
 
-    def __init__(self, resolver: ClusterResolver, workers: int, timeout: float) -> None:
+    def __init__(self, resolver: ClusterResolver, processes: int, timeout: float) -> None:
         tasks = resolver.cluster_spec()
         if missing := [job for job in ("chief", *_JOBS) if tasks and not tasks.get(job)]:
             raise ClusterError(
@@ -70,7 +70,7 @@ class Cluster:
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # Ray would let each actor have one thread.
-        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(1 if tasks else workers)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(1 if tasks else processes)))
         if tasks:
             _share_secret(resolver)
             (chief,) = tasks["chief"]

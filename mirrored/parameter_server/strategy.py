@@ -112,7 +112,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 raise ValueError(
                     f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers} workers"
                 )
-            self._cluster = Cluster(resolver, workers, startup_timeout_seconds)
+            self._cluster = Cluster(resolver, workers + servers, startup_timeout_seconds)
         self.workers = workers
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         self._partitioner = variable_partitioner
