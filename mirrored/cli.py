@@ -83,7 +83,7 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "exit code is the largest of all.",
     )
     cluster.add_argument("--workers", type=int, default=2, help="how many (default 2)")
-    cluster.add_argument("--ps", type=int, default=0, help="parameter servers, and a chief (default: none of both)")
+    cluster.add_argument("--ps", type=int, default=0, help="parameter servers, and a chief (default: neither)")
     cluster.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     cluster.add_argument("script", help="the script, whose strategy reads TF_CONFIG; or with -m the module")
     cluster.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")

@@ -174,7 +174,12 @@ class ClusterCoordinator:
     # -- one thread for each worker ----------------------------------------------------------------------
 
     def _compute(self, index: int, call: _Call) -> None:
+        with self._changed:
+            if all_wait := len(self._waiting) == self.strategy.workers:
+                self._waiting.clear()
         try:
+            if all_wait:
+                self.strategy.flush()
             outcome = self.strategy.call(index, call.pickled, call.conditions)
             value = references.load(outcome) if isinstance(outcome, bytes) else None
         except RayActorError as error:
@@ -185,8 +190,10 @@ class ClusterCoordinator:
             outcome = Failed(error, "")
         with self._changed:
             self._running -= 1
-            self._waiting = {*self._waiting, index} if isinstance(outcome, NotYet) else set()
-            no_others = len(self._waiting) == self.strategy.workers
+            if isinstance(outcome, NotYet):
+                self._waiting.add(index)
+            else:
+                self._waiting.clear()
             if isinstance(outcome, NotYet) and self._error is None:
                 self._queue.appendleft(call)
             elif isinstance(outcome, Failed):
@@ -196,8 +203,6 @@ class ClusterCoordinator:
             else:
                 call.value._future.set_result(value)
             self._changed.notify_all()
-        if no_others:
-            self.strategy.flush()
         if isinstance(outcome, NotYet):
             clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
             self.strategy.await_worker(index)

@@ -79,13 +79,7 @@ class Cluster:
                 _become_node(own, self._addresses[own], chief, timeout)
             self.origin = f"python with {resolver.origin}"
             os.environ["RAY_GCS_SERVER_PORT"] = chief.rpartition(":")[2]
-            ray.init(
-                "local",
-                _node_ip_address=_ip_of(chief),
-                _system_config=_HEALTH,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-            )
+            _start_ray(_node_ip_address=_ip_of(chief), _system_config=_HEALTH)
             self._wait_for_nodes(timeout)
         elif "RAY_ADDRESS" in os.environ:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
@@ -93,7 +87,7 @@ class Cluster:
         else:
             if "RAY_AUTH_MODE" not in os.environ:  # else it was here before, and keeps the secret of then
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
-            ray.init("local", include_dashboard=False, logging_level=logging.ERROR)
+            _start_ray()
 
     def _wait_for_nodes(self, timeout: float) -> None:
         deadline = Deadline(timeout)
@@ -119,6 +113,10 @@ class Cluster:
         if self._addresses:
             place = {"resources": {task: 0.001}}
         return ray.remote(kind).options(num_cpus=0, max_restarts=0, **place).remote(*arguments)
+
+
+def _start_ray(**options: Any) -> None:
+    ray.init("local", include_dashboard=False, logging_level=logging.ERROR, **options)
 
 
 def _share_secret(resolver: ClusterResolver) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pathlib
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,13 +18,8 @@ import mirrored
 
 ray = pytest.importorskip("ray")
 
+from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
 from mirrored.parameter_server.partitioners import FixedShardsPartitioner  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 class Side:
@@ -145,6 +142,19 @@ def test_synchronous_optimizers_that_step_in_turn_keep_nobody_waiting() -> None:
     side.coordinator.join()
     assert len(side.coordinator.fetch(values)) == 6
     assert side.model.bias.max() < 0
+
+
+def test_a_server_and_the_only_worker_that_are_lost_at_once() -> None:
+    side = Side(zeros, replicas_to_aggregate=1)
+    side.call(stepping(side.model, torch.optim.SGD(side.model.parameters(), 1.0)))
+    server = ray.get(side.strategy._servers.actors[0].__ray_call__.remote(lambda _: os.getpid()))
+
+    def kill_both() -> None:
+        os.kill(server, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(ServerLostError, match="parameter server 0 "):
+        side.call(kill_both)
 
 
 def test_the_chief_may_write_to_a_part_of_a_variable() -> None:

@@ -25,12 +25,6 @@ from mirrored.parameter_server.worker import current_worker_index  # noqa: E402
 from tests.parameter_server.training import Training, examples  # noqa: E402
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture(scope="module")
 def training() -> Training:
     return Training()

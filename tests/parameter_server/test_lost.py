@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,6 @@ ray = pytest.importorskip("ray")
 
 from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
 from tests.parameter_server.training import Training  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

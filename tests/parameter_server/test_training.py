@@ -6,7 +6,6 @@ import os
 import pathlib
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 
 import pytest
@@ -21,12 +20,6 @@ ray = pytest.importorskip("ray")
 
 from mirrored.parameter_server.worker import current_worker_index  # noqa: E402
 from tests.parameter_server.training import Training, Words, examples  # noqa: E402
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
