@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mirrored
+from mirrored import CannotStartError
 from mirrored.doctor import gpus
 from mirrored.doctor.findings import Severity
 from tests import simulated_device
@@ -20,6 +21,7 @@ from tests.simulated_device.tpu import set_tpu_launch_env
 from tests.support.jobs import end_of, run_program, start_program
 from tests.support.waiting import HANG
 from towers.launching.play_cluster import reserve_ports
+from towers.launching.tpu import set_environment
 from towers.system import tpu
 
 ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
@@ -62,7 +64,8 @@ def test_wrong_starts() -> None:
     unprepared = run_program(words, env=variables_of("tpu"), timeout=HANG)
     assert f"{ADDRESSES} is not set: start by 'python' or" in unprepared.stderr
     lost = run_program([SCRIPT], env={**variables_of("tpu"), **HOSTS}, timeout=HANG, code=1)
-    assert lost.stderr.startswith("towers: expected nnodes to match the number of hosts in TPU_WORKER_HOSTNAMES, got 1")
+    why = "expected nnodes to match the number of hosts in TPU_WORKER_HOSTNAMES, got 1"
+    assert lost.stderr.startswith(f"towers: torch_tpu cannot start 2 towers on this host: {why}")
 
 
 @simulated
@@ -134,18 +137,18 @@ def launch_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.row(61)
 @pytest.mark.usefixtures("launch_env")
 def test_towers_that_cannot_work_together() -> None:
-    with pytest.raises(ValueError, match=r"cannot start 3 towers on this host: No TPU topology found"):
-        tpu.set_environment(3, 0, 1)
-    tpu.set_environment(2, 0, 1)
-    with pytest.raises(ValueError, match=f"{ADDRESSES} is for 2 towers, but 4 are to start"):
-        tpu.set_environment(4, 0, 1)
+    with pytest.raises(CannotStartError, match=r"cannot start 3 towers on this host: No TPU topology found"):
+        set_environment(3, 0, 1)
+    set_environment(2, 0, 1)
+    with pytest.raises(CannotStartError, match=f"{ADDRESSES} is for 2 towers, but 4 are to start"):
+        set_environment(4, 0, 1)
 
 
 @pytest.mark.row(61)
 @pytest.mark.usefixtures("launch_env")
 def test_hosts_without_the_shape_of_their_slice() -> None:
-    with pytest.raises(ValueError, match="TORCH_TPU_TOPOLOGY is not set: .* it is the whole slice's, as 4,4,1"):
-        tpu.set_environment(2, 0, 2)
+    with pytest.raises(CannotStartError, match="TORCH_TPU_TOPOLOGY is not set: .* it is the whole slice's, as 4,4,1"):
+        set_environment(2, 0, 2)
 
 
 def test_the_doctor_says_what_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def run(job: Job, program: Sequence[str]) -> int:
         _die_by(stopped.sigval)
     except KeyboardInterrupt:
         _die_by(signal.SIGINT)
-    except (TowersError, OSError, ValueError) as error:
+    except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
@@ -91,7 +91,7 @@ def _set_environment(job: Job) -> None:
     """What all towers of this machine inherit.
 
     Raises:
-        ValueError: the towers' devices cannot work together so.
+        CannotStartError: the towers' devices cannot work together so.
     """
     os.environ[STARTED_BY] = job.started_by
     os.environ[AGENT] = str(os.getpid())
@@ -103,7 +103,7 @@ def _set_environment(job: Job) -> None:
     if job.towers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     if job.kind == "tpu":
-        from towers.system import tpu
+        from towers.launching import tpu
 
         tpu.set_environment(job.towers, job.worker, job.workers)
     if not log.isEnabledFor(logging.DEBUG):
