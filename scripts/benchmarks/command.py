@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
+import models
+
 
 def names(text: str) -> list[str]:
     """What an option lists between commas."""
@@ -35,7 +37,7 @@ def parser(
         prog=f"scripts/bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if cases:
-        default = chosen or ",".join(case for case in cases if case != "deep-64")
+        default = chosen or ",".join(case for case in cases if case not in models.ONLY_NAMED)
         made.add_argument("--cases", type=names, default=default, help="comma-separated: " + ", ".join(cases))
     if towers is not None:
         made.add_argument("--towers", type=int, default=towers)

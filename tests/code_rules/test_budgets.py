@@ -18,7 +18,7 @@ from tests.verification.template import Script
 PRODUCT, CORE = 20_926, 8_504
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 21_604, "scripts": 2_207}
+AROUND = {"tests": 21_651, "scripts": 2_405}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400

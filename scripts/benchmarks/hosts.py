@@ -1,0 +1,166 @@
+"""Time of a training step between hosts: ours against DDP on Gloo, and against the larger of computing and the wire.
+
+Hosts are network namespaces of this machine with cables between them, made for the benchmark and removed after it (this
+needs root and iproute2). ``--shapes`` are hosts x CPU towers of each; ``--rates`` Gbit/s of a cable in each direction,
+"none" for no limit; ``--delays`` ms from one host to another, which need netem in the kernel. "Computing" is the same
+step without any communication, on all towers at once. "The wire" is the time that the gradients' bytes, without
+headers, take at the cable's rate: 2 (H - 1) / H of them leave each of H hosts, and as many come in. ``--variants``:
+"ours"; "bf16", ours with ``wire_dtype="bfloat16"``. All variants take turns in the same processes, with one thread for
+each tower; medians over the turns are printed. What the cable really does is measured first. Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import cable
+import command
+import models
+import plain
+import steps
+import torch
+import torch.distributed as dist
+
+import mirrored
+
+LABELS = {"ours": "ours", "bf16": "ours, bf16 on the wire"}
+"""What is compared with DDP and the bound."""
+
+_PROBE = 2**23  # bytes that are sent to find the cable's rate
+
+
+class _Work(NamedTuple):
+    """What the towers do."""
+
+    case: str
+    variants: Sequence[str]
+    turns: int
+    seconds: float
+
+
+class _Found(NamedTuple):
+    """What tower 0 has found: bytes of the gradients, and what the cable does, in Gbit/s and seconds there and back."""
+
+    times: steps.Times
+    nbytes: int
+    gigabits: float
+    round_trip: float
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = command.parser("hosts", __doc__, turns=5, seconds=2.0, towers=None, cases=models.CASES, chosen="even-64")
+    parser.add_argument("--shapes", type=command.names, default="2x1,2x2,3x1", help="hosts x towers")
+    parser.add_argument("--rates", type=command.names, default="none,10,1,0.1", help="Gbit/s, or none")
+    parser.add_argument("--delays", type=command.names, default="0", help="ms")
+    parser.add_argument("--variants", type=command.names, default="ours", help="comma-separated: " + ", ".join(LABELS))
+    options = parser.parse_args(arguments)
+    try:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+        rates = [None if rate == "none" else float(rate) for rate in options.rates]
+        delays = [float(delay) for delay in options.delays]
+        assert all(hosts > 1 and towers > 0 for hosts, towers in shapes)
+    except (ValueError, AssertionError):
+        parser.error("--shapes are such as 2x2 (two hosts or more), --rates and --delays numbers or 'none'")
+    if unknown := set(options.variants) - set(LABELS):
+        parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # namespaces are removed then, too
+    variants = [variant for variant in LABELS if variant in options.variants]
+    steps.print_head(f"medians of {options.turns} alternations")
+    for (hosts, towers), rate, delay in itertools.product(shapes, rates, delays):
+        limit = "no limit" if rate is None else f"{rate:g} Gbit/s"
+        for case in options.cases:
+            work = _Work(case, variants, options.turns, options.seconds)
+            try:
+                with cable.hosts(hosts, rate, delay) as places:
+                    found = _measure(places, towers, work)
+            except cable.CannotPlayError as error:
+                sys.exit(f"scripts/bench hosts: {error}")
+            _print(f"{case}, {hosts}x{towers}, {limit}, {delay:g} ms", hosts, rate, found, variants)
+
+
+def _print(name: str, hosts: int, rate: float | None, found: _Found, variants: Sequence[str]) -> None:
+    times, crossing = found.times, 2 * (hosts - 1) / hosts * found.nbytes
+    print(f"{name}: the cable does {found.gigabits:.3g} Gbit/s, there and back in {found.round_trip * 1e3:.3g} ms")
+    for variant in variants:
+        wire = 0.0 if rate is None else crossing * 8 / (rate * 1e9) / (2 if variant == "bf16" else 1)
+        bounds = [max(compute, wire) for compute in times["bound"]]
+        steps.print_row(f"  {LABELS[variant]} ÷ DDP", times[variant], times["DDP"])
+        larger = "the wire" if wire > statistics.median(times["bound"]) else "computing"
+        steps.print_row(f"  {LABELS[variant]} ÷ bound ({larger})", times[variant], bounds)
+    if {"ours", "bf16"} <= set(variants):
+        steps.print_row("  bf16 on the wire ÷ float32", times["bf16"], times["ours"])
+
+
+def _measure(places: Sequence[tuple[str, str]], towers: int, work: _Work) -> _Found:
+    """Start the towers on their hosts, and return what tower 0 has found."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder, "found.json")
+        program = [sys.executable, __file__, str(result), json.dumps(work)]
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(len(places) * towers):
+                numbers = {"RANK": rank, "WORLD_SIZE": len(places) * towers}
+                numbers |= {"LOCAL_RANK": rank % towers, "LOCAL_WORLD_SIZE": towers}
+                variables = {name: str(number) for name, number in numbers.items()}
+                variables |= {"MASTER_ADDR": places[0][1], "MASTER_PORT": "29400", "OMP_NUM_THREADS": "1"}
+                started.append(cable.start_in(places[rank // towers][0], program, variables))
+            while any(process.poll() is None for process in started):
+                if failed := [process for process in started if process.poll()]:
+                    raise RuntimeError(f"a tower has failed: {failed[0].communicate()[1]}")
+                time.sleep(0.1)
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()
+        return _Found(*json.loads(result.read_text()))
+
+
+def _tower() -> None:
+    """One tower of the benchmark; tower 0 writes down what it has found."""
+    case, variants, turns, seconds = _Work(*json.loads(sys.argv[2]))
+    strategy = steps.strategy("auto")
+    work = steps.Work(case, strategy)
+    gigabits, round_trip = _probe(strategy.topology.local_size)
+    chosen: dict[str, plain.Step] = {}
+    if "ours" in variants:
+        chosen["ours"] = work.ours()
+    if "bf16" in variants:
+        narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
+        chosen["bf16"] = work.ours(mirrored.MirroredStrategy(communication=narrow))
+    chosen |= {"DDP": work.ddp(), "bound": work.bare()}
+    times = steps.alternate(chosen, turns, seconds)
+    if strategy.is_chief:
+        nbytes = sum(parameter.nbytes for parameter in models.make(case).parameters())
+        pathlib.Path(sys.argv[1]).write_text(json.dumps(_Found(times, nbytes, gigabits, round_trip)))
+
+
+def _probe(other: int) -> tuple[float, float]:
+    """What the cable from tower 0 to tower ``other`` does: Gbit/s, and seconds there and back."""
+    seconds = []
+    for nbytes in (1, 1, 1, _PROBE, _PROBE):
+        data, reply = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        dist.barrier()
+        started = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(data, other)
+            dist.recv(reply, other)
+        elif dist.get_rank() == other:
+            dist.recv(data, 0)
+            dist.send(reply, 0)
+        seconds.append(time.perf_counter() - started)
+    round_trip = min(seconds[:3])
+    return _PROBE * 8e-9 / (min(seconds[3:]) - round_trip), round_trip
+
+
+if __name__ == "__main__":
+    _tower()
