@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mirrored.data.input_context import ValueContext as ValueContext
     from mirrored.empty_shares.stand_in import drop_stand_in as drop_stand_in
     from mirrored.evaluation.evaluator import train_and_evaluate as train_and_evaluate
+    from mirrored.local.options import DiLoCo as DiLoCo
+    from mirrored.local.options import LocalSGD as LocalSGD
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
     from mirrored.operations import ReduceOp as ReduceOp
@@ -74,6 +76,7 @@ _NAMES = {
     "mirrored.data.dataset": "DistributedDataset",
     "mirrored.data.input_context": "InputContext ValueContext",
     "mirrored.evaluation.evaluator": "train_and_evaluate",
+    "mirrored.local.options": "DiLoCo LocalSGD",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
     "mirrored.operations": "ReduceOp",
     "mirrored.empty_shares.stand_in": "drop_stand_in",

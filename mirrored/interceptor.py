@@ -24,6 +24,10 @@ class Interceptor:
         """The devices that a strategy takes where the script asks for ``requested``."""
         return requested
 
+    def synchronization(self, requested: Any) -> Any:
+        """How a strategy synchronizes its parameters where the script asks for ``requested``; None: in every step."""
+        return requested
+
     def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function that ``strategy.run`` calls in place of ``fn``, in the ``ReplicaContext`` ``replica``."""
         return fn

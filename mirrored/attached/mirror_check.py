@@ -68,6 +68,7 @@ class MirrorCheck:
         interval: runs in which all is compared once; None for no checks but those that are asked for.
         unmirrored: parameters of mirrored modules that are not mirrored themselves: a script has put them there later.
         with_state: whether optimizer state is the same on all towers.
+        apart: whether towers may hold different parameters now; their settings are compared alone then.
         barrier: comes before each check, with its purpose; given where towers that step alone wait outside ``comm``.
 
     Attributes:
@@ -81,6 +82,7 @@ class MirrorCheck:
         unmirrored: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
         with_state: bool = True,
+        apart: Callable[[], bool] = lambda: False,
         barrier: Callable[[str], None] | None = None,
     ) -> None:
         self._comm = comm
@@ -88,6 +90,7 @@ class MirrorCheck:
         self._barrier = barrier
         self._every = interval
         self._with_state = with_state
+        self._apart = apart
         self._parameters: list[tuple[str, weakref.ref[Tensor]]] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._class_names: Counter[str] = Counter()
@@ -170,6 +173,8 @@ class MirrorCheck:
         optimizers = list(self._optimizers.items())
         living = self._living()
         held = [setting for optimizer, label in optimizers for setting in _settings(optimizer, label)]
+        if self._apart():
+            return held
         held += [Held(name, _PARAMETER, p.detach()) for name, p in living]
         held += [Held(name, _STRANGE, p.detach()) for name, p in self._unmirrored() if _has_bits(p)]
         if self._with_state:

@@ -102,8 +102,11 @@ class CheckpointManager:
             raise ValueError(f"grace_seconds is {grace_seconds!r}, but must be positive")
         self._strategy = strategy
         self._comm = strategy.communicator
+        local = strategy.engine.local
+        is_mirrored = strategy.is_mirrored if local is None else lambda parameter: False  # not between synchronisations
         tracked = [
-            *(track(name, target, strategy.is_mirrored) for name, target in objects.items()),
+            *(track(name, target, is_mirrored) for name, target in objects.items()),
+            *([TrackedObject("mirrored.local", local)] if local is not None else []),
             TrackedObject("mirrored.strategy", strategy),
             TrackedObject("mirrored.streams", strategy.streams),
         ]

@@ -79,6 +79,11 @@ def _checked_training_of(model: Any, call: str) -> Training | None:
             f"model.{call} with shard_optimizer=True or in central storage: the steps of torch's optimizers are shared "
             "out, Keras' are not. Leave shard_optimizer out, or use MirroredStrategy"
         )
+    if training.strategy.engine.local is not None:
+        raise RuntimeError(
+            f"model.{call} with synchronize=: Keras evaluates between two synchronisations, when every tower has "
+            "parameters of its own. Leave synchronize out, or train the model by a function of your own"
+        )
     return training
 
 

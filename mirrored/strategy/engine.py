@@ -9,7 +9,6 @@ run on a stand-in, its running statistics are put back last.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import sys
 import weakref
@@ -35,6 +34,8 @@ from towers.system.profiling import range_
 from towers.system.uncompiled import Untraced
 
 if TYPE_CHECKING:
+    from mirrored.local.options import LocalSGD
+    from mirrored.local.training import LocalTraining
     from mirrored.virtual.towers import VirtualTowers
     from towers.sharding.transport import ShardTransport
 
@@ -66,7 +67,7 @@ def _begin_run(engine: weakref.ref[Engine], fn: Callable[..., Any]) -> None:
 class Engine:
     """Records models, keeps them mirrored, averages their gradients and shards their optimizers' steps.
 
-    At one tower nothing is attached, but for virtual towers and watched gradients.
+    At one tower nothing is attached, but for virtual towers, local steps and watched gradients.
 
     Args:
         distribution: the towers, and how batches are shared out among them.
@@ -74,6 +75,7 @@ class Engine:
     Attributes:
         averager: averages gradients; at one tower it exists, with no parameters attached (but for watched gradients).
         virtual: the virtual towers, if there are any.
+        local: counts local steps and synchronizes parameters, where towers step by themselves.
         recorder: what was created in the scope.
         is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
@@ -87,6 +89,11 @@ class Engine:
                 f"wire_dtype={communication.wire_dtype!r} rounds gradients that are sent, while virtual_towers promise "
                 "the same bits on any number of towers: leave one of the two out"
             )
+        way: LocalSGD | None = None
+        if training.synchronize is not None:
+            from mirrored.local.options import checked
+
+            way = checked(vars(training), communication)
         self._comm = comm = distribution.comm
         self._several = comm.size > 1 or (training.central and comm.device.type != "cpu")
         self._checks_unasked = training.mirror_check_interval is not None
@@ -94,8 +101,9 @@ class Engine:
         self.one_tower_reads_state = False
         self.is_inner_optimizer: Callable[[Optimizer], bool] = lambda optimizer: False
         if self._several:
-            agree(comm, "the strategy", dataclasses.asdict(training))
-        channel = comm.channel() if self._several else comm
+            agree(comm, "the strategy", {**vars(training), "synchronize": repr(way)})
+        self.local: LocalTraining | None = None
+        channel = comm.channel() if self._several and way is None else comm
         transport: ShardTransport | None = None
         if self._several and training.shard_optimizer:
             from towers.sharding.choosing import transport_for
@@ -108,14 +116,21 @@ class Engine:
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.events = events = distribution.events
         events.begin_run.append(functools.partial(_begin_run, weakref.ref(self)))
-        averager = GradientAverager(
-            channel,
-            communication.bucket_bytes,
-            reduction=transport.reduction if transport is not None else None,
-            lazy=transport.lazy if transport is not None else None,
-            announce=functools.partial(announce, comm),
-            watch=watch,
-        )
+        averager: GradientReducer
+        if way is not None:
+            from mirrored.local.training import LocalTraining
+
+            self.local = LocalTraining(comm, way, events, training.mirror_check_interval)
+            averager = self.local.gradients
+        else:
+            averager = GradientAverager(
+                channel,
+                communication.bucket_bytes,
+                reduction=transport.reduction if transport is not None else None,
+                lazy=transport.lazy if transport is not None else None,
+                announce=functools.partial(announce, comm),
+                watch=watch,
+            )
         self.averager: GradientReducer = averager
         events.failed.append(averager.break_off_backward)
         self.virtual: VirtualTowers | None = None
@@ -129,27 +144,29 @@ class Engine:
             events.before_step.append(self.virtual.before_step)
         if self._several:
             self._attach_to_several_towers(averager, training, transport)
-        elif watch is not None:
+        elif watch is not None or self.local is not None:
             events.mirrored.append(self.averager.add)
         self._records = bool(events.mirrored)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")
-        if self._several or self.virtual is not None:
+        if self._several or self.virtual is not None or self.local is not None:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
     def _attach_to_several_towers(
-        self, averager: GradientAverager, training: TrainingOptions, transport: ShardTransport | None
+        self, averager: GradientReducer, training: TrainingOptions, transport: ShardTransport | None
     ) -> None:
-        comm, recorder, events = self._comm, self.recorder, self.events
+        comm, recorder, events, local = self._comm, self.recorder, self.events, self.local
         sharder = None
         if transport is not None:
+            assert isinstance(averager, GradientAverager)
             from towers.sharding.optimizer import OptimizerSharder
 
             sharder = OptimizerSharder(averager, transport)
         check = MirrorCheck(
             comm,
-            training.mirror_check_interval,
+            training.mirror_check_interval if local is None else None,  # else synchronisations are followed by checks
             recorder.unmirrored,
-            with_state=sharder is None,
+            with_state=sharder is None and local is None,
+            apart=local.apart if local is not None else lambda: False,
             barrier=sharder.barrier if sharder else None,
         )
         events.recorded.append(EarlyBackwardGuard(comm.index, recorder).watch)

@@ -198,14 +198,35 @@ class Gradients(CheckedCalls):
                 before.detach().copy_(mean)
         self.engine.averager.note_averaged(chosen, replaced=True)
 
+    def synchronize(self) -> None:
+        """Average the parameters now, before it is time; all towers call it. The local steps are counted from here.
+
+        For strategies with ``synchronize=``, whose towers hold different parameters between synchronisations: before an
+        evaluation, and at the end. Of others parameters are always the same, and there is nothing to do.
+
+        Raises:
+            RuntimeError: inside ``run``.
+            DisagreementError: on all towers, when some call something else.
+            MirrorError: on all towers, when they are not the same after it.
+        """
+        self._check_here("synchronize()")
+        if current_replica() is not None:
+            raise RuntimeError("strategy.synchronize() was called inside strategy.run(...): call it outside of it")
+        if self.engine.local is not None:
+            self.engine.local.synchronize()
+
     def _averaged(
         self, call: str, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The means of gradients over several towers; all that a script averages by itself goes through here.
 
+        With local steps each tower keeps its own.
+
         Args:
             tensors: what the gradients belong to.
         """
+        if self.engine.local is not None:
+            return list(gradients)
         if self.accumulates:
             raise RuntimeError(
                 f"{call} averages over the towers, but in no_sync() gradients are each tower's own: call it outside, "

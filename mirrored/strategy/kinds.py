@@ -14,7 +14,7 @@ from mirrored.cluster.resolver import ClusterResolver, LocalClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
-from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, TrainingOptions
+from mirrored.strategy.options import MIRROR_CHECK_INTERVAL, LocalSteps, TrainingOptions
 from towers.collectives.communicator import Alone, Communicator
 from towers.collectives.connecting import connect, refuse_unknown_peers
 from towers.health import failure
@@ -77,6 +77,9 @@ class MirroredStrategy(Strategy):
             infinity to which gradients; "raise" is a NonFiniteGradientError on all towers, which may catch it, zero
             the gradients and go on. It costs reading all gradients and one small collective a backward; GPUs are waited
             for.
+        synchronize: :class:`mirrored.LocalSGD` or :class:`mirrored.DiLoCo`: towers step by themselves and average their
+            parameters every so many steps, for slow networks (``docs/local.md``). None: gradients are averaged in every
+            step.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
             tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
@@ -104,9 +107,12 @@ class MirroredStrategy(Strategy):
         virtual_towers: int | None = None,
         mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
+        synchronize: LocalSteps | None = None,
         seed: int | None = None,
     ) -> None:
-        training = self._options(shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients)
+        training = self._options(
+            shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, synchronize
+        )
         communication = CommunicationOptions() if communication is None else communication
         if not isinstance(communication, CommunicationOptions):
             raise TypeError(

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 MIRROR_CHECK_INTERVAL = 250
 """Runs in which the towers compare all that they hold once, unless a script says otherwise."""
 
 _ACTIONS = ("ignore", "warn", "raise")
+
+
+class LocalSteps(Protocol):
+    """Towers step by themselves, and are synchronised every so many steps (:mod:`mirrored.local`)."""
+
+    @property
+    def every(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +30,7 @@ class TrainingOptions:
     virtual_towers: int | None = None
     mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL
     nonfinite_gradients: str = "ignore"
+    synchronize: LocalSteps | None = None
     central: bool = False
 
     def __post_init__(self) -> None:

@@ -109,6 +109,11 @@ class StepLimit(Interceptor):
         """The devices of this run, whatever the script names."""
         return os.environ[DEVICES].split(",")
 
+    def synchronization(self, requested: Any) -> None:
+        """Gradients are averaged in every step."""
+        if requested is not None:
+            self.trace.left_out.add("local steps")
+
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
         """A folder of our own for each of the script's: both runs begin anew, and its own checkpoints stay."""
         return self._folder / hashlib.blake2b(os.path.abspath(requested).encode(), digest_size=8).hexdigest()

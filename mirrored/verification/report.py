@@ -22,6 +22,7 @@ _NOTES = (
     "Dropout is left out of both runs: several towers draw other numbers than one, as they should.",
     "Random numbers that run draws come from one stream in both runs, cut like the batch.",
     "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
+    "Gradients are averaged in every step of both runs: synchronize= is left out, and what it changes is not compared.",
 )
 
 BATCH_NORM_FIX = (
@@ -115,6 +116,7 @@ class VerificationReport:
         dropouts: whether dropout was left out of the comparison.
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
         whole_batches: whether every tower was given the whole batch instead of its share: right, but a waste.
+        local_steps: whether local steps were left out of the comparison.
         results: how many values of ``reduce`` and ``gather`` were compared.
         buffers: how many buffers were compared.
         unreached: whether the script was ended before any evaluation came.
@@ -131,6 +133,7 @@ class VerificationReport:
     dropouts: bool
     followed: bool
     whole_batches: bool
+    local_steps: bool
     results: int
     buffers: int
     unreached: bool
@@ -158,7 +161,8 @@ class VerificationReport:
         lines = [f"{self.script} on 1 tower and on {self.towers}: {steps} compared {limit}"]
         if self.rows:
             lines += ["", *self._table()]
-        for note, applies in zip(_NOTES, (self.dropouts, self.followed, self.whole_batches), strict=True):
+        notes = self.dropouts, self.followed, self.whole_batches, self.local_steps
+        for note, applies in zip(_NOTES, notes, strict=True):
             lines += ["", note] if applies else []
         if self.ended is not None:
             where = f"{self.ended.kind}{at_line(self.ended.line)}, on one tower as on {self.towers}"
@@ -211,6 +215,7 @@ class VerificationReport:
 def make_report(script: str, comparison: RunComparison, explanations: Sequence[Explanation]) -> VerificationReport:
     """The report of a comparison and what explains its differences."""
     one, many, first = comparison.one, comparison.many, comparison.first
+    left_out = one.left_out.union(*(trace.left_out for trace in many))
     rows = tuple(row for row in comparison.rows if first is None or row.step <= first.step)
     return VerificationReport(
         script=script,
@@ -219,12 +224,13 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
         rows=rows,
         tolerance=comparison.tolerance,
         exact=comparison.exact,
-        dropouts=any(trace.dropouts for trace in (one, *many)),
+        dropouts="dropout" in left_out,
         followed=any(draw.followed for trace in many for call in trace.calls for draw in call.draws),
         whole_batches=any(
             call.examples and all(share.examples == call.examples for share in shares)
             for call, shares in comparison.training_calls()
         ),
+        local_steps="local steps" in left_out,
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
         unreached=one.stopped,

@@ -321,7 +321,7 @@ class Trace:
         results: what ``strategy.reduce`` and ``strategy.gather`` returned.
         pairs: the lines of the script that make a number of each pair of this tower's examples in ``run``, and how many
             examples these are.
-        dropouts: how many calls of a dropout were left out.
+        left_out: what was left out: "dropout", "local steps".
         refused_by: the batch norm layer that could not normalise a share of one example.
         counts_towers: the lines of the script that name ``num_replicas_in_sync``.
         raised: the exception that ended the script.
@@ -341,7 +341,7 @@ class Trace:
     evaluated_models: dict[tuple[int, str], dict[str, str]] = dataclasses.field(default_factory=dict)
     results: list[Result] = dataclasses.field(default_factory=list)
     pairs: dict[int | None, int] = dataclasses.field(default_factory=dict)
-    dropouts: int = 0
+    left_out: set[str] = dataclasses.field(default_factory=set)
     refused_by: str | None = None
     counts_towers: list[int] = dataclasses.field(default_factory=list)
     raised: Raised | None = None

@@ -296,7 +296,7 @@ class Watcher(TorchFunctionMode):
         """Note that a dropout is left out; with virtual towers, whose draws are equal on any number, it is not."""
         if self.trace.virtual:
             return False
-        self.trace.dropouts += 1
+        self.trace.left_out.add("dropout")
         if self.call is not None and not in_functorch_transform():
             draw = Draw(dropout, script_line(), draws.generator_state(value.device), tuple(value.shape), dropout=True)
             self.call.draws.append(draw)

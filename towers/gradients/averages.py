@@ -67,7 +67,7 @@ def average(
             else:
                 nothing = without_rows(tensor.shape, gradient_dtype(tensor), tensor.device)
                 means[i] = average_rows(comm, nothing if gradient is None else gradient)
-        for i, mean in zip(dense, together(list(dense.values()), partial(_average_flat, comm)), strict=True):
+        for i, mean in zip(dense, together(list(dense.values()), partial(average_flat, comm)), strict=True):
             means[i] = mean
     return means
 
@@ -82,7 +82,8 @@ def _densely(tensor: Tensor, gradient: Tensor | None) -> Tensor:
     return to_dense(gradient) if gradient.is_sparse else gradient
 
 
-def _average_flat(comm: Communicator, flat: Tensor) -> None:
+def average_flat(comm: Communicator, flat: Tensor) -> None:
+    """Average a flat tensor over the towers, in place."""
     real = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     comm.submit_average(real.mul_(comm.prescale)).wait()
 

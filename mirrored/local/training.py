@@ -1,0 +1,254 @@
+"""Training by local steps: they are counted, and parameters are synchronised after every so many.
+
+[Note: the local gradient] A tower steps by what it would have contributed to the average of a step: the gradient of
+``towers * sum(own losses) / G`` from ``compute_average_loss``, G being the size of the global batch. With even shares
+that is the gradient of the tower's own mean. With uneven ones a tower with more examples takes the larger step, so that
+in the mean of the parameters every example counts the same: with SGD and ``every=1`` it is the step of every-step
+averaging. The mean over a tower's own examples would be a mean of means there.
+
+[Note: runs are counted, not optimizer steps] All towers have to synchronise at the same moment, but a ``GradScaler``
+may leave out an optimizer's step on one tower alone. So runs with a backward are counted, and the synchronisation comes
+when the function has returned. A step that was left out is a tower that has not moved.
+
+[Note: what is averaged] A parameter that no tower's optimizer has stepped since the last synchronisation is the same on
+all towers, and is not sent: towers tell each other which they have stepped. An anchor is copied just before the first
+step of its parameter, so frozen parameters have none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mirrored.events import Events
+from mirrored.local.gradients import LocalGradients
+from mirrored.local.options import DiLoCo, LocalSGD
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator, InStep
+from towers.collectives.values import together
+from towers.gradients.averages import average_flat
+from towers.system.log import get_logger
+from towers.system.named import Named
+from towers.system.profiling import range_
+
+log = get_logger("mirrored")
+
+_BYTES = 64 << 20  # what is averaged at once
+
+
+@dataclass(eq=False)
+class _Parameter:
+    """A mirrored parameter.
+
+    Attributes:
+        stepped: whether an optimizer has stepped it since the last synchronisation.
+        anchor: its value after the last synchronisation, at least in float32, where an outer optimizer steps it.
+    """
+
+    reference: weakref.ref[Tensor]
+    stepped: bool = False
+    anchor: nn.Parameter | None = None
+
+    def value(self) -> Tensor:
+        """Its value, in the dtype in which values are averaged."""
+        parameter = self.reference()
+        assert parameter is not None
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+class LocalTraining:
+    """Synchronises the parameters of towers that step by themselves.
+
+    Args:
+        comm: the towers, or one alone.
+        how: when, and by what.
+        events: of the strategy.
+        check_every: local steps after which a synchronisation is followed by a mirror check; None for no checks.
+
+    Attributes:
+        gradients: leaves gradients to each tower.
+        steps: how many steps there were since the last synchronisation; the same on all towers.
+    """
+
+    def __init__(self, comm: Communicator, how: LocalSGD, events: Events, check_every: int | None) -> None:
+        self.gradients = LocalGradients(comm.health)
+        self.steps = 0
+        self._comm = comm
+        self._how = how
+        self._events = events
+        self._check_every = check_every
+        self._unchecked: int | None = None  # steps; None before the first synchronisation
+        self._parameters: list[_Parameter] = []
+        self._of: dict[int, _Parameter] = {}
+        self._outer: Optimizer | None = None
+        self._groups: list[list[int]] = []  # numbers of parameters, as they were given to the outer optimizer
+        self._reminded = False
+        events.mirrored.append(self._add)
+        events.before_step.append(self._before_step)
+        events.end_run.append(self._end_run)
+
+    def apart(self) -> bool:
+        """Whether towers may hold different parameters now."""
+        return self.steps > 0 or any(parameter.stepped for parameter in self._parameters)
+
+    def _add(self, parameters: Sequence[Named]) -> None:
+        for named in parameters:
+            self._parameters.append(_Parameter(weakref.ref(named.tensor)))
+            self._of[id(named.tensor)] = self._parameters[-1]
+
+    # -- local steps -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                parameter = self._of.get(id(p))
+                if parameter is None or parameter.stepped or not p.requires_grad or parameter.reference() is not p:
+                    continue
+                parameter.stepped = True
+                self._anchor(parameter)
+
+    def _anchor(self, parameter: _Parameter) -> None:
+        if parameter.anchor is None and isinstance(self._how, DiLoCo):
+            parameter.anchor = nn.Parameter(parameter.value().clone())
+
+    def _end_run(self) -> None:
+        trained, self.gradients.trained = self.gradients.trained, False
+        if not trained:
+            self._remind()
+            return
+        self.steps += 1
+        if self.steps >= self._how.every:
+            self.synchronize()
+
+    def _remind(self) -> None:
+        if self.apart() and not self._reminded and self._comm.size > 1:
+            self._reminded = True
+            if self._comm.index == 0:
+                log.info(
+                    "this run does not train, and comes between two synchronisations, when every tower has parameters "
+                    "of its own: to evaluate one model, call strategy.synchronize() before"
+                )
+
+    # -- synchronisations --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make the parameters equal on all towers now; all of them call it.
+
+        Raises:
+            DisagreementError: on all towers, when some call something else.
+            MirrorError: on all towers, when they are not equal after it.
+        """
+        steps, call = self.steps, f"a synchronisation after {self.steps} local steps"
+        with range_("mirrored::synchronize"), self._comm.health.during("synchronizing parameters"):
+            local = "".join("-" if p.reference() is None else "01"[p.stepped] for p in self._parameters)
+            towers = [reply.details for reply in announce(self._comm, call, local)]
+            chosen = [i for i, flags in enumerate(zip(*towers, strict=True)) if "1" in flags and "-" not in flags]
+            with InStep(self._comm):
+                for numbers in self._pieces(chosen):
+                    self._average([self._parameters[i] for i in numbers])
+                if isinstance(self._how, DiLoCo):
+                    self._step_outer(self._how, chosen)
+        for parameter in self._parameters:
+            parameter.stepped = False
+        self.steps = 0
+        due = self._unchecked is None or self._unchecked + steps >= (self._check_every or 0)
+        self._unchecked = 0 if due else (self._unchecked or 0) + steps
+        if due and self._check_every is not None:
+            self._events.check(call)
+
+    def _pieces(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of parameters, in pieces that are averaged at once."""
+        piece, nbytes = list[int](), 0
+        for i in numbers:
+            value = self._parameters[i].value()
+            if piece and nbytes + value.nbytes > _BYTES:
+                yield piece
+                piece, nbytes = [], 0
+            piece.append(i)
+            nbytes += value.nbytes
+        if piece:
+            yield piece
+
+    def _average(self, parameters: Sequence[_Parameter]) -> None:
+        """Average parameters, or what they have changed, which becomes the gradient of their anchors."""
+        for parameter in parameters:
+            self._anchor(parameter)  # one that other towers have stepped, and this one has not
+        values = [p.value() if p.anchor is None else p.anchor - p.value() for p in parameters]
+        if self._comm.size > 1:
+            values = together(values, partial(average_flat, self._comm))
+        for parameter, mean in zip(parameters, values, strict=True):
+            if parameter.anchor is None:
+                _write(parameter, mean)
+            else:
+                parameter.anchor.grad = mean
+
+    def _step_outer(self, how: DiLoCo, numbers: Sequence[int]) -> None:
+        known = {i for group in self._groups for i in group}
+        if new := [i for i in numbers if i not in known]:
+            self._give_outer(how, new)
+        if self._outer is not None:
+            self._outer.step()
+        for parameter in (self._parameters[i] for i in numbers):
+            assert parameter.anchor is not None
+            parameter.anchor.grad = None
+            _write(parameter, parameter.anchor)
+
+    def _give_outer(self, how: DiLoCo, numbers: list[int]) -> None:
+        """Let the outer optimizer step the anchors of these parameters too; the first time, make it."""
+        anchors: list[Any] = [self._parameters[i].anchor for i in numbers]
+        if self._outer is not None:
+            self._outer.add_param_group({"params": anchors})
+        elif not isinstance(made := how.outer(anchors), Optimizer):
+            raise TypeError(f"DiLoCo(outer=…) has returned {made!r}, but has to return an optimizer of torch.optim")
+        else:
+            self._outer = made
+        self._groups.append(numbers)
+
+    # -- checkpoints -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The local steps since the last synchronisation, the anchors and the outer optimizer's state."""
+        return {
+            "kind": type(self._how).__name__,
+            "steps": self.steps,
+            "unchecked": self._unchecked,
+            "stepped": [i for i, parameter in enumerate(self._parameters) if parameter.stepped],
+            "anchors": {i: p.anchor.detach() for i, p in enumerate(self._parameters) if p.anchor is not None},
+            "groups": [list(group) for group in self._groups],
+            "outer": self._outer.state_dict() if self._outer is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, with the same parameters.
+
+        Raises:
+            ValueError: it is the state of another way of synchronising, or of other parameters.
+        """
+        if state["kind"] != type(self._how).__name__:
+            raise ValueError(f"it was synchronised by {state['kind']}, and is by {type(self._how).__name__} here")
+        for i, parameter in enumerate(self._parameters):
+            anchor = state["anchors"].get(i)
+            parameter.stepped = i in state["stepped"]
+            parameter.anchor = None if anchor is None else nn.Parameter(anchor.to(parameter.value().device, copy=True))
+        self.steps, self._unchecked = state["steps"], state["unchecked"]
+        self._outer, self._groups = None, []
+        if isinstance(self._how, DiLoCo):
+            for group in state["groups"]:
+                self._give_outer(self._how, list(group))
+            if self._outer is not None:
+                self._outer.load_state_dict(state["outer"])
+
+
+def _write(parameter: _Parameter, value: Tensor) -> None:
+    tensor = parameter.reference()
+    assert tensor is not None
+    tensor.copy_(value.detach())
