@@ -19,12 +19,11 @@ from threading import Condition, Thread
 from typing import Any
 from weakref import ref
 
-from ray.exceptions import RayActorError
-
 from mirrored.parameter_server import references
 from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.replica import NotYet
 from mirrored.parameter_server.server import Conditions
+from mirrored.parameter_server.servers import LOST, cause_of
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from mirrored.parameter_server.worker import Failed
 from towers.system import tree as trees
@@ -182,10 +181,10 @@ class ClusterCoordinator:
                 self.strategy.flush()
             outcome = self.strategy.call(index, call.pickled, call.conditions)
             value = references.load(outcome) if isinstance(outcome, bytes) else None
-        except RayActorError as error:
+        except LOST as error:
             call.lost += 1
             outcome = NotYet() if call.lost < _MOST_LOST else Failed(_costs_workers(call.lost, error), "")
-            log.warning("worker %d was lost, and is started again", index)
+            log.warning("worker %d (%s) was lost, and is started again", index, cause_of(error))
         except BaseException as error:
             outcome = Failed(error, "")
         with self._changed:
@@ -210,7 +209,7 @@ class ClusterCoordinator:
     def _fail(self, call: _Call, index: int, failed: Failed) -> None:
         call.value._future.set_exception(failed.error)
         if failed.trace and not isinstance(failed.error, ServerLostError):
-            log.error("a function that was scheduled raised on worker %d:\n%s", index, failed.trace)
+            failed.error.__cause__ = RuntimeError(f"raised by a scheduled function on worker {index}:\n{failed.trace}")
         while self._queue:
             _cancel(self._queue.popleft())
         if self._error is None or isinstance(failed.error, ServerLostError):
@@ -244,4 +243,6 @@ def _cancel(call: _Call, reason: str = "another function that was scheduled has 
 
 
 def _costs_workers(count: int, error: Exception) -> RuntimeError:
-    return RuntimeError(f"{count} workers were lost in turn while they computed one scheduled function: {error}")
+    return RuntimeError(
+        f"{count} workers were lost in turn while they computed one scheduled function: {cause_of(error)}"
+    )

@@ -8,13 +8,11 @@ strategy's constructor, run nothing more of the script, and end when nothing lis
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import ipaddress
 import logging
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -99,7 +97,7 @@ class Cluster:
             if deadline.has_passed():
                 raise StartupError(
                     f"{', '.join(missing)} did not come within {timeout:.0f} s: start the script there, too, with the "
-                    "same TF_CONFIG but for its own task"
+                    "same TF_CONFIG but for its own task, or see there why it has ended"
                 )
             clock.sleep(0.2)
 
@@ -142,23 +140,21 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
     options = [f"--address={chief}", f"--node-manager-port={address.rpartition(':')[2]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
     environment = {"RAY_AUTH_MODE": "token", **os.environ}  # which ray.init sets by itself, and Ray's command does not
-    with tempfile.TemporaryDirectory(prefix="mirrored-node-") as folder, open(f"{folder}/output", "w+") as output:
+    folder = tempfile.mkdtemp(prefix="mirrored-node-")
+    with open(f"{folder}/output", "w+") as output:
         options.append(f"--temp-dir={folder}")  # in one folder, nodes that start at one time take each other's names
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f'--resources={{"{task}": 1}}', *options]
-        streams: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
-        node = subprocess.Popen(command, env=environment, preexec_fn=_die_with_parent, **streams)
+        node = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        keeper = _end_with_this_process(node.pid, folder)
         log.info("%s at %s is a node of the Ray cluster at %s", task, address, chief)
         while node.poll() is None and _is_there(chief):
             clock.sleep(1)
-        has_failed = node.poll() is not None and _is_there(chief)
-        with contextlib.suppress(ProcessLookupError):  # told to end, it would ask the chief first, which is gone
-            os.killpg(node.pid, signal.SIGKILL)
-        node.wait()
-        if has_failed:
+        if node.poll() is not None and _is_there(chief):
             output.seek(0)
             raise StartupError(
                 f"{task} at {address} has ended as a node of the Ray cluster at {chief}:\n{output.read().strip()}"
             )
+    keeper.communicate()
     log.info("nothing listens at %s any more: %s ends", chief, task)
     sys.exit(0)
 
@@ -173,13 +169,25 @@ def _is_there(address: str) -> bool:
 
 
 def _ip_of(address: str) -> str | None:
-    """The host of an address, where it is an IP address; None: Ray finds it out."""
+    """The IP address of a task's host, where it is one of this machine; None: Ray finds it out.
+
+    Many systems give a machine's own name an address that others do not reach.
+    """
     host = address.rpartition(":")[0].strip("[]")
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return None
+    with contextlib.suppress(OSError):
+        for family, *_, (ip, *_) in sorted(socket.getaddrinfo(host, None)):  # IPv4 first
+            if host in (ip, "localhost") or not ipaddress.ip_address(ip).is_loopback:
+                with contextlib.suppress(OSError), socket.socket(family) as probe:
+                    probe.bind((ip, 0))
+                    return str(ip)
+    return None
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; Ray's own processes go on so from there
+def _end_with_this_process(group: int, folder: str) -> subprocess.Popen[bytes]:
+    """Start a process that kills a group of processes and removes their folder when this one has ended, however.
+
+    Then nobody writes to what it reads. (Told to end, a node would ask the chief first, which may be gone.)
+    """
+    end = 'cat; kill -s KILL -- "-$0"; rm -rf "$1"'
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    return subprocess.Popen(["sh", "-c", end, str(group), folder], **streams)

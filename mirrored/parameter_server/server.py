@@ -72,13 +72,18 @@ class _Optimizer:
 class Server:
     """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`."""
 
-    def __init__(self, synchronous: Synchronous | None) -> None:
+    def __init__(self, index: int, synchronous: Synchronous | None) -> None:
+        self._index = index
         torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
         self._synchronous = synchronous
         self._parts: dict[Part, Tensor] = {}
         self._versions: defaultdict[Part, int] = defaultdict(int)
         self._optimizers: dict[int, _Optimizer] = {}
         self._stepped = asyncio.Condition()
+
+    def __repr__(self) -> str:
+        """What Ray calls it, in errors that it raises and before what it prints."""
+        return f"parameter server {self._index}"
 
     async def assign(self, values: Values) -> None:
         """Give parts values."""

@@ -7,10 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from mirrored.parameter_server.errors import ServerLostError
 from mirrored.parameter_server.layout import PlacedVariable
+
+LOST = RayActorError, OutOfMemoryError
+"""What Ray raises where an actor has ended."""
+
+
+def cause_of(error: Exception) -> str:
+    """Which process an actor was, or that Ray has ended it to save memory."""
+    if isinstance(error, OutOfMemoryError):
+        return f"out of memory: {str(error).partition(chr(10))[0]}"
+    return ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error))) or str(error)
 
 
 class Servers:
@@ -64,13 +74,12 @@ class Servers:
         try:
             return ray.get(answer)
         except RayTaskError as error:
-            raise error.cause from None  # what the method has raised
-        except RayActorError as error:
-            found = ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error)))
-            where = f" ({found})" if found else ""
+            raise error.cause from error  # what the method has raised
+        except LOST as error:
             raise ServerLostError(
-                f"parameter server {index}{where} has ended, and with it {self._on(index)}. Start again by the same "
-                "command, which goes on from the newest checkpoint; if nobody has killed it, see to its memory"
+                f"parameter server {index} ({cause_of(error)}) has ended, and with it {self._on(index)}. Start "
+                "again by the same command, which goes on from the newest checkpoint; if nobody has killed it, see to "
+                "its memory"
             ) from None
 
     def _on(self, index: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 try:
     import ray
-    from ray.exceptions import RayActorError
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"parameter servers run on Ray: pip install 'ray>=2.59' ({error})") from error
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import TABLES, Hook, Replica, settings_of
 from mirrored.parameter_server.server import Conditions, Server, Synchronous
-from mirrored.parameter_server.servers import Servers
+from mirrored.parameter_server.servers import LOST, Servers
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import OneDeviceStrategy
@@ -125,7 +124,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._failed: Exception | None = None
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
         self._added = [0] * workers
-        self._servers = Servers([self._cluster.start(Server, f"ps:{i}", self._synchronous) for i in range(servers)])
+        self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, self._synchronous) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
         self._replica = Replica(self._servers, self._synchronous, publishes=True)
         if workers:
@@ -144,7 +143,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             try:
                 ray.get(self._workers[index].__ray_ready__.remote())
                 return
-            except RayActorError:
+            except LOST:
                 clock.sleep(1)
                 self._workers[index] = self._start_worker(index)
 
@@ -192,7 +191,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         """Let a worker call a function; returns what :meth:`.worker.Worker.call` does.
 
         Raises:
-            RayActorError: the worker was lost. Another one has been started in its place.
+            RayActorError, OutOfMemoryError: the worker was lost. Another one has been started in its place.
         """
         worker = self._workers[index]
         try:
@@ -201,7 +200,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 ray.get(getattr(worker, method).remote(*arguments))
                 self._added[index] += 1
             return ray.get(worker.call.remote(pickled, conditions))
-        except RayActorError:
+        except LOST:
             self._workers[index] = self._start_worker(index)
             raise
         finally:

@@ -6,9 +6,11 @@ import functools
 import os
 import pathlib
 import re
+import resource
 import signal
 import threading
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from tests.support.waiting import HANG, forever, wait_until
 ray = pytest.importorskip("ray")
 
 from mirrored.parameter_server.errors import ServerLostError  # noqa: E402
+from tests.parameter_server.processes import descendants  # noqa: E402
 from tests.parameter_server.training import Training  # noqa: E402
 
 
@@ -139,21 +142,36 @@ def test_a_server_and_a_worker_that_are_killed(training: Training, tmp_path: pat
         training.train(50)
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """The processes that a process has started, and those that they have, with their command lines."""
-    parents: dict[int, int] = {}
-    commands: dict[int, str] = {}
-    for folder in pathlib.Path("/proc").iterdir():
-        try:
-            number = int(folder.name)
-            parents[number] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            commands[number] = (folder / "cmdline").read_text().replace("\0", " ").strip()
-        except (ValueError, OSError):
-            continue
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {number: commands[number] for number in found - {pid}}
+def test_a_server_without_memory_is_named(tmp_path: pathlib.Path) -> None:
+    training = Training(workers=1)
+    training.train(1)
+
+    def limit_memory(server: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
+
+    large = training.strategy._servers.actors[1].__ray_call__.remote(limit_memory)
+    ray.get(large)
+    with pytest.raises((RuntimeError, MemoryError)) as error:
+        training.train(1)
+    assert "parameter server 1" in "".join(traceback.format_exception(error.value))
+
+
+OUT_OF_MEMORY = """
+import ray
+from mirrored.parameter_server.server import Server
+from mirrored.parameter_server.servers import Servers
+
+ray.init("local", _system_config={"memory_usage_threshold": 0.001, "memory_monitor_refresh_ms": 100})
+servers = Servers([ray.remote(Server).remote(0, None)])
+while True:
+    servers.ask_all("flush")
+"""
+
+
+@pytest.mark.row(67)
+def test_a_server_that_ray_kills_to_save_memory() -> None:
+    result = run_program(["-c", OUT_OF_MEMORY], env={"RAY_AUTH_MODE": "disabled"}, code=1)
+    assert re.search(r"ServerLostError: parameter server 0 \(out of memory: .* has ended", result.stderr)
 
 
 @pytest.mark.seconds

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,12 +17,14 @@ import torch
 import mirrored
 from tests.support.clusters import free_port, free_ports
 from tests.support.jobs import end_of, run_program, start_program
+from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 
 from mirrored.cluster.resolver import ClusterError  # noqa: E402
-from mirrored.parameter_server.nodes import Cluster  # noqa: E402
+from mirrored.parameter_server.nodes import Cluster, _ip_of  # noqa: E402
 from tests.cluster.test_tf_config import tf_config  # noqa: E402
+from tests.parameter_server.processes import descendants  # noqa: E402
 
 PROGRAM = """
 import os, sys
@@ -137,9 +141,14 @@ def test_a_worker_whose_task_is_killed_is_not_waited_for_and_comes_back(tasks: T
     chief, first, second, server = tasks.start_all()
     while train(chief) != {"0", "1"}:
         pass
+    below = descendants(second.pid)
+    (folder,) = {found for command in below.values() for found in re.findall(r"--temp-dir=(\S+)", command)}
+    assert pathlib.Path(folder).exists()
     second.kill()
     while train(chief) != {"0"}:
         pass
+    wait_until(lambda: not any(pathlib.Path(f"/proc/{number}").exists() for number in below))
+    wait_until(lambda: not pathlib.Path(folder).exists())
     again = tasks.start("worker", 1)
     while train(chief) != {"0", "1"}:
         pass
@@ -180,6 +189,32 @@ def test_tasks_have_to_have_one_secret(tasks: Tasks) -> None:
     _, errors = end_of(tasks.start("ps", MIRRORED_JOB_TOKEN="another secret"), 1)
     assert f"StartupError: ps:0 at {tasks.cluster['ps'][0]} has ended as a node of the Ray cluster at" in errors
     assert "token" in errors
+
+
+def with_another_version(folder: pathlib.Path) -> str:
+    """A folder of a Ray that is this one, but for the version that it says it has."""
+    (overlay := folder / "other" / "ray").mkdir(parents=True)
+    for entry in pathlib.Path(ray.__file__).parent.iterdir():
+        if entry.name not in ("_version.py", "__pycache__"):
+            (overlay / entry.name).symlink_to(entry)
+    (overlay / "_version.py").write_text('version = "2.1.0"\ncommit = ""\n')
+    return str(overlay.parent)
+
+
+@pytest.mark.row(64)
+def test_another_version_of_ray(tasks: Tasks, tmp_path: pathlib.Path) -> None:
+    tasks.start("chief")
+    path = os.pathsep.join([with_another_version(tmp_path), os.environ.get("PYTHONPATH", "")])
+    _, errors = end_of(tasks.start("worker", 1, PYTHONPATH=path), 1)
+    assert f"StartupError: worker:1 at {tasks.cluster['worker'][1]} has ended as a node of the Ray cluster at" in errors
+    assert re.search(rf"Version mismatch: [\s\S]*Ray: {re.escape(ray.__version__)}[\s\S]*Ray: 2\.1\.0", errors)
+
+
+def test_the_address_of_a_task() -> None:
+    assert {_ip_of(f"{host}:1") for host in ("127.0.0.1", "localhost")} == {"127.0.0.1"}
+    assert _ip_of("[::1]:1") in ("::1", None)  # None: no IPv6 here
+    for host in ("nowhere.invalid", "203.0.113.7"):  # no name, and no address of this machine
+        assert _ip_of(f"{host}:1") is None
 
 
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
@@ -231,12 +266,28 @@ def test_a_ray_cluster_that_is_there(program: str) -> None:
         assert head.stdout is not None
         while "Ray runtime started" not in head.stdout.readline():
             assert head.poll() is None
-        result = run_program([program], env={**secret, "RAY_ADDRESS": f"127.0.0.1:{port}"}, code=0)
+        env = {**secret, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+        chief = start_program([program, "asked"], env=env, stdin=subprocess.PIPE)
+        while train(chief) != {"0", "1"}:
+            pass
+        kill_one(head.pid, "Worker")
+        while train(chief) != {"0", "1"}:
+            pass
+        kill_one(head.pid, "Server")
+        _, errors = chief.communicate("\n" * 1000)
+        result = run_program([program], env=env, code=0)
     finally:
         head.terminate()
         head.communicate()
+    assert chief.returncode == 1
+    assert "ServerLostError: parameter server 0 (pid: " in errors
+    assert f"2 workers and 1 servers, started by the Ray cluster at 127.0.0.1:{port}" in errors
     assert "done" in result.stdout
-    assert f"2 workers and 1 servers, started by the Ray cluster at 127.0.0.1:{port}" in result.stderr
+
+
+def kill_one(ancestor: int, kind: str) -> None:
+    """Kill a worker or a server of a Ray cluster."""
+    os.kill(next(pid for pid, line in descendants(ancestor).items() if line.startswith(f"ray::{kind}")), signal.SIGKILL)
 
 
 def test_ray_was_in_this_process_before(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

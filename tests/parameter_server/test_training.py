@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import threading
 from concurrent.futures import CancelledError
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import mirrored
 from tests.support.jobs import parameters_of, towers
+from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 
@@ -44,18 +46,27 @@ def test_it_learns_and_the_chief_has_the_model(training: Training) -> None:
     assert state[2]["exp_avg"].shape == (7, 4)
 
 
-def test_an_error_cancels_what_was_scheduled_after_it(training: Training) -> None:
+def test_an_error_cancels_what_was_scheduled_after_it(training: Training, tmp_path: pathlib.Path) -> None:
+    def wait_for(name: str) -> None:
+        wait_until((tmp_path / name).exists)
+
     def fail() -> None:
+        wait_for("all are scheduled")
         raise KeyError("no such word")
 
     failed = training.coordinator.schedule(fail)
-    later = [training.coordinator.schedule(training.step, args=(training.batches,)) for _ in range(30)]
-    with pytest.raises(KeyError, match="no such word"):
-        training.coordinator.join()
+    training.coordinator.schedule(wait_for, args=("it has failed",))  # on the other worker
+    later = [training.coordinator.schedule(training.step, args=(training.batches,)) for _ in range(3)]
+    (tmp_path / "all are scheduled").touch()
     with pytest.raises(KeyError):
         failed.fetch()
-    with pytest.raises(CancelledError):
-        later[-1].fetch()
+    (tmp_path / "it has failed").touch()
+    with pytest.raises(KeyError, match="no such word") as error:
+        training.coordinator.join()
+    assert re.search(r"raised by a scheduled function on worker \d:[\s\S]* in fail", str(error.value.__cause__))
+    for value in later:
+        with pytest.raises(CancelledError):
+            value.fetch()
     assert training.coordinator.done()
     assert len(training.train(2)) == 2
 
