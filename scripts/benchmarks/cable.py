@@ -1,8 +1,9 @@
 """Hosts that are network namespaces of this machine, and cables of a chosen rate and delay between them.
 
-A further namespace is the switch: a bridge, with one cable to each host. A token bucket (``tbf``) at either end of a
-cable limits the rate of each direction; ``netem`` delays what leaves a host. Nothing of it is seen from outside of
-these namespaces, and it ends with them.
+A further namespace is the switch: a bridge, with one cable to each host. A token bucket (``tbf``) limits the rate at
+either end of a cable, for each direction. Where there is a delay, a program is in the place of switch and cables
+(:mod:`relay`), and the rate is limited where packets leave a host. Nothing of it is seen from outside of these
+namespaces, and it ends with them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+
+import relay
 
 _PREFIX = "towers-bench"
 _LEAST_BURST = 2**17  # bytes; two of the largest packets that are handed over in one piece
@@ -37,52 +40,50 @@ def hosts(count: int, rate: float | None, delay: float) -> Iterator[list[tuple[s
     """
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise CannotPlayError("hosts are played by network namespaces, which need root, and iproute2's ip and tc")
+    if delay and not os.path.exists(relay.TUN):
+        raise CannotPlayError(f"delays need TUN devices ({relay.TUN}), which this kernel does not have")
     _remove_those_of_the_dead()
     names = [f"{_PREFIX}-{os.getpid()}-{number}" for number in range(count)]
     switch = f"{_PREFIX}-{os.getpid()}-switch"
-    try:
-        _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
-        places = []
-        for number, name in enumerate(names):
-            port, address = f"port{number}", f"10.78.0.{number + 1}"
-            _run("ip", "netns", "add", name)
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run(*f"ip link add eth0 netns {name} type veth peer name {port} netns {switch}".split())
-            _run(*f"ip -n {switch} link set {port} master bridge up".split())
-            _run(*f"ip -n {name} addr add {address}/24 dev eth0".split())
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
-            _shape(name, "eth0", rate, delay)
-            _shape(switch, port, rate, 0.0)
-            places.append((name, address))
-        yield places
-    finally:
+    with contextlib.ExitStack() as stack:
         for name in (*names, switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
+            _run("ip", "netns", "add", name)
+        if delay:
+            stack.enter_context(relay.start(delay, names))
+        else:
+            _connect(names, switch, rate)
+        addresses = [f"10.78.0.{number + 1}" for number in range(count)]
+        for name, address in zip(names, addresses, strict=True):
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            _limit(name, "eth0", rate)
+        yield list(zip(names, addresses, strict=True))
 
 
-def _shape(namespace: str, device: str, rate: float | None, delay: float) -> None:
-    """Limit what leaves by a device, and delay it."""
-    add, parent = ["tc", "-n", namespace, "qdisc", "add", "dev", device], ["root"]
-    if delay:
-        netem = ["netem", "delay", f"{delay}ms", "limit", "1000000"]
-        if _fails(*add, *parent, "handle", "1:", *netem):
-            raise CannotPlayError("delays need netem, which this kernel does not have (CONFIG_NET_SCH_NETEM)")
-        parent = ["parent", "1:"]
+def _connect(names: Sequence[str], switch: str, rate: float | None) -> None:
+    """Lay cables from the hosts to a switch."""
+    _run("ip", "-n", switch, "link", "add", "bridge", "up", "type", "bridge")
+    for number, name in enumerate(names):
+        port = f"port{number}"
+        _run(*f"ip link add eth0 netns {name} type veth peer name {port} netns {switch}".split())
+        _run(*f"ip -n {switch} link set {port} master bridge up".split())
+        _limit(switch, port, rate)
+
+
+def _limit(namespace: str, device: str, rate: float | None) -> None:
+    """Limit the rate, in Gbit/s, at which packets leave by a device."""
     if rate is not None:
         burst = max(_LEAST_BURST, round(rate * 1e9 / 8 * 1e-3))
-        _run(*add, *parent, "handle", "2:", "tbf", "rate", f"{rate}gbit", "burst", str(burst), "latency", "100ms")
-
-
-def _fails(*command: str) -> str:
-    """Run a command; returns what it says where it fails, else nothing."""
-    result = subprocess.run(command, capture_output=True, text=True)
-    return (result.stderr.strip() or f"exit code {result.returncode}") if result.returncode else ""
+        words = f"qdisc add dev {device} root tbf rate {rate}gbit burst {burst} latency 100ms"
+        _run("tc", "-n", namespace, *words.split())
 
 
 def _run(*command: str) -> None:
-    if problem := _fails(*command):
-        raise CannotPlayError(f"{' '.join(command)}: {problem}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise CannotPlayError(f"{' '.join(command)}: {result.stderr.strip() or f'exit code {result.returncode}'}")
 
 
 def _remove_those_of_the_dead() -> None:

@@ -2,11 +2,13 @@
 
 Hosts are network namespaces of this machine with cables between them, made for the benchmark and removed after it (this
 needs root and iproute2). ``--shapes`` are hosts x CPU towers of each; ``--rates`` Gbit/s of a cable in each direction,
-"none" for no limit; ``--delays`` ms from one host to another, which need netem in the kernel. "Computing" is the same
-step without any communication, on all towers at once. "The wire" is the time that the gradients' bytes, without
-headers, take at the cable's rate: 2 (H - 1) / H of them leave each of H hosts, and as many come in. ``--variants``:
-"ours"; "bf16", ours with ``wire_dtype="bfloat16"``. All variants take turns in the same processes, with one thread for
-each tower; medians over the turns are printed. What the cable really does is measured first. Times are in milliseconds.
+"none" for no limit; ``--delays`` ms from one host to another, which a program makes that takes up to some tenths of a
+core. "Computing" is the same step without any communication, on all towers at once. "The wire" is the time that the
+gradients' bytes, without headers, take at the cable's rate: 2 (H - 1) / H of them leave each of H hosts, and as many
+come in. ``--variants``: "ours"; "bf16", ours with ``wire_dtype="bfloat16"``. All variants take turns in the same
+processes, with one thread for each tower; medians over the turns are printed. What the cable really does is measured
+first, and how long forward, backward and the optimizer take: what the model of scripts/plan makes of these is compared
+with ours. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -33,10 +35,14 @@ import torch.distributed as dist
 
 import mirrored
 
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import planning
+
 LABELS = {"ours": "ours", "bf16": "ours, bf16 on the wire"}
 """What is compared with DDP and the bound."""
 
 _PROBE = 2**23  # bytes that are sent to find the cable's rate
+_INSIDE = planning.Link(10e-6, 10e9)  # of two towers through shared memory, as scripts/bench allreduce has measured
 
 
 class _Work(NamedTuple):
@@ -49,10 +55,17 @@ class _Work(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What tower 0 has found: bytes of the gradients, and what the cable does, in Gbit/s and seconds there and back."""
+    """What tower 0 has found.
+
+    Attributes:
+        nbytes: of the gradients.
+        phases: seconds of forward, backward and the optimizer's step, without communication.
+        gigabits, round_trip: what the cable does, in Gbit/s, and in seconds there and back.
+    """
 
     times: steps.Times
     nbytes: int
+    phases: list[float]
     gigabits: float
     round_trip: float
 
@@ -86,6 +99,8 @@ def main(arguments: Sequence[str]) -> None:
             except cable.CannotPlayError as error:
                 sys.exit(f"scripts/bench hosts: {error}")
             _print(f"{case}, {hosts}x{towers}, {limit}, {delay:g} ms", hosts, rate, found, variants)
+            if "ours" in variants:
+                steps.print_row("  the model of scripts/plan ÷ ours", *_planned(hosts, towers, found))
 
 
 def _print(name: str, hosts: int, rate: float | None, found: _Found, variants: Sequence[str]) -> None:
@@ -99,6 +114,14 @@ def _print(name: str, hosts: int, rate: float | None, found: _Found, variants: S
         steps.print_row(f"  {LABELS[variant]} ÷ bound ({larger})", times[variant], bounds)
     if {"ours", "bf16"} <= set(variants):
         steps.print_row("  bf16 on the wire ÷ float32", times["bf16"], times["ours"])
+
+
+def _planned(hosts: int, towers: int, found: _Found) -> tuple[list[float], list[float]]:
+    """What the model says of a step with the phases and the cable that were found, and what it took, turn by turn."""
+    across = planning.Link(found.round_trip / 2, found.gigabits * 1e9 / 8)
+    cluster = planning.Cluster(hosts, towers, _INSIDE, across)
+    planned = planning.step(planning.Model(found.nbytes, *found.phases), cluster, "hierarchical").total
+    return [planned] * len(found.times["ours"]), found.times["ours"]
 
 
 def _measure(places: Sequence[tuple[str, str]], towers: int, work: _Work) -> _Found:
@@ -138,10 +161,29 @@ def _tower() -> None:
         narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
         chosen["bf16"] = work.ours(mirrored.MirroredStrategy(communication=narrow))
     chosen |= {"DDP": work.ddp(), "bound": work.bare()}
+    phases = _phases(work)
     times = steps.alternate(chosen, turns, seconds)
     if strategy.is_chief:
         nbytes = sum(parameter.nbytes for parameter in models.make(case).parameters())
-        pathlib.Path(sys.argv[1]).write_text(json.dumps(_Found(times, nbytes, gigabits, round_trip)))
+        pathlib.Path(sys.argv[1]).write_text(json.dumps(_Found(times, nbytes, phases, gigabits, round_trip)))
+
+
+def _phases(work: steps.Work) -> list[float]:
+    """Seconds of forward, backward and the optimizer's step, while all towers compute: medians of 15 steps."""
+    model = work.model()
+    optimizer = work.make_optimizer(model.parameters())
+    moments = []
+    dist.barrier()
+    for _ in range(15):
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        loss = models.per_example_loss(model(work.x), work.y).mean()
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        optimizer.step()
+        moments.append((forward - begun, backward - forward, time.perf_counter() - backward))
+    return [statistics.median(seconds) for seconds in zip(*moments, strict=True)]
 
 
 def _probe(other: int) -> tuple[float, float]:

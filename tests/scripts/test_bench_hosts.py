@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -43,8 +44,18 @@ def test_a_short_run() -> None:
     output, _ = end_of(process, 0)
     for shape, limit in (("2x1", "no limit"), ("2x1", "1 Gbit/s"), ("2x2", "no limit"), ("2x2", "1 Gbit/s")):
         assert f"even-64, {shape}, {limit}, 0 ms: the cable does " in output
-    assert output.count("ours ÷ DDP") == output.count("bf16 on the wire ÷ float32") == 4
+    for label in ("ours ÷ DDP", "bf16 on the wire ÷ float32", "the model of scripts/plan ÷ ours"):
+        assert output.count(label) == 4
     assert namespaces_of(process.pid) == []
+
+
+def test_packets_are_delayed_and_their_rate_limited() -> None:
+    options = "--shapes 3x1 --rates 0.5 --delays 20 --turns 1 --seconds 0"
+    output = run_program([*PROGRAM, *options.split()], code=0).stdout
+    found = re.search(r"3x1, 0.5 Gbit/s, 20 ms: the cable does (\S+) Gbit/s, there and back in (\S+) ms", output)
+    assert found is not None, output
+    assert 0 < float(found[1]) < 0.55  # the bucket of tokens is full at first
+    assert float(found[2]) >= 40
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
