@@ -114,7 +114,7 @@ def hierarchical(cluster: Cluster, nbytes: float) -> float:
 
 
 def leaders(cluster: Cluster, nbytes: float) -> float:
-    """The algorithm of towers/collectives/hierarchical.py: one device of each host carries all across.
+    """The algorithm of towers/collectives/hierarchical.py but for averages: one device of each host carries all across.
 
     An all-reduce in each host, a ring of all n bytes between the leaders over one adapter, a broadcast in each host.
     """

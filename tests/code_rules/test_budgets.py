@@ -15,10 +15,10 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 21_275, 8_543
+PRODUCT, CORE = 21_368, 8_560
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 22_152, "scripts": 2_405}
+AROUND = {"tests": 22_233, "scripts": 2_487}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400

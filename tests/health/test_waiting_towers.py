@@ -95,11 +95,11 @@ def test_the_error_of_who_waits_shows_what_the_slow_tower_does(way: str) -> None
 
 
 def test_a_slow_tower_is_named_by_towers_that_wait_for_others_which_wait_for_it() -> None:
-    """On two hosts of two towers each, tower 3 waits for tower 2, which waits for the other host's tower 0."""
+    """On hosts of two and three towers, tower 4 waits for tower 2, which waits for the other host's tower 0."""
     with pytest.raises(mirrored.TowerFailedError) as caught:
-        towers(wait_for_a_slow_tower, (3,), count=4, hosts="aabb")
+        towers(wait_for_a_slow_tower, (4,), count=5, hosts="aabbb")
     text = str(caught.value)
-    assert re.search(r"tower 3 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every", text)
+    assert re.search(r"tower 4 waited 1 s for tower 2 .*; tower 1 is in step 2, backward, for \d+ s\. Every", text)
     assert "forever()" in text[text.index("tower 1, most recent call last:") :]
 
 

@@ -1,9 +1,9 @@
 """Two levels of collectives, for several hosts: reduce inside each host, then across hosts, then broadcast inside.
 
-[Note: two levels]
-A bucket crosses the network once for each host, however many towers the host has; the rest of its way is shared memory.
-The first tower of each host, its *leader*, takes part in the collectives across hosts. Hosts may have different numbers
-of towers, so a host's mean counts as often as it has towers.
+[Note: two levels] What is reduced crosses the network once for each host, however many towers the host has; the rest of
+its way is shared memory. The first tower of each host, its *leader*, takes part in the collectives across hosts.
+Averages are shared out among the towers of a host: [Note: lanes] in :mod:`towers.collectives.crossing`. Hosts may have
+different numbers of towers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from towers.collectives.communicator import Communicator, Deferred, Pending, in_step
+from towers.collectives.crossing import LANES, Crossing
 from towers.collectives.process_group import ProcessGroupCommunicator
 
 
@@ -35,8 +36,11 @@ class HierarchicalCommunicator(Communicator):
         self._hosts = [list(towers) for towers in hosts]
         self._host = next(number for number, towers in enumerate(hosts) if group.index in towers)
         self._local = local
-        self._across = group.among([towers[0] for towers in hosts])
-        self._queue: list[tuple[Tensor, Pending]] = []
+        lanes = min(LANES, *map(len, hosts))
+        groups = [group.among([towers[lane] for towers in hosts]) for lane in range(lanes)]
+        self._across = groups[0]
+        self._groups = [lane for lane in groups if lane is not None]
+        self._crossing = Crossing(local, groups[local.index] if local.index < lanes else None, lanes, self.size)
 
     @in_step
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -54,24 +58,15 @@ class HierarchicalCommunicator(Communicator):
     def release(self, key: int) -> None:
         self._local.release(key)
 
+    @in_step
     def submit_average(self, tensor: Tensor) -> Pending:
-        self._queue.append((tensor, self._local.submit_average(tensor)))
+        self._crossing.submit(tensor)
         return Deferred(self.finish_submitted)
 
     @in_step
     def finish_submitted(self) -> None:
-        """Average all that was submitted; see [Note: two levels] for the weights."""
-        queue, self._queue = self._queue, []
-        crossing: list[Pending] = []
-        for tensor, pending in queue:
-            pending.wait()
-            if self._across is not None:
-                tensor.mul_(len(self._hosts[self._host]) / self.size)
-                crossing.append(self._across.submit_average(tensor))
-        for number, (tensor, _) in enumerate(queue):
-            if crossing:
-                crossing[number].wait()
-            self._local.broadcast(tensor)
+        """Average all that was submitted."""
+        self._crossing.finish()
 
     @in_step
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -111,5 +106,5 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         self._local.close()
-        if self._across is not None:
-            self._across.close()
+        for group in self._groups:
+            group.close()

@@ -124,6 +124,7 @@ class Barrier(Caller):
         self._notices = [slot[2 * _TAG :] for slot in slots]
         self._outbox = [inboxes[tower] + semaphores.BYTES * index for tower in others]
         self._inbox = [(tower, inboxes[index] + semaphores.BYTES * tower) for tower in others]
+        self._seen = [0] * len(others)  # how many arrivals of each this tower has taken notice of
         self._peers = PeerProcesses({tower: processes[tower] for tower in others})
         # With more towers than cores, a tower that spins keeps the one it waits for off the core.
         self._spins = _SPINS if self.size <= machine.cores() else 0
@@ -137,20 +138,41 @@ class Barrier(Caller):
             CollectiveTimeoutError: a tower did not arrive before the deadline.
             TowersError: see :meth:`check_in_step`.
         """
+        self.arrive()
+        self.passed(self.count)
+
+    def arrive(self) -> None:
+        """Tell the others that this tower has come, the first half of :meth:`wait`; it may come ahead several times."""
         self.check_in_step()
         self.count += 1
         try:
             for address in self._outbox:
                 semaphores.post(address)
-            for tower, address in self._inbox:
-                for _ in range(self._spins):
-                    if semaphores.take(address):
-                        break
-                else:
-                    self._await(tower, address)
         except BaseException as error:
             self.break_off(error)
             raise
+
+    def passed(self, number: int, *, wait: bool = True) -> bool:
+        """Whether all others have come for time ``number`` (of :attr:`count`): the second half of :meth:`wait`.
+
+        Args:
+            wait: for those that have not; it raises what :meth:`wait` raises.
+        """
+        try:
+            for place, (tower, address) in enumerate(self._inbox):
+                while self._seen[place] < number:
+                    for _ in range(self._spins if wait else 1):
+                        if semaphores.take(address):
+                            break
+                    else:
+                        if not wait:
+                            return False
+                        self._await(tower, address, number)
+                    self._seen[place] += 1
+        except BaseException as error:
+            self.break_off(error)
+            raise
+        return True
 
     def break_off(self, error: BaseException) -> None:
         """Break off a collective because of ``error``: leave a failure notice, and come no more."""
@@ -184,10 +206,10 @@ class Barrier(Caller):
                     self.break_off(error)
                 raise error
 
-    def _await(self, tower: int, address: int) -> None:
+    def _await(self, tower: int, address: int, number: int) -> None:
         deadline = Deadline(self._timeout, _LONGEST)
         while not semaphores.sleep_until_taken(address, _NAP):
-            self._health.waits = Wait(self.name, self.count, self.towers)
+            self._health.waits = Wait(self.name, number, self.towers)
             lost = self.lost_peer() or self._broken_off()
             if lost is not None:
                 if semaphores.take(address):  # it arrived before it ended

@@ -174,6 +174,11 @@ class Regions:
         """
         return self._map(self._region(key)).tensors if key < KEYS else None
 
+    def tensors_at(self, tensor: Tensor) -> list[Tensor] | None:
+        """Every tower's memory of the shared region that ``tensor`` is here; see :meth:`map_peers`."""
+        region = next((r for r in self._regions.values() if r.address == tensor.data_ptr()), None)
+        return None if region is None else self._map(region, by_all=False).tensors
+
     def map_blocks(self, key: int) -> list[Tensor | None]:
         """Every tower's memory under ``key``, as bytes, of any size; all towers call it as :meth:`map_peers`.
 
