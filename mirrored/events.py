@@ -29,7 +29,7 @@ class Events:
     """The listeners of one strategy, by moment. A training goes through the moments in this order.
 
     At one tower ``recorded``, ``mirrored``, ``before_step``, ``after_step`` and the phases of backward, averaging and
-    the optimizer are missing, but for those that virtual towers or watched gradients need.
+    the optimizer are missing, but for those that virtual towers, local steps or watched gradients need.
 
     Attributes:
         recorded: ``()``: what a scope has recorded and is not mirrored yet has changed; again just before ``mirrored``.

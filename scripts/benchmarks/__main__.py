@@ -6,7 +6,7 @@ import importlib
 import sys
 
 BENCHMARKS = (
-    *("allreduce", "checkpoint", "device", "fit", "hosts", "memory", "table"),
+    *("allreduce", "checkpoint", "device", "fit", "hosts", "local", "memory", "table"),
     *("mirror", "parts", "scaling", "servers", "step", "virtual"),
 )
 

@@ -32,6 +32,10 @@ def outer_adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.02)
 
 
+def outer_mean(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 INNER: dict[str, Make] = {"sgd": plain, "adam": adam}
 OUTER: dict[str, Make | None] = {"mean": None, "adam": outer_adam}
 
@@ -113,7 +117,7 @@ def test_local_steps_are_those_of_one_process_that_plays_all_towers(
 ) -> None:
     make, every = OUTER[outer], 4
     way = mirrored.LocalSGD(every) if make is None else mirrored.DiLoCo(every, make)
-    reference = _reference(count, inner, make or (lambda p: torch.optim.SGD(p, lr=1.0)), batch, every)
+    reference = _reference(count, inner, make or outer_mean, batch, every)
     results = towers(_train, inner, batch, every, count=count, settings={"synchronize": way})
     for result in results:
         synchronised = [*result[every - 1 : -1 : every], result[-1]]
@@ -127,3 +131,29 @@ def test_the_default_outer_optimizer_is_the_papers_and_gloo_sends_it() -> None:
     reference = _reference(2, "adam", mirrored.DiLoCo(3).outer, 8, 3)
     for result in towers(_train, "adam", 8, 3, settings={"synchronize": mirrored.DiLoCo(3), **GLOO}):
         assert_close(result[-1], reference[-1], 1e-12)
+
+
+def _adds_tower(strategy: mirrored.Strategy) -> tuple[Tensor, Tensor]:
+    with strategy.scope():
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model.weight.sum() * (strategy.topology.index + 1) / 3).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    strategy.check_mirrored()
+    return model.weight.detach(), strategy.gather(model.weight.detach())
+
+
+def test_what_towers_have_moved_may_be_rounded_between_hosts() -> None:
+    narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
+    settings = {"synchronize": mirrored.DiLoCo(2, outer_mean), "communication": narrow}
+    exact = 1 - 2 * (1 + 2 + 3) / 3 / 3
+    for weight, everybodys in towers(_adds_tower, count=3, settings=settings, hosts="aab"):
+        assert (everybodys == weight).all()
+        assert 0 < abs(float(weight[0, 0]) - exact) < 0.02

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -43,20 +44,26 @@ def _same(strategy: mirrored.Strategy, model: nn.Module) -> bool:
 
 
 def _one_leaves_out_a_step(strategy: mirrored.Strategy) -> list[bool]:
-    """As a GradScaler does that finds an infinity in one tower's gradients."""
+    """A GradScaler finds an infinity in the gradients of tower 1, in its second step."""
     model, optimizer = _mlp(strategy)
     x, y = local_share(strategy, *make_data(12))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-    def step(at: int) -> None:
+    def step(factor: float) -> None:
         optimizer.zero_grad()
-        mirrored.compute_average_loss(nn.functional.cross_entropy(model(x), y, reduction="none"), None, 12).backward()
-        if (at, strategy.topology.index) != (1, 1):
-            optimizer.step()
+        losses = factor * nn.functional.cross_entropy(model(x), y, reduction="none")
+        scaler.scale(mirrored.compute_average_loss(losses, None, 12)).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     same = []
     for at in range(6):
-        strategy.run(step, args=(at,))
+        before = parameters_of(model)
+        strategy.run(step, args=(math.inf if (at, strategy.topology.index) == (1, 1) else 1.0,))
         same.append(_same(strategy, model))
+        if at == 1:
+            assert all(map(torch.equal, before, parameters_of(model))) == (strategy.topology.index == 1)
+    assert scaler.get_scale() == (4.0, 2.0)[strategy.topology.index]
     return same
 
 
