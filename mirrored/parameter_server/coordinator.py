@@ -191,16 +191,13 @@ class ClusterCoordinator:
             self._running -= 1
             if isinstance(outcome, NotYet):
                 self._waiting.add(index)
+                self._queue.appendleft(call) if self._error is None else _cancel(call)
             else:
                 self._waiting.clear()
-            if isinstance(outcome, NotYet) and self._error is None:
-                self._queue.appendleft(call)
-            elif isinstance(outcome, Failed):
-                self._fail(call, index, outcome)
-            elif isinstance(outcome, NotYet):
-                _cancel(call)
-            else:
-                call.value._future.set_result(value)
+                if isinstance(outcome, Failed):
+                    self._fail(call, index, outcome)
+                else:
+                    call.value._future.set_result(value)
             self._changed.notify_all()
         if isinstance(outcome, NotYet):
             clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable
-from mirrored.parameter_server.server import Settings, Synchronous
+from mirrored.parameter_server.server import Settings, StepRule
 from mirrored.parameter_server.servers import Servers
 from mirrored.parameter_server.values import Values
 
@@ -39,7 +39,7 @@ class Replica:
 
     Args:
         servers: where they are.
-        synchronous: whether, and how, they step with the mean of several gradients.
+        rule: when they step.
         publishes: whether what the script writes to variables is assigned on the servers: the chief's is.
 
     Attributes:
@@ -48,9 +48,9 @@ class Replica:
         optimizers: whose steps are pushed.
     """
 
-    def __init__(self, servers: Servers, synchronous: Synchronous | None, publishes: bool = False) -> None:
+    def __init__(self, servers: Servers, rule: StepRule, publishes: bool = False) -> None:
         self._servers = servers
-        self._synchronous = synchronous
+        self._rule = rule
         self._publishes = publishes
         self.variables: Sequence[PlacedVariable] = ()
         self.tensors: list[Tensor] = []
@@ -59,7 +59,7 @@ class Replica:
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
         self._buffers: dict[int, Tensor] = {}  # as they were pulled
         self._steps: list[dict[int, int]] = [{} for _ in servers.actors]  # of each optimizer, when they were pulled
-        self._awaited: list[dict[int, int]] = [{} for _ in servers.actors]  # how many the next pull waits for
+        self._awaited: list[dict[int, float]] = [{} for _ in servers.actors]  # how many the next pull waits for
         self._sent: list[dict[int, Any]] = []  # what servers have not answered yet
         self.optimizers: list[Optimizer] = []
         self._age = 0  # how often others may have changed variables
@@ -101,7 +101,7 @@ class Replica:
         if self._pulled == (age := self._age):  # another thread may expire it while this one asks
             return
         self.settle()
-        asked: list[tuple[dict[Part, int], dict[int, int]]] = [({}, awaited) for awaited in self._awaited]
+        asked: list[tuple[dict[Part, int], dict[int, float]]] = [({}, awaited) for awaited in self._awaited]
         for part, version in self._known.items():
             asked[part.server][0][part] = version
         answers = self._servers.ask("pull", dict(enumerate(asked)))
@@ -215,8 +215,7 @@ class Replica:
         settings, pushed = settings_of(optimizer), {}
         for server, steps in enumerate(self._steps):  # one without gradients counts the step, too
             pushed[server] = gradients[server], index, settings, steps[index]
-            if self._synchronous is not None:
-                self._awaited[server][index] = steps[index] + 1 - self._synchronous.staleness
+            self._awaited[server][index] = steps[index] + 1 - self._rule.staleness
         self._sent.append(self._servers.send("push", pushed))
         self.expire()
         return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -43,16 +44,16 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Synchronous:
-    """Steps with the mean of several gradients. (TensorFlow 1's ``SyncReplicasOptimizer``.)
+class StepRule:
+    """When servers step; by default with each gradient as it comes, however old. (TF 1's ``SyncReplicasOptimizer``.)
 
     Args:
-        replicas_to_aggregate: how many gradients a step is made of.
+        replicas_to_aggregate: a step is made with the mean of so many gradients.
         staleness: how many steps a gradient's parameters may be old; older gradients are dropped.
     """
 
-    replicas_to_aggregate: int
-    staleness: int = 0
+    replicas_to_aggregate: int = 1
+    staleness: float = math.inf
 
 
 @dataclass
@@ -72,10 +73,10 @@ class _Optimizer:
 class Server:
     """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`."""
 
-    def __init__(self, index: int, synchronous: Synchronous | None) -> None:
+    def __init__(self, index: int, rule: StepRule) -> None:
         self._index = index
         torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
-        self._synchronous = synchronous
+        self._rule = rule
         self._parts: dict[Part, Tensor] = {}
         self._versions: defaultdict[Part, int] = defaultdict(int)
         self._optimizers: dict[int, _Optimizer] = {}
@@ -95,15 +96,15 @@ class Server:
             self._versions[part] += 1
 
     async def add(self, differences: Values) -> None:
-        """Add to buffers; synchronously, the mean of what all add in a step."""
+        """Add to buffers the mean of what all add in a step."""
         for part, difference in differences.items():
-            if self._synchronous is not None and difference.is_floating_point():
-                difference = difference / self._synchronous.replicas_to_aggregate
+            if difference.is_floating_point():
+                difference = difference / self._rule.replicas_to_aggregate
             self._parts[part].add_(difference)
             self._versions[part] += 1
 
     async def pull(
-        self, known: Mapping[Part, int], steps: Mapping[int, int]
+        self, known: Mapping[Part, int], steps: Mapping[int, float]
     ) -> tuple[Values, dict[Part, int], dict[int, int]] | None:
         """The parts whose versions are not those that are known, their versions, and how many steps each optimizer has
         made.
@@ -114,13 +115,14 @@ class Server:
         Returns:
             None where they have not been made by then.
         """
-        if steps:
+
+        def have_come() -> bool:
+            return all(self._optimizers[index].steps >= least for index, least in steps.items())
+
+        if not have_come():
             try:
                 async with self._stepped:
-                    have_come = self._stepped.wait_for(
-                        lambda: all(self._optimizers[i].steps >= steps[i] for i in steps)
-                    )
-                    await asyncio.wait_for(have_come, _PATIENCE)
+                    await asyncio.wait_for(self._stepped.wait_for(have_come), _PATIENCE)
             except (asyncio.TimeoutError, TimeoutError):
                 return None
         versions = {part: self._versions[part] for part, version in known.items() if self._versions[part] != version}
@@ -147,17 +149,17 @@ class Server:
         self._optimizers[index] = _Optimizer(inner, [])
 
     async def push(self, gradients: Values, index: int, settings: Settings, steps: int) -> None:
-        """Step with gradients; synchronously: with the mean of several, when all have come.
+        """Step with the mean of several gradients, when all have come.
 
         Args:
             steps: how many it had made when the parameters were pulled.
         """
-        optimizer, synchronous = self._optimizers[index], self._synchronous
+        optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
-        if synchronous is None or optimizer.steps - steps <= synchronous.staleness:
+        if optimizer.steps - steps <= self._rule.staleness:
             optimizer.waiting.append(gradients)
-        if len(optimizer.waiting) == (1 if synchronous is None else synchronous.replicas_to_aggregate):
+        if len(optimizer.waiting) == self._rule.replicas_to_aggregate:
             self._step(optimizer)
         async with self._stepped:
             self._stepped.notify_all()

@@ -27,7 +27,7 @@ from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import TABLES, Hook, Replica, settings_of
-from mirrored.parameter_server.server import Conditions, Server, Synchronous
+from mirrored.parameter_server.server import Conditions, Server, StepRule
 from mirrored.parameter_server.servers import LOST, Servers
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.base import Strategy
@@ -42,26 +42,20 @@ log = get_logger("mirrored")
 
 @dataclass(frozen=True)
 class PerWorkerDataset:
-    """What ``ClusterCoordinator.create_per_worker_dataset`` returns; its iterator is an argument for ``schedule``."""
+    """What ``ClusterCoordinator.create_per_worker_dataset`` returns, or an iterator over it.
+
+    Given to ``schedule``, it is the worker's own there.
+    """
 
     reference: Reference
     iterators: Iterator[int] = field(default_factory=itertools.count)
 
-    def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(("iterator", self.reference[1], next(self.iterators)))
-
-
-@dataclass(frozen=True)
-class PerWorkerIterator:
-    """In a function that is scheduled, an iterator over the worker's own data."""
-
-    reference: Reference
+    def __iter__(self) -> PerWorkerDataset:
+        kind, index, *_ = self.reference
+        return self if kind == "iterator" else PerWorkerDataset(("iterator", index, next(self.iterators)))
 
     def __next__(self) -> Any:
         raise RuntimeError("the data are the workers': call next() in a function that is given to schedule()")
-
-    def __iter__(self) -> PerWorkerIterator:
-        return self
 
 
 class ParameterServerStrategy(OneDeviceStrategy):
@@ -116,7 +110,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
         self._partitioner = variable_partitioner
         self._turn = itertools.cycle(range(servers))
-        self._synchronous = None if replicas_to_aggregate is None else Synchronous(replicas_to_aggregate, staleness)
+        self._rule = StepRule() if replicas_to_aggregate is None else StepRule(replicas_to_aggregate, staleness)
         self._seed = seed
         self._recorder = Recorder()
         self._roots: list[nn.Module] = []
@@ -124,9 +118,9 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._failed: Exception | None = None
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
         self._added = [0] * workers
-        self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, self._synchronous) for i in range(servers)])
+        self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, self._rule) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
-        self._replica = Replica(self._servers, self._synchronous, publishes=True)
+        self._replica = Replica(self._servers, self._rule, publishes=True)
         if workers:
             self._servers.ask_all("__ray_ready__")
             ray.get([worker.__ray_ready__.remote() for worker in self._workers])
@@ -134,7 +128,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def _start_worker(self, index: int) -> Any:
         self._added[index] = 0
-        arguments = (index, self.workers, self._servers, self._synchronous, self._seed)
+        arguments = (index, self.workers, self._servers, self._rule, self._seed)
         return self._cluster.start(Worker, f"worker:{index}", *arguments)
 
     def await_worker(self, index: int) -> None:
@@ -215,7 +209,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def flush(self) -> None:
         """Synchronous training: let servers step with what they have, though it is fewer gradients."""
-        if self._synchronous is not None:
+        if self._rule is not None:
             self._servers.ask_all("flush")
         self._replica.expire()
 
@@ -275,7 +269,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
             return ("variable", self._replica.index[id(obj)]) if self._replica.knows(obj) else None
         if isinstance(obj, Optimizer):
             return ("optimizer", self._index_of(obj))
-        if isinstance(obj, (PerWorkerDataset, PerWorkerIterator)):
+        if isinstance(obj, PerWorkerDataset):
             return obj.reference
         if obj is not None and obj is self.coordinator():
             return ("coordinator", 0)

@@ -16,7 +16,7 @@ from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.replica import NotYet, Replica
-from mirrored.parameter_server.server import Conditions, Synchronous
+from mirrored.parameter_server.server import Conditions, StepRule
 from mirrored.parameter_server.servers import Servers
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import machine
@@ -51,19 +51,17 @@ class Worker:
         index: from 0.
         workers: how many there are.
         servers: where variables are.
-        synchronous: whether, and how, servers step with the mean of several gradients.
+        rule: when servers step.
         seed: of the chief's random numbers; those of workers differ.
     """
 
-    def __init__(
-        self, index: int, workers: int, servers: Servers, synchronous: Synchronous | None, seed: int | None
-    ) -> None:
+    def __init__(self, index: int, workers: int, servers: Servers, rule: StepRule, seed: int | None) -> None:
         global _index
         _index = index
         machine.share_out_threads(workers)
         self._strategy = OneDeviceStrategy(seed=None if seed is None else seed + 1 + index)
         self._input = InputContext(workers, index, 1)
-        self._replica = Replica(servers, synchronous)
+        self._replica = Replica(servers, rule)
         self._tensors: dict[int, Tensor] = {}
         self._modules: list[nn.Module] = []
         self._pipelines: list[bytes] = []
@@ -97,16 +95,11 @@ class Worker:
 
     def _resolve(self, reference: Reference) -> Any:
         kind, index = reference[:2]
-        if kind == "module":
-            return self._modules[index]
-        if kind == "variable":
-            return self._tensors[index]
-        if kind == "optimizer":
-            return self._replica.optimizers[index]
-        if kind == "strategy":
-            return self._strategy
-        if kind == "coordinator":
-            return None
+        own: Any = {"module": self._modules, "variable": self._tensors, "optimizer": self._replica.optimizers}
+        if kind in own:
+            return own[kind][index]
+        if kind in ("strategy", "coordinator"):
+            return self._strategy if kind == "strategy" else None
         if reference not in self._made:
             self._made[reference] = self._load_data(index) if kind == "dataset" else self._iterate(index)
         return self._made[reference]

@@ -15,7 +15,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 21_368, 8_560
+PRODUCT, CORE = 21_353, 8_560
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 22_262, "scripts": 2_591}
