@@ -63,7 +63,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
 
     kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
     job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir)
-    return agent.run(job, program)
+    return agent.run(job, program, sys.path[not getattr(sys.flags, "safe_path", False) :])
 
 
 def _program(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:

@@ -13,30 +13,32 @@ import gc
 import logging
 import multiprocessing
 import os
-import pathlib
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-import types
 import weakref
 from collections.abc import Sequence
 from multiprocessing import process, resource_tracker, util
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from tests.support.patience import PATIENT_AGENTS
+from towers.launching import agent, fork_server
+from towers.system.torch_private import start_agents_processes_by
 
 
 def fork_towers() -> None:
-    """In the process of an agent: its towers are forks, but where seconds are promised, and where GPUs forbid it."""
+    """In the process of an agent: its towers are forks, but where seconds are promised, and where GPUs forbid it.
+
+    The product's own fork server would have the modules of the tests.
+    """
+    agent.fork_towers = lambda _path: None
     if PATIENT_AGENTS in os.environ and not torch.cuda.is_available():
-        subprocess_handler.Popen = _start  # type: ignore[assignment,misc]
+        start_agents_processes_by(_start)
 
 
 def _start(args: Sequence[str], *, env: dict[str, str], **settings: Any) -> subprocess.Popen[Any]:
@@ -87,32 +89,16 @@ def _forget_the_parent() -> None:
 
 def _run(words: list[str]) -> int:
     """Run the program; returns the exit code."""
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.argv[:] = words[words[0] == "-m" :]
     sys.path[:] = [path for path in sys.path if path]
     try:
-        if words[0] == "-m":
-            sys.path.insert(0, os.getcwd())
-            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
-        elif words[0] == "-c":
-            del sys.argv[1]
-            sys.path.insert(0, "")
-            exec(words[1], vars(main))
-        else:
-            main.__file__ = words[0]
-            sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
-            exec(compile(pathlib.Path(words[0]).read_bytes(), words[0], "exec"), vars(main))
+        fork_server.execute(words)
     except SystemExit as end:
         if isinstance(end.code, int | None):
             return end.code or 0
         print(end.code, file=sys.stderr)
-    except BaseException as error:
-        if error.__traceback__ is not None:
-            error.__traceback__ = error.__traceback__.tb_next  # without this function
-        sys.excepthook(type(error), error, error.__traceback__)
-        if isinstance(error, KeyboardInterrupt):
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-    else:
-        return 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # which has been printed
+        pass
     return 1

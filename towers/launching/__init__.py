@@ -7,8 +7,9 @@
     └─ exec, same process id ──▶ python …/towers '{"towers": 2, …}' python train.py         agent.main
          │   AGENT and STARTED_BY, JOB_TOKEN (new), GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (loopback),
          │   OMP_NUM_THREADS (cores / towers)
-         ├─ python train.py    terminal as it is
-         └─ python train.py    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
+         │   forks of it that run train.py, with torch loaded (fork_server.py):
+         ├─ tower 0    terminal as it is
+         └─ tower 1    stdout nowhere, stderr behind "[tower 1]" (console.Relay)
                  RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and RUN_ID, as torchrun sets them; ERROR_FILE
                  and STATUS_RECORD
                  MirroredStrategy() → _join_towers → collectives/connecting.py, connect

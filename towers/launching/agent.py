@@ -35,6 +35,7 @@ from towers.health.failure import leave
 from towers.launching import console
 from towers.launching.attempt import Attempt
 from towers.launching.exit_report import make_exit_report
+from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
 from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
@@ -61,13 +62,17 @@ def main(arguments: Sequence[str]) -> NoReturn:
     leave(run(job, program))
 
 
-def run(job: Job, program: Sequence[str]) -> int:
+def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> int:
     """Run the towers to their end, see [Note: the agent is torchrun's].
+
+    Args:
+        path: ``sys.path`` of a new Python, without the entry for its program; default: this process's.
 
     Returns:
         The exit code: the first failing tower's; 1 when only other workers' towers failed; 75 when all have saved and
         ended on a signal; 0 when none failed.
     """
+    fork_towers(sys.path if path is None else path)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
     try:
         _set_environment(job)

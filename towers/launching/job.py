@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from towers.errors import CannotStartError
+from towers.system import machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,8 @@ def become(job: Job) -> NoReturn:
     command = agent_command(job, own_command())
     sys.stdout.flush()
     sys.stderr.flush()
+    if job.towers > 1:  # here, since libraries read it when the agent loads them
+        os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_tower(job.towers)))
     os.execv(command[0], command)
 
 

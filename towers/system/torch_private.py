@@ -185,6 +185,13 @@ def is_in_bad_fork(kind: str) -> bool:
     return asks is not None and bool(asks())
 
 
+def start_agents_processes_by(start: Callable[..., Any]) -> None:
+    """Let torch's agent in this process call ``start`` in place of ``subprocess.Popen``; it takes no such argument."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    subprocess_handler.Popen = start  # type: ignore[assignment, misc]
+
+
 def default_store() -> dist.Store:
     """The store by which the default group was formed; torch's own device meshes and checkpoints ask for it so."""
     store: dist.Store = dist.distributed_c10d._get_default_store()

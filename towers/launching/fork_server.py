@@ -1,0 +1,242 @@
+"""Towers as forks of a process that has torch loaded: the agent's.
+
+[Note: a fork in place of a new Python] A new Python needs 1.3 s of a core to load torch, and another one to load
+torch's compiler for its first optimizer, and has 200 MB of its own for them. A fork needs hundredths of a second, and
+shares that memory. A script finds what it would find in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
+``__main__``, random states, exit handlers, and the same end by an exception or a signal. But ``ps`` shows the agent's
+command for every tower, and the hashes of strings are the same in all of them.
+
+The fork server is forked from the agent before that has threads, and has none itself. Towers become children of the
+agent (``PR_SET_CHILD_SUBREAPER``), which learns their exit codes as it does of other children. Where a fork would not
+do, the new process executes the command after all: for options of Python other than ``-u``, for a program that is
+neither a file nor a module, where a module in its folder hides one that is loaded, and for accelerators whose modules
+do something when they are loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import os
+import pathlib
+import runpy
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import IO, Any, NoReturn
+
+import numpy
+import torch
+
+from towers.system.timeouts import clock, wait_until
+from towers.system.torch_private import COMPILER, is_in_bad_fork, start_agents_processes_by
+
+_FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing before they are used
+
+_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+
+
+def fork_towers(path: Sequence[str]) -> None:
+    """Let torch's agent in this process, which has no threads yet, start its towers as forks, where they can be.
+
+    Args:
+        path: ``sys.path`` of a new Python, without the entry for its program.
+    """
+    if sys.platform == "linux":
+        start_agents_processes_by(ForkServer(path).start)
+
+
+class ForkServer:
+    """Starts Python programs as forks, see [Note: a fork in place of a new Python].
+
+    Args:
+        path: see :func:`fork_towers`.
+    """
+
+    def __init__(self, path: Sequence[str]) -> None:
+        self._connection, other = Pipe()
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+        if os.fork() == 0:
+            self._connection.close()
+            _serve(other, path)
+        other.close()
+
+    def start(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: IO[str] | None,
+        stderr: IO[str] | None,
+        start_new_session: bool,
+    ) -> Process | subprocess.Popen[bytes]:
+        """Start a Python program, as ``subprocess.Popen`` does.
+
+        Args:
+            args: the command line, of this Python.
+            env: the variables of its environment.
+            stdout, stderr: where it writes; None: as this process.
+            start_new_session: it always has one.
+        """
+        streams = [None if stream is None else stream.name for stream in (stdout, stderr)]
+        try:
+            self._connection.send((list(args), dict(env), streams))
+            return Process(self._connection.recv())
+        except (EOFError, OSError):  # the server was killed
+            return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
+
+
+class Process:
+    """A child of this process, with what torch's agent uses of ``subprocess.Popen``.
+
+    Attributes:
+        pid: its id.
+        returncode: how it has ended; negative: the signal; None: it runs, or nobody has asked.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """How it has ended; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended in so many seconds.
+        """
+        wait_until(lambda: self.poll() is not None, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _serve(connection: Connection, path: Sequence[str]) -> NoReturn:
+    """The fork server, until the agent has ended; or one of the programs."""
+    os.setsid()  # the terminal's signals are for the agent
+    importlib.import_module(COMPILER)
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            args, variables, streams = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        reader, writer = os.pipe()
+        if (child := os.fork()) == 0:
+            child = os.getpid()
+            if pid := os.fork():
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+            for file in (reader, writer):
+                os.close(file)
+            connection.close()
+            while os.getppid() == child:
+                clock.sleep(0.001)
+            _become(args, variables, streams, path)
+        os.close(writer)
+        os.waitpid(child, 0)
+        connection.send(int(os.read(reader, 20)))
+        os.close(reader)
+
+
+def _become(
+    args: list[str], variables: Mapping[str, str], streams: Sequence[str | None], path: Sequence[str]
+) -> NoReturn:
+    """Run the program to its end."""
+    os.setsid()
+    for number, name in enumerate(streams, start=1):
+        if name is not None:
+            target = os.open(name, os.O_WRONLY | os.O_APPEND)
+            os.dup2(target, number)
+            os.close(target)
+    os.environ.clear()
+    os.environ.update(variables)
+    words = args[1:]
+    if unbuffered := words[:1] == ["-u"]:
+        del words[0]
+    if not _can_run(words):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a new program should not
+            signal.signal(number, signal.SIG_DFL)
+        os.execve(args[0], args, os.environ)
+    for stream in (sys.stdout, sys.stderr) if unbuffered else ():
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    if (threads := variables.get("OMP_NUM_THREADS", "")).isdigit():
+        torch.set_num_threads(int(threads))
+    numpy.random.seed()
+    torch.default_generator.seed()
+    sys.orig_argv[:] = args
+    sys.path[:] = path
+    execute(words)
+
+
+def _can_run(words: Sequence[str]) -> bool:
+    """Whether a fork of this process can run what these words of a command line name."""
+    is_module = words[0] == "-m"
+    if not is_module and not (words[0].endswith(".py") and os.path.isfile(words[0])):
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and (accelerator.type not in _FORKABLE or is_in_bad_fork(accelerator.type)):
+        return False
+    folder = pathlib.Path() if is_module else pathlib.Path(words[0]).parent
+    return not any(_is_hidden(name, folder.resolve()) for name in sys.modules if "." not in name)
+
+
+def _is_hidden(name: str, folder: pathlib.Path) -> bool:
+    """Whether a module in the program's folder hides a loaded one from elsewhere that has its name."""
+    if name in sys.builtin_module_names or name == "__main__":
+        return False
+    if not (folder / name).exists() and not (folder / f"{name}.py").exists():
+        return False
+    origin = getattr(sys.modules[name].__spec__, "origin", None)
+    return origin is None or (origin != "frozen" and not pathlib.Path(origin).resolve().is_relative_to(folder))
+
+
+def execute(words: list[str]) -> NoReturn:
+    """Run a program in this process, as Python does with these words of its command line.
+
+    Raises:
+        BaseException: the program's; it has been printed, without the frames of this process's own program.
+    """
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        if words[0] == "-m":
+            sys.argv[:] = words[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+        else:
+            sys.argv[:] = words
+            sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
+            file = os.path.abspath(words[0])
+            loader = importlib.machinery.SourceFileLoader("__main__", file)
+            vars(main).update(__file__=file, __cached__=None, __loader__=loader)
+            exec(compile(loader.get_data(file), file, "exec"), vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = _print_nothing
+        raise
+    raise SystemExit
+
+
+def _print_nothing(*_: Any) -> None:
+    """In place of ``sys.excepthook``, where the exception has been printed."""
