@@ -22,13 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run",
         aliases=["evaluate"],
         help="run a script on several towers of this machine; evaluate: as the evaluator of its training",
-        usage="mirrored run|evaluate [--towers N] [--devices D,D,…] [--log-dir DIR] [-m] SCRIPT [ARGUMENT …]",
+        usage="mirrored run|evaluate [options] [-m] SCRIPT [ARGUMENT …]",
         description="Runs a script once per tower, as MirroredStrategy() itself does when it finds several GPUs; "
         "here for CPU towers and for choosing devices. 'mirrored evaluate' runs it on one tower, unless options say "
         "otherwise, as the task 'evaluator' of a cluster, beside its training.",
     )
     run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU, else one")
     run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
+    run.add_argument("--restarts", type=int, default=0, help="how often all start again after a failure (default 0)")
+    run.add_argument("--from-the-start", action="store_true", help="restart also where no checkpoint is restored")
     run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     run.add_argument("script", help="the script, or with -m the module")
@@ -57,12 +59,15 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         names = _devices(parsed.towers, parsed.devices)
     except ValueError as error:
         parser.error(str(error))
+    if parsed.restarts < 0:
+        parser.error(f"--restarts is {parsed.restarts}, but must be at least 0")
     program = _program(parser, parsed)
     from towers.launching import agent
     from towers.launching.job import Job
 
     kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
-    job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir)
+    again = {"restarts": parsed.restarts, "from_the_start": parsed.from_the_start}
+    job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir, **again)
     return agent.run(job, program, sys.path[not getattr(sys.flags, "safe_path", False) :])
 
 

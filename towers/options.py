@@ -36,6 +36,7 @@ class CommunicationOptions:
         bucket_bytes: gradients travel in buckets of about this many bytes.
         timeout_seconds: how long a collective may take before it is an error.
         startup_timeout_seconds: how long towers and workers wait for each other at the start.
+        rejoin_timeout_seconds: the same when they are started again after a failure.
         step_timeout_seconds: how long one ``strategy.run`` may take with several towers; a tower that takes longer says
             what it is doing and ends, and so do the others. ``math.inf``: no limit.
 
@@ -49,6 +50,7 @@ class CommunicationOptions:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_seconds: float = 600.0
     startup_timeout_seconds: float = 300.0
+    rejoin_timeout_seconds: float = 300.0
     step_timeout_seconds: float = 3600.0
 
     def __post_init__(self) -> None:
@@ -63,6 +65,7 @@ class CommunicationOptions:
             ("bucket_bytes", int, True),
             ("timeout_seconds", float, True),
             ("startup_timeout_seconds", float, True),
+            ("rejoin_timeout_seconds", float, True),
             ("step_timeout_seconds", float, False),
         ):
             value = getattr(self, field)

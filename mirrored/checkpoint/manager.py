@@ -264,6 +264,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: see :meth:`resume`.
         """
+        self._strategy.health.record.set_restores()
         self.wait()
         restored = self._restorer.restore_newest()
         return None if restored is None else self._continue_from(restored)

@@ -80,6 +80,9 @@ class MirroredStrategy(Strategy):
         synchronize: :class:`mirrored.LocalSGD` or :class:`mirrored.DiLoCo`: towers step by themselves and average their
             parameters every so many steps, for slow networks (``docs/local.md``). None: gradients are averaged in every
             step.
+        restarts: how often all towers are started again when some have failed or were killed, perhaps with their
+            worker: by this process, which becomes their agent, also where there is one tower. The script has to restore
+            its newest checkpoint. A failure that comes back at the same step is the last.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
             tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
@@ -108,8 +111,11 @@ class MirroredStrategy(Strategy):
         mirror_check_interval: int | None = MIRROR_CHECK_INTERVAL,
         nonfinite_gradients: str = "ignore",
         synchronize: LocalSteps | None = None,
+        restarts: int = 0,
         seed: int | None = None,
     ) -> None:
+        if not isinstance(restarts, int) or restarts < 0:
+            raise ValueError(f"restarts is {restarts!r}, but must be a whole number from 0")
         training = self._options(
             shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, synchronize
         )
@@ -123,7 +129,7 @@ class MirroredStrategy(Strategy):
         if resolver.topology is not None:
             topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
         else:
-            device = _start_towers(resolver, named, communication)
+            device = _start_towers(resolver, named, communication, restarts)
             topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
         super().__init__(topology, communicator, resolver, communication, seed, training)
         _announce(self)
@@ -192,7 +198,7 @@ def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -
 
 
 def _start_towers(
-    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions
+    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions, restarts: int = 0
 ) -> torch.device:
     """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 
@@ -205,7 +211,7 @@ def _start_towers(
     refuse_unknown_peers()
     _for_shared(named, options)
     chosen = devices.for_worker(named)
-    if len(chosen) > 1 or resolver.workers > 1:
+    if len(chosen) > 1 or resolver.workers > 1 or restarts:
         from towers.launching.job import Job, become
 
         log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
@@ -219,6 +225,8 @@ def _start_towers(
                 origin=resolver.origin,
                 started_by=_started_by(resolver),
                 startup_seconds=options.startup_timeout_seconds,
+                restarts=restarts,
+                rejoin_seconds=options.rejoin_timeout_seconds,
             )
         )
     return chosen[0]

@@ -1,9 +1,10 @@
 """Nothing that is read from disk or from the wire is run: no pickle and nothing like it in our code.
 
-There are three exceptions. The contract of ``towers/launching/launch.py`` is to send the caller's own function and its
+There are four exceptions. The contract of ``towers/launching/launch.py`` is to send the caller's own function and its
 results between the caller's own processes, over pipes that they inherit; functions from notebook cells go by
 cloudpickle. ``mirrored/parameter_server/references.py`` sends functions to the job's own actors, by Ray's channels.
-``mirrored/__init__.py`` imports modules when their names are first used, from a table that stands in it.
+``towers/launching/fork_server.py`` runs the user's own program, as Python does. ``mirrored/__init__.py`` imports
+modules when their names are first used, from a table that stands in it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ ANYWHERE = {
 MAY = {
     ROOT / "towers" / "launching" / "launch.py": "pickle",
     ROOT / "mirrored" / "parameter_server" / "references.py": "pickle",
+    ROOT / "towers" / "launching" / "fork_server.py": "exec",
     ROOT / "mirrored" / "__init__.py": "import_module",
 }
 

@@ -21,6 +21,7 @@ ELSEWHERE = {
     *("_sync_dist", "_computed", "_defaults", "_reductions", "_update_count"),
     # what torchrun's LogsSpecs keeps for its subclasses, and a count in torch's documentation of in-place operations
     *("_root_log_dir", "_version"),
+    "_run_module_as_main",  # of Python's runpy: what ``python -m`` calls
     "_register_atexit",  # of Python's threading: what runs before threads are waited for, as concurrent.futures does
 }
 

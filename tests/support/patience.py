@@ -16,7 +16,7 @@ from tests.support.waiting import HANG, wait_until
 from towers.launching import launch
 
 PATIENT_AGENTS = "TESTS_PATIENT_AGENTS"
-"""Is set where agents that tests fork are to wait."""
+"""Is set where towers of agents that tests fork may be forks; not empty: these agents are to wait."""
 
 
 @contextlib.contextmanager
@@ -28,7 +28,7 @@ def patient_launch() -> Iterator[None]:
 
 def make_agent_patient() -> None:
     """In the process of an agent, before it starts any tower."""
-    if PATIENT_AGENTS not in os.environ:
+    if not os.environ.get(PATIENT_AGENTS):
         return
     from towers.launching import attempt, exit_report, failure_broadcast
 
@@ -38,5 +38,5 @@ def make_agent_patient() -> None:
         return broadcast.received
 
     attempt._TOGETHER = exit_report._OTHERS_TOGETHER = HANG
-    failure_broadcast._SECONDS = HANG
+    failure_broadcast._SECONDS = failure_broadcast._ANSWER_SECONDS = HANG
     failure_broadcast.FailureBroadcast.await_failure = await_failure  # type: ignore[method-assign]

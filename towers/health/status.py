@@ -43,6 +43,7 @@ _CALL = struct.Struct("=96s")
 _STATUS_AT = 16
 _CALL_AT = 128
 _SAVING_AT = 224
+_RESTORES_AT = 225
 
 _T = TypeVar("_T")
 _END = object()
@@ -99,6 +100,10 @@ class StatusRecord:
         """The tower is writing a checkpoint, or no longer."""
         self._memory[_SAVING_AT] = saving
 
+    def set_restores(self) -> None:
+        """The tower's script restores the newest checkpoint when it is started again."""
+        self._memory[_RESTORES_AT] = True
+
     def beat(self) -> None:
         """A heartbeat of the tower."""
         _BEAT.pack_into(self._memory, 0, os.getpid(), clock.monotonic())
@@ -107,6 +112,11 @@ class StatusRecord:
     def saving(self) -> bool:
         """Whether the tower is writing a checkpoint."""
         return self._memory[_SAVING_AT] != 0
+
+    @property
+    def restores(self) -> bool:
+        """Whether the tower's script restores the newest checkpoint when it is started again."""
+        return self._memory[_RESTORES_AT] != 0
 
     @property
     def last_beat(self) -> float:

@@ -38,6 +38,7 @@ from towers.launching.exit_report import make_exit_report
 from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
 from towers.launching.rendezvous import Rendezvous
+from towers.launching.restarts import Restarts
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
@@ -117,26 +118,43 @@ def _set_environment(job: Job) -> None:
 
 
 def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
-    """Start the towers and wait for their end; on return, all that they have printed has been passed on."""
+    """Run attempts at the job until one is the last, see [Note: attempts] in :mod:`towers.launching.restarts`.
+
+    On return, all that towers have printed has been passed on.
+    """
     token = os.environ.get(JOB_TOKEN, "")
+    restarts, rendezvous = Restarts(job), Rendezvous(job, token)
     with console.Relay() as relay:
-        attempt = Attempt(relay.directory, token=token, groups=True)
-        # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
-        words = tuple(word.replace("$", "$$") for word in program[1:])
-        spec = WorkerSpec(
-            role="tower",
-            local_world_size=job.towers,
-            rdzv_handler=Rendezvous(job, token),
-            entrypoint=program[0],
-            args=words,
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
-        supervisor = Supervisor(attempt, spec, TowerLogs(relay, attempt, job.log_dir))
-        supervisor.run()
-        report = make_exit_report(job, attempt)
-    attempt.broadcast.leave()
-    return report
+        while True:
+            attempt = Attempt(relay.directory, restarts.number, token=token, groups=True)
+            _run_attempt(job, program, attempt, rendezvous, relay)
+            code, text = make_exit_report(job, attempt)
+            attempt.broadcast.leave()
+            if not restarts.goes_on(attempt, code, text):
+                break
+            print(f"{text}\n{restarts.begin_next()}", file=sys.stderr, flush=True)
+    if last := restarts.last_words():
+        rendezvous.end(f"{text.splitlines()[-1].removeprefix('towers: ')}; {last}")
+        text = f"{text}\ntowers: {last}"
+    return code, text
+
+
+def _run_attempt(
+    job: Job, program: Sequence[str], attempt: Attempt, rendezvous: Rendezvous, relay: console.Relay
+) -> None:
+    """Start the towers and wait for their end."""
+    # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
+    words = tuple(word.replace("$", "$$") for word in program[1:])
+    spec = WorkerSpec(
+        role="tower",
+        local_world_size=job.towers,
+        rdzv_handler=rendezvous,
+        entrypoint=program[0],
+        args=words,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
 
 
 class TowerLogs(LogsSpecs):
@@ -145,12 +163,14 @@ class TowerLogs(LogsSpecs):
     Args:
         relay: carries the other towers' standard error.
         attempt: the towers that are started.
-        log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers; None: no files.
+        rendezvous: knows the attempt's number on all workers.
+        log_dir: a directory for files ``tower<index>.out`` and ``.err`` of the other towers; None: no files. Those of
+            later attempts have the attempt's number in their names.
     """
 
-    def __init__(self, relay: console.Relay, attempt: Attempt, log_dir: str | None) -> None:
+    def __init__(self, relay: console.Relay, attempt: Attempt, rendezvous: Rendezvous, log_dir: str | None) -> None:
         super().__init__(log_dir=log_dir)
-        self._relay, self._attempt = relay, attempt
+        self._relay, self._attempt, self._rendezvous = relay, attempt, rendezvous
 
     @property
     def root_log_dir(self) -> str:
@@ -162,15 +182,17 @@ class TowerLogs(LogsSpecs):
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
         stdouts, stderrs, error_files = {}, {}, {}
+        number = self._rendezvous.attempt
         for local, variables in envs.items():
             tower = int(variables["RANK"])
-            variables.update(self._attempt.file_variables(tower))
+            variables.update(self._attempt.file_variables(tower), TORCHELASTIC_RESTART_COUNT=str(number))
             error_files[local] = ""  # torch would end with an error where a report is none
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal
                 continue
-            stdouts[local] = str(folder / f"tower{tower}.out") if folder else os.devnull
-            copy = folder / f"tower{tower}.err" if folder else None
+            name = f"tower{tower}.attempt{number}" if number else f"tower{tower}"
+            stdouts[local] = str(folder / f"{name}.out") if folder else os.devnull
+            copy = folder / f"{name}.err" if folder else None
             stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
         return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
 

@@ -71,7 +71,7 @@ class Attempt:
     ) -> None:
         self.directory = directory / f"attempt{number}"
         self.directory.mkdir()
-        self.broadcast = FailureBroadcast(token, number)
+        self.broadcast = FailureBroadcast(token)
         self.processes: dict[int, int] = {}
         self.endings: dict[int, int] = {}
         self.forwarded: signal.Signals | None = None

@@ -153,10 +153,11 @@ class Relay:
 
     def pipe(self, name: str, sink: Sink, copy: pathlib.Path | None = None) -> str:
         """Make a pipe and return its path; what is written into it goes to ``sink`` (and to file ``copy``)."""
-        pipe = _Pipe(self.directory / name, sink, copy)
+        path = self.directory / f"{len(self._pipes)} {name}"
+        pipe = _Pipe(path, sink, copy)
         self._pipes.append(pipe)
         self._selector.register(pipe.reader, selectors.EVENT_READ, pipe)
-        return str(self.directory / name)
+        return str(path)
 
     def prefixed(self, stream: str, name: str, copy: pathlib.Path | None = None) -> str:
         """A pipe whose lines go to ``sys.stdout`` or ``sys.stderr``, each behind ``[name]``."""

@@ -4,26 +4,53 @@
 have not failed ends them, and one whose towers have only lost a peer says whose failure was first. An agent whose
 towers have ended well publishes that and waits for the others: when a tower that ended early turns out to be the cause,
 its worker fails with the rest.
+
+[Note: a worker that is started anew] An agent in place of one that was killed asks its worker's living agent to answer,
+and publishes that its worker was started again where no answer comes: a failure like others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from torch.distributed import Store
 
+from towers.errors import HandshakeError
 from towers.joining.store import TIMEOUT, SignedStore
 from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
-_FAILURE, _ENDED, _KNOWN = "failure", "ended", "known"
+_PREFIX = "towers/failures"
+_FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES = "failure", "ended", "known", "asked", "lives"
+_ANSWER_SECONDS = 5.0  # in which the living agent of a worker answers another one
 _INTERVAL = 0.5  # seconds between two reads
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
 T = TypeVar("T")
+
+
+def replace_worker(store: Store, token: str, worker: int) -> None:
+    """End an attempt that a worker takes part in, whose agent was killed, see [Note: a worker that is started anew].
+
+    Args:
+        store: of the attempt.
+
+    Raises:
+        HandshakeError: the worker's agent lives.
+    """
+    signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
+    signed.write(f"{_ASKED}{worker}", {})
+    wait_until(lambda: signed.read(f"{_LIVES}{worker}") is not None, _ANSWER_SECONDS, _INTERVAL / 2)
+    if (living := signed.read(f"{_LIVES}{worker}")) is not None:
+        host = printable(living.get("host"), 64)
+        raise HandshakeError(
+            f"worker {worker} is already taken by a process on {host}: end that one, or wait for its end"
+        )
+    signed.publish(_FAILURE, {"sentence": f"worker {worker} was started again, on {socket.gethostname()}"})
 
 
 class FailureBroadcast:
@@ -31,16 +58,14 @@ class FailureBroadcast:
 
     Args:
         token: the job's.
-        attempt: which attempt at the job it is; each has keys of its own.
 
     Attributes:
         received: the failure that was published first, once it has been received.
     """
 
-    def __init__(self, token: str, attempt: int) -> None:
+    def __init__(self, token: str) -> None:
         self.received: str | None = None
         self._token = token
-        self._prefix = f"towers/failures/{attempt}"
         self._store: SignedStore | None = None
         self._worker, self._workers = 0, 1
         self._knows = False  # how the job has ended, as the others are to know, too
@@ -49,17 +74,19 @@ class FailureBroadcast:
         """Listen from now on, in a thread: a store whose host is gone may not answer.
 
         Args:
-            store: the agents' own.
+            store: the agents' own, of this attempt.
             worker, workers: this one, and how many there are.
         """
         if store is None or workers == 1:
             return
-        self._store = signed = SignedStore(store, self._token).connect_again(self._prefix, TIMEOUT)
+        self._store = signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
         self._worker, self._workers = worker, workers
 
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
                 while (message := signed.read(_FAILURE)) is None:
+                    if signed.read(f"{_ASKED}{worker}") is not None:
+                        signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
                     clock.sleep(_INTERVAL)
                 in_time(_SECONDS, lambda: self._acknowledge(signed))
                 self.received = printable(message.get("sentence"))

@@ -15,27 +15,27 @@ do something when they are loaded.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-import importlib
 import importlib.machinery
+import json
 import os
 import pathlib
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
 import numpy
 import torch
 
 from towers.system.timeouts import clock, wait_until
-from towers.system.torch_private import COMPILER, is_in_bad_fork, start_agents_processes_by
+from towers.system.torch_private import is_in_bad_fork, load_compiler, start_agents_processes_by
 
 _FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing before they are used
 
@@ -60,12 +60,13 @@ class ForkServer:
     """
 
     def __init__(self, path: Sequence[str]) -> None:
-        self._connection, other = Pipe()
+        own, other = socket.socketpair()
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         if os.fork() == 0:
-            self._connection.close()
+            own.close()
             _serve(other, path)
         other.close()
+        self._stream = own.makefile("rw")
 
     def start(
         self,
@@ -86,9 +87,9 @@ class ForkServer:
         """
         streams = [None if stream is None else stream.name for stream in (stdout, stderr)]
         try:
-            self._connection.send((list(args), dict(env), streams))
-            return Process(self._connection.recv())
-        except (EOFError, OSError):  # the server was killed
+            print(json.dumps([list(args), dict(env), streams]), file=self._stream, flush=True)
+            return Process(int(self._stream.readline()))
+        except (ValueError, OSError):  # the server was killed
             return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
 
 
@@ -128,17 +129,15 @@ class Process:
             os.kill(self.pid, number)
 
 
-def _serve(connection: Connection, path: Sequence[str]) -> NoReturn:
+def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
     """The fork server, until the agent has ended; or one of the programs."""
     os.setsid()  # the terminal's signals are for the agent
-    importlib.import_module(COMPILER)
+    load_compiler()
     gc.collect()
     gc.freeze()
-    while True:
-        try:
-            args, variables, streams = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)
+    stream = connection.makefile("rw")
+    while line := _readline(stream):
+        args, variables, streams = json.loads(line)
         reader, writer = os.pipe()
         if (child := os.fork()) == 0:
             child = os.getpid()
@@ -147,14 +146,25 @@ def _serve(connection: Connection, path: Sequence[str]) -> NoReturn:
                 os._exit(0)
             for file in (reader, writer):
                 os.close(file)
+            stream.close()
             connection.close()
             while os.getppid() == child:
                 clock.sleep(0.001)
             _become(args, variables, streams, path)
         os.close(writer)
         os.waitpid(child, 0)
-        connection.send(int(os.read(reader, 20)))
+        with contextlib.suppress(OSError):
+            print(os.read(reader, 20).decode(), file=stream, flush=True)
         os.close(reader)
+    os._exit(0)
+
+
+def _readline(stream: IO[str]) -> str:
+    """The next line; empty where the agent has ended."""
+    try:
+        return stream.readline()
+    except OSError:
+        return ""
 
 
 def _become(
@@ -227,7 +237,7 @@ def execute(words: list[str]) -> NoReturn:
             file = os.path.abspath(words[0])
             loader = importlib.machinery.SourceFileLoader("__main__", file)
             vars(main).update(__file__=file, __cached__=None, __loader__=loader)
-            exec(compile(loader.get_data(file), file, "exec"), vars(main))
+            exec(loader.source_to_code(loader.get_data(file), file), vars(main))
     except SystemExit:
         raise
     except BaseException as error:

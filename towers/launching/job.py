@@ -33,6 +33,9 @@ class Job:
         devices: this machine's devices, one per tower; empty to leave the choice to the script.
         kind: of the devices.
         startup_seconds: how long workers wait for each other.
+        restarts: how often the towers are started again after a failure.
+        from_the_start: also where they would lose steps, since the script restores no checkpoint.
+        rejoin_seconds: how long workers wait for each other then.
         log_dir: a directory for the output of the other towers than the first; None: it is not kept.
     """
 
@@ -45,6 +48,9 @@ class Job:
     devices: tuple[str, ...] = ()
     kind: str = "cpu"
     startup_seconds: float = 300.0
+    restarts: int = 0
+    from_the_start: bool = False
+    rejoin_seconds: float = 300.0
     log_dir: str | None = None
 
     def to_json(self) -> str:

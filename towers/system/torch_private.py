@@ -185,6 +185,11 @@ def is_in_bad_fork(kind: str) -> bool:
     return asks is not None and bool(asks())
 
 
+def load_compiler() -> None:
+    """Load torch's compiler, as the first optimizer of a process does."""
+    import torch._dynamo  # noqa: F401
+
+
 def start_agents_processes_by(start: Callable[..., Any]) -> None:
     """Let torch's agent in this process call ``start`` in place of ``subprocess.Popen``; it takes no such argument."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler

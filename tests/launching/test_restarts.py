@@ -1,0 +1,174 @@
+"""Jobs that start again after failures: with the bits of a run that was never disturbed, or with a reason why not."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import signal
+
+import pytest
+
+from tests.support.clusters import free_ports, start_agent, tf_configs
+from tests.support.commands import Command, run_command
+from tests.support.jobs import ROOT, run_program
+from tests.support.patience import PATIENT_AGENTS
+from tests.support.waiting import wait_until
+from towers.launching.job import Job
+
+PROGRAM = str(ROOT / "tests/programs/restarts.py")
+RUN = ["mirrored", "run", "--towers", "2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The last line of a run without a failure."""
+    output = run_command([*RUN, PROGRAM, str(tmp_path_factory.mktemp("undisturbed"))], code=0).stdout
+    first, last = output.splitlines()
+    assert first == "goes on after step 0"
+    assert last.startswith("has ended after step 16 ")
+    return last
+
+
+def test_after_failures_a_job_goes_on_to_the_same_bits(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """One by an exception and one by a kill, and the first ones of a tower that nobody hears."""
+    variables = {"FAIL": "4:raise:1:once,9:9:0:once"}
+    logs = tmp_path / "logs"
+    words = [*RUN, "--restarts", "2", "--log-dir", str(logs), PROGRAM, str(tmp_path)]
+    result = run_command(words, env=variables, code=0)
+    assert result.stdout.splitlines() == [*(f"goes on after step {step}" for step in (0, 2, 8)), undisturbed]
+    lines = [line for line in result.stderr.splitlines() if line.startswith("towers: ")]
+    assert lines == [
+        "towers: tower 1 failed:",
+        "towers: tower 1 failed after step 3: ValueError: planned failure",
+        "towers: all start again (1 of 2 restarts)",
+        "towers: tower 0 was ended by SIGKILL after step 8",
+        "towers: all start again (2 of 2 restarts)",
+    ]
+    names = {path.name for path in logs.iterdir()}
+    assert names == {f"tower1{attempt}.{kind}" for attempt in ("", ".attempt1", ".attempt2") for kind in ("out", "err")}
+
+
+def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """Also on one tower, for which there would be no agent."""
+    result = run_program([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
+    assert result.stdout.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
+    assert "towers: all start again (1 of 2 restarts)" in result.stderr
+
+
+GIVES_UP = {
+    "the same failure": (
+        ["--restarts", "5"],
+        "4:raise:1",
+        "towers: tower 1 failed after step 3: ValueError: planned failure\n"
+        "towers: not started again: it was, and has failed in the same way at the same step\n",
+    ),
+    "all restarts are used": (
+        ["--restarts", "1"],
+        "4:raise:1:once,6:9:1:once",
+        "towers: tower 1 was ended by SIGKILL after step 5\n"
+        "towers: not started again: it was, 1 times; first of all, tower 1 failed after step 3: ValueError: planned "
+        "failure\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GIVES_UP)
+def test_a_job_gives_up_with_a_reason(case: str, tmp_path: pathlib.Path) -> None:
+    options, fails, end = GIVES_UP[case]
+    result = run_command([*RUN, *options, PROGRAM, str(tmp_path)], env={"FAIL": fails})
+    assert result.returncode in (1, 128 + signal.SIGKILL)
+    assert result.stderr.endswith(end)
+
+
+@pytest.mark.row(70)
+def test_steps_are_not_lost_unasked(tmp_path: pathlib.Path) -> None:
+    words = [PROGRAM, str(tmp_path), "forgets"]
+    result = run_command([*RUN, "--restarts", "2", *words], env={"FAIL": "4:raise:1"}, code=1)
+    assert result.stderr.endswith(
+        "towers: not started again: the script restores no checkpoint, so its 3 steps would be lost. Let a "
+        "CheckpointManager save and resume them; or say --from-the-start to mirrored run\n"
+    )
+    words = [PROGRAM, str(tmp_path / "other"), "forgets"]
+    (tmp_path / "other").mkdir()
+    options = ["--restarts", "1", "--from-the-start"]
+    result = run_command([*RUN, *options, *words], env={"FAIL": "4:raise:1:once"}, code=0)
+    assert result.stdout.count("goes on after step 0\n") == 2
+
+
+def test_a_signal_to_the_agent_is_no_failure(tmp_path: pathlib.Path) -> None:
+    command = Command(_run, "--restarts", "2", PROGRAM, str(tmp_path), env={"FAIL": "4:wait:1"})
+    wait_until((tmp_path / "failed4").exists)
+    command.terminate()
+    (tmp_path / "go").touch()
+    output, errors = command.communicate()
+    assert command.returncode == 75, errors
+    assert output == "goes on after step 0\n"
+
+
+def _run(*words: str) -> int | None:
+    from tests.support.commands import command_line
+
+    return command_line("mirrored", *RUN[1:], *words)
+
+
+class Workers:
+    """The two workers of a cluster, whose agents are started, killed and started again."""
+
+    def __init__(self, folder: pathlib.Path, **variables: str) -> None:
+        self.folder = folder
+        self._addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
+        # Agents that are killed have nothing to say, however long others wait for it.
+        self._variables = {"TOWERS": "1", PATIENT_AGENTS: "", **variables}
+        self.agents = [self.start(0), self.start(1)]
+
+    def start(self, index: int, **variables: str) -> Command:
+        config = tf_configs(self._addresses)[index]
+        job = Job(1, index, 2, self._addresses, "TF_CONFIG", restarts=2)
+        words = (PROGRAM, str(self.folder))
+        return start_agent(job, *words, TF_CONFIG=config, **{**self._variables, **variables})
+
+    def replace(self, index: int) -> None:
+        """Kill a worker's agent, and with it its towers; start another one in its place, as a scheduler does."""
+        self.agents[index].kill()
+        self.agents[index].communicate()
+        self.agents[index] = self.start(index)
+
+    def end(self) -> list[tuple[str, str, int | None]]:
+        """What each agent has printed, and its exit code."""
+        return [(*agent.communicate(), agent.returncode) for agent in self.agents]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_is_started_anew_joins_the_others(index: int, undisturbed: str, tmp_path: pathlib.Path) -> None:
+    workers = Workers(tmp_path, FAIL=f"4:wait:{1 - index}")
+    wait_until((tmp_path / "failed4").exists)
+    workers.replace(index)
+    (tmp_path / "go").touch()
+    for output, errors, code in workers.end():
+        assert code == 0, errors
+        if output:
+            assert output.splitlines()[-2:] == ["goes on after step 2", undisturbed]
+
+
+@pytest.mark.row(71)
+def test_a_second_agent_of_a_worker_is_refused(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    workers = Workers(tmp_path, FAIL="4:wait:1")
+    wait_until((tmp_path / "failed4").exists)
+    second = workers.start(1, **{PATIENT_AGENTS: "1"})
+    _, errors = second.communicate()
+    assert second.returncode == 1
+    assert "towers: worker 1 is already taken by a process on" in errors
+    (tmp_path / "go").touch()
+    (output, errors, code), (_, _, other) = workers.end()
+    assert (code, other) == (0, 0), errors
+    assert output.splitlines() == ["goes on after step 0", undisturbed]
+
+
+def test_what_the_chief_gives_up_with_is_known_on_all_workers(tmp_path: pathlib.Path) -> None:
+    workers = Workers(tmp_path, FAIL="4:raise:1")
+    for _, errors, code in workers.end():
+        assert code == 1
+        assert "not started again: it was, and has failed in the same way at the same step\n" in errors
+        assert re.search(
+            r"^towers: tower 1 on .* failed after step 3: ValueError: planned failure", errors, re.MULTILINE
+        )

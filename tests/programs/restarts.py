@@ -1,0 +1,64 @@
+"""``restarts.py FOLDER [forgets]``: trains, fails where FAIL says so, and goes on from its checkpoints after a restart.
+
+FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, or ``wait`` for the file "go".
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import sys
+import time
+
+import torch
+from torch import nn
+
+import mirrored
+
+kind = mirrored.MultiWorkerMirroredStrategy if "TF_CONFIG" in os.environ else mirrored.MirroredStrategy
+strategy = kind(devices=["cpu:0", "cpu:1"][: int(os.environ.get("TOWERS", "2"))], seed=0, restarts=2)
+folder = pathlib.Path(sys.argv[1])
+with strategy.scope():
+    model = nn.Linear(8, 1)
+inputs = torch.randn(64, 8)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+train = strategy.distribute_dataset(data, global_batch_size=8, shuffle=True)
+forgets = "forgets" in sys.argv
+checkpoints = mirrored.CheckpointManager(
+    strategy, folder / "run", {"model": model, "train": train}, every_steps=2, asynchronous=False
+)
+
+
+def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
+    mirrored.compute_average_loss((model(x) - y).square().mean(1)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(0.1 * parameter.grad)
+            parameter.grad = None
+
+
+def fail(step: int) -> None:
+    for entry in filter(None, os.environ.get("FAIL", "").split(",")):
+        at, how, tower, *once = entry.split(":")
+        flag = folder / f"failed{at}"
+        if int(at) != step or int(tower) != strategy.topology.index or (once and flag.exists()):
+            continue
+        flag.touch()
+        if how == "raise":
+            raise ValueError("planned failure")
+        if how == "wait":
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        else:
+            os.kill(os.getpid(), int(how))
+
+
+with contextlib.nullcontext() if forgets else checkpoints.resume() as restored:
+    strategy.print("goes on after step", 0 if restored is None else restored.step, flush=True)
+    for _ in train.epochs(2):
+        for x, y in train:
+            fail(checkpoints.steps + 1)
+            strategy.run(train_step, args=(x, y))
+            checkpoints.step()
+numbers = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+strategy.print("has ended after step", checkpoints.steps, hashlib.sha256(numbers).hexdigest())
