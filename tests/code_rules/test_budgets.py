@@ -18,7 +18,7 @@ from tests.verification.template import Script
 PRODUCT, CORE = 21_678, 8_879
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 22_552, "scripts": 2_591}
+AROUND = {"tests": 22_552, "scripts": 2_905}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400
