@@ -10,6 +10,9 @@ STARTED_BY = "TOWERS_STARTED_BY"
 DEVICES = "TOWERS_DEVICES"
 """Environment variable with the devices of this worker's towers, comma-separated, one per tower."""
 
+FEWER_WORKERS = "TOWERS_FEWER_WORKERS"
+"""Is set by our agent where not all workers of the cluster take part (``min_towers``)."""
+
 AGENT = "TOWERS_AGENT_PID"
 """Environment variable with the process id of the agent that started a tower."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mirrored.cluster import torchrun
 from mirrored.cluster.resolver import ClusterError, ClusterResolver, LocalClusterResolver
+from towers.topology import FEWER_WORKERS
 
 
 def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
@@ -44,7 +45,8 @@ def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> C
     if described is None:
         return launcher or LocalClusterResolver()
     if launcher is not None and described.topology is None:
-        if (described.workers, described.worker) != (launcher.workers, launcher.worker):
+        same = (described.workers, described.worker) == (launcher.workers, launcher.worker)
+        if not same and FEWER_WORKERS not in environ:
             raise ClusterError(
                 f"{described.origin} and {launcher.origin} contradict each other: {described.origin} says worker "
                 f"{described.worker} of {described.workers}, {launcher.origin} say worker {launcher.worker} of "

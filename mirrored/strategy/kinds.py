@@ -83,6 +83,9 @@ class MirroredStrategy(Strategy):
         restarts: how often all towers are started again when some have failed or were killed, perhaps with their
             worker: by this process, which becomes their agent, also where there is one tower. The script has to restore
             its newest checkpoint. A failure that comes back at the same step is the last.
+        min_towers: with so many towers a job of several workers goes on where not all of them have come back within
+            ``rejoin_timeout_seconds`` after a failure, and with more when they have come; with ``virtual_towers``, with
+            the largest number that divides these, to the same bits. None: with all of them only.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
             tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
@@ -112,10 +115,13 @@ class MirroredStrategy(Strategy):
         nonfinite_gradients: str = "ignore",
         synchronize: LocalSteps | None = None,
         restarts: int = 0,
+        min_towers: int | None = None,
         seed: int | None = None,
     ) -> None:
         if not isinstance(restarts, int) or restarts < 0:
             raise ValueError(f"restarts is {restarts!r}, but must be a whole number from 0")
+        if min_towers is not None:
+            _check_min_towers(min_towers, restarts, virtual_towers)
         training = self._options(
             shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, synchronize
         )
@@ -129,7 +135,7 @@ class MirroredStrategy(Strategy):
         if resolver.topology is not None:
             topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
         else:
-            device = _start_towers(resolver, named, communication, restarts)
+            device = _start_towers(resolver, named, communication, restarts, min_towers, virtual_towers)
             topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
         super().__init__(topology, communicator, resolver, communication, seed, training)
         _announce(self)
@@ -198,7 +204,12 @@ def _for_shared(named: Sequence[Device] | None, options: CommunicationOptions) -
 
 
 def _start_towers(
-    resolver: ClusterResolver, named: Sequence[Device] | None, options: CommunicationOptions, restarts: int = 0
+    resolver: ClusterResolver,
+    named: Sequence[Device] | None,
+    options: CommunicationOptions,
+    restarts: int = 0,
+    min_towers: int | None = None,
+    virtual_towers: int | None = None,
 ) -> torch.device:
     """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 
@@ -226,10 +237,24 @@ def _start_towers(
                 started_by=_started_by(resolver),
                 startup_seconds=options.startup_timeout_seconds,
                 restarts=restarts,
+                min_towers=min_towers,
+                virtual_towers=virtual_towers,
                 rejoin_seconds=options.rejoin_timeout_seconds,
             )
         )
     return chosen[0]
+
+
+def _check_min_towers(count: int, restarts: int, virtual_towers: int | None) -> None:
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"min_towers is {count!r}, but must be a positive whole number")
+    if not restarts:
+        raise ValueError(f"min_towers={count} is for jobs that start again: say restarts=, too")
+    if virtual_towers is not None and virtual_towers % count:
+        raise ValueError(
+            f"min_towers is {count}, but virtual_towers={virtual_towers} is cut into equal parts: say a number that "
+            "divides it"
+        )
 
 
 def _started_by(resolver: ClusterResolver) -> str:

@@ -76,7 +76,7 @@ def test_an_unauthenticated_peer_at_a_job_of_our_own_agent_is_refused() -> None:
         assert "HandshakeError: tower 1 (on" in refused.stderr
         assert "with another job token" in refused.stderr
         assert job.poll() is None
-        assert len(family(job.pid)) == 3, "the agent and its two towers"
+        assert len(family(job.pid)) == 4, "the agent, its fork server and two towers"
     finally:
         job.terminate()
         job.communicate(timeout=HANG)

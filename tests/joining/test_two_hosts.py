@@ -79,7 +79,7 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
     # One tower on the first host, two on the second; each host's first tower shows.
     assert [json.loads(line)["towers"] for line in reports] == [3, 3]
     # The first host's agent has the store, each tower its Gloo: on the address that the other host reaches.
-    (store, *towers), (agent, *others) = found
+    (store, _, *towers), (agent, _, *others) = found  # the second ones are fork servers
     assert (store, agent) == ([(hosts[0][1], 4001)], [])
     for tower, own in zip([*towers, *others], [0, 1, 1], strict=True):
         assert {address for address, _ in tower} == {hosts[own][1]}

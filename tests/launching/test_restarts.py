@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import signal
 
 import pytest
 
+import mirrored
 from tests.support.clusters import free_ports, start_agent, tf_configs
 from tests.support.commands import Command, run_command
 from tests.support.jobs import ROOT, run_program
@@ -114,16 +116,19 @@ def _run(*words: str) -> int | None:
 class Workers:
     """The two workers of a cluster, whose agents are started, killed and started again."""
 
-    def __init__(self, folder: pathlib.Path, **variables: str) -> None:
+    def __init__(self, folder: pathlib.Path, towers: int = 1, min_towers: int | None = None, **variables: str) -> None:
         self.folder = folder
+        self._towers, self._min_towers = towers, min_towers
         self._addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
         # Agents that are killed have nothing to say, however long others wait for it.
-        self._variables = {"TOWERS": "1", PATIENT_AGENTS: "", **variables}
+        self._variables = {"TOWERS": str(towers), PATIENT_AGENTS: "", **variables}
         self.agents = [self.start(0), self.start(1)]
 
     def start(self, index: int, **variables: str) -> Command:
         config = tf_configs(self._addresses)[index]
-        job = Job(1, index, 2, self._addresses, "TF_CONFIG", restarts=2)
+        job = Job(self._towers, index, 2, self._addresses, "TF_CONFIG", restarts=2)
+        if self._min_towers is not None:
+            job = dataclasses.replace(job, min_towers=self._min_towers, virtual_towers=4, rejoin_seconds=2.0)
         words = (PROGRAM, str(self.folder))
         return start_agent(job, *words, TF_CONFIG=config, **{**self._variables, **variables})
 
@@ -172,3 +177,29 @@ def test_what_the_chief_gives_up_with_is_known_on_all_workers(tmp_path: pathlib.
         assert re.search(
             r"^towers: tower 1 on .* failed after step 3: ValueError: planned failure", errors, re.MULTILINE
         )
+
+
+@pytest.mark.row(72)
+@pytest.mark.parametrize("options", [{"min_towers": 2}, {"restarts": 1, "min_towers": 3, "virtual_towers": 4}])
+def test_min_towers_that_cannot_be(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="min_towers"):
+        mirrored.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+
+
+def test_a_job_goes_on_with_fewer_towers_and_with_all_again(tmp_path: pathlib.Path) -> None:
+    """Four towers on two hosts, two on one, and four again: the bits of two towers that nobody disturbed."""
+    (tmp_path / "undisturbed").mkdir()
+    alone = run_command([*RUN, PROGRAM, str(tmp_path / "undisturbed")], env={"VIRTUAL": "4"}, code=0)
+    (tmp_path / "run").mkdir()
+    workers = Workers(tmp_path / "run", 2, 2, VIRTUAL="4", FAIL="4:wait:0,10:told:0:once")
+    wait_until((tmp_path / "run/failed4").exists)
+    workers.agents[1].kill()
+    workers.agents[1].communicate()
+    (tmp_path / "run/go").touch()
+    wait_until((tmp_path / "run/failed10").exists)
+    workers.agents[1] = workers.start(1)
+    (output, errors, code), (_, others, other) = workers.end()
+    assert (code, other) == (0, 0), errors + others
+    assert output.splitlines()[1:] == ["goes on after step 2", "goes on after step 11", alone.stdout.splitlines()[-1]]
+    assert "towers: 2 towers on 1 of 2 workers go on\n" in errors
+    assert "towers: all start again, with a worker that has come\n" in errors

@@ -1,6 +1,7 @@
 """``restarts.py FOLDER [forgets]``: trains, fails where FAIL says so, and goes on from its checkpoints after a restart.
 
-FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, or ``wait`` for the file "go".
+FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, ``wait`` for the file "go", or
+``told`` to wait for a signal to save. With VIRTUAL it has as many virtual towers.
 """
 
 import contextlib
@@ -16,7 +17,9 @@ from torch import nn
 import mirrored
 
 kind = mirrored.MultiWorkerMirroredStrategy if "TF_CONFIG" in os.environ else mirrored.MirroredStrategy
-strategy = kind(devices=["cpu:0", "cpu:1"][: int(os.environ.get("TOWERS", "2"))], seed=0, restarts=2)
+devices = ["cpu:0", "cpu:1"][: int(os.environ.get("TOWERS", "2"))]
+virtual = int(os.environ.get("VIRTUAL", "0")) or None
+strategy = kind(devices=devices, seed=0, restarts=2, virtual_towers=virtual)
 folder = pathlib.Path(sys.argv[1])
 with strategy.scope():
     model = nn.Linear(8, 1)
@@ -30,7 +33,10 @@ checkpoints = mirrored.CheckpointManager(
 
 
 def train_step(x: torch.Tensor, y: torch.Tensor) -> None:
-    mirrored.compute_average_loss((model(x) - y).square().mean(1)).backward()
+    if virtual:
+        strategy.backward(lambda x, y: (model(x) - y).square().mean(1), x, y)
+    else:
+        mirrored.compute_average_loss((model(x) - y).square().mean(1)).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.sub_(0.1 * parameter.grad)
@@ -48,6 +54,9 @@ def fail(step: int) -> None:
             raise ValueError("planned failure")
         if how == "wait":
             while not (folder / "go").exists():
+                time.sleep(0.01)
+        elif how == "told":
+            while checkpoints._signals.received is None:
                 time.sleep(0.01)
         else:
             os.kill(os.getpid(), int(how))

@@ -37,11 +37,11 @@ from towers.launching.attempt import Attempt
 from towers.launching.exit_report import make_exit_report
 from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
-from towers.launching.rendezvous import Rendezvous
+from towers.launching.rendezvous import JobEndedError, Rendezvous
 from towers.launching.restarts import Restarts
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
+from towers.topology import AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, STARTED_BY
 
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -84,7 +84,7 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
         _die_by(signal.SIGINT)
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
-        return 1
+        return error.code if isinstance(error, JobEndedError) else 1
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
     if code < 0:
         _die_by(-code)
@@ -126,16 +126,18 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
     restarts, rendezvous = Restarts(job), Rendezvous(job, token)
     with console.Relay() as relay:
         while True:
-            attempt = Attempt(relay.directory, restarts.number, token=token, groups=True)
+            joinable = job.min_towers is not None
+            attempt = Attempt(relay.directory, restarts.number, token=token, groups=True, joinable=joinable)
             _run_attempt(job, program, attempt, rendezvous, relay)
             code, text = make_exit_report(job, attempt)
             attempt.broadcast.leave()
             if not restarts.goes_on(attempt, code, text):
                 break
-            print(f"{text}\n{restarts.begin_next()}", file=sys.stderr, flush=True)
+            print(f"{text}\n{restarts.begin_next(code)}", file=sys.stderr, flush=True)
+    failure = text.splitlines()[-1].removeprefix("towers: ") if text else "the job has ended"
     if last := restarts.last_words():
-        rendezvous.end(f"{text.splitlines()[-1].removeprefix('towers: ')}; {last}")
         text = f"{text}\ntowers: {last}"
+    rendezvous.end(f"{failure}; {last}" if last else failure, abs(code), given_up=bool(last))
     return code, text
 
 
@@ -186,6 +188,7 @@ class TowerLogs(LogsSpecs):
         for local, variables in envs.items():
             tower = int(variables["RANK"])
             variables.update(self._attempt.file_variables(tower), TORCHELASTIC_RESTART_COUNT=str(number))
+            variables.update({FEWER_WORKERS: "1"} if self._rendezvous.leaves_out else {})
             error_files[local] = ""  # torch would end with an error where a report is none
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal

@@ -64,14 +64,22 @@ class Attempt:
         token: the job's, with which workers sign.
         grace: seconds that the others get to end by themselves, once one has failed.
         groups: whether every tower has a process group of its own, which signals can reach.
+        joinable: whether workers may join the job later: then towers save and end, for another attempt.
     """
 
     def __init__(
-        self, directory: pathlib.Path, number: int = 0, *, token: str = "", grace: float = 0.0, groups: bool = False
+        self,
+        directory: pathlib.Path,
+        number: int = 0,
+        *,
+        token: str = "",
+        grace: float = 0.0,
+        groups: bool = False,
+        joinable: bool = False,
     ) -> None:
         self.directory = directory / f"attempt{number}"
         self.directory.mkdir()
-        self.broadcast = FailureBroadcast(token)
+        self.broadcast = FailureBroadcast(token, joinable)
         self.processes: dict[int, int] = {}
         self.endings: dict[int, int] = {}
         self.forwarded: signal.Signals | None = None
@@ -171,7 +179,10 @@ class Attempt:
         After a failure ``grace`` goes by first; the agent's is 0.
         """
         deadline = Deadline(seconds)
-        wait_until(lambda: self.note_endings() or any(self.endings.values()) or bool(self.broadcast.received), seconds)
+        wait_until(lambda: self._is_over() or self.broadcast.joins, seconds)
+        if self.broadcast.joins and any(record.restores for record in self.records()):
+            self.send(signal.SIGTERM)
+        wait_until(self._is_over, deadline.remaining())
         if self.preempted:
             wait_until(lambda: self.note_endings() or self.failed, self._grace or _TOGETHER)
             return
@@ -180,6 +191,14 @@ class Attempt:
         wait_until(self.note_endings, min(grace, deadline.remaining()))
         if number is not None and self._groups:
             self.send(number, groups=True)  # for what those that have ended had started
+
+    def _is_over(self) -> bool:
+        return self.note_endings() or any(self.endings.values()) or bool(self.broadcast.received)
+
+    def records(self) -> list[StatusRecord]:
+        """The status records of the towers that have one."""
+        found = (StatusRecord.find(self.directory, tower) for tower in self.processes)
+        return [record for record in found if record is not None]
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
         """End the towers that live, and the processes that failed towers have started.

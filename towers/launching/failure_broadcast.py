@@ -25,7 +25,7 @@ from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
 _PREFIX = "towers/failures"
-_FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES = "failure", "ended", "known", "asked", "lives"
+_FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES, _JOINS = "failure", "ended", "known", "asked", "lives", "joins"
 _ANSWER_SECONDS = 5.0  # in which the living agent of a worker answers another one
 _INTERVAL = 0.5  # seconds between two reads
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
@@ -53,17 +53,30 @@ def replace_worker(store: Store, token: str, worker: int) -> None:
     signed.publish(_FAILURE, {"sentence": f"worker {worker} was started again, on {socket.gethostname()}"})
 
 
+def ask_to_join(store: Store, token: str, worker: int) -> None:
+    """Ask for another attempt, in which a worker takes part that was not there for this one.
+
+    Args:
+        store: of this attempt.
+    """
+    SignedStore(store, token).connect_again(_PREFIX, TIMEOUT).publish(_JOINS, {"worker": worker})
+
+
 class FailureBroadcast:
     """One worker's side of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
         token: the job's.
+        joinable: whether workers may join later, so that one worker alone listens, too.
 
     Attributes:
+        joins: whether one has asked to.
         received: the failure that was published first, once it has been received.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, joinable: bool = False) -> None:
+        self.joins = False
+        self._joinable = joinable
         self.received: str | None = None
         self._token = token
         self._store: SignedStore | None = None
@@ -77,7 +90,7 @@ class FailureBroadcast:
             store: the agents' own, of this attempt.
             worker, workers: this one, and how many there are.
         """
-        if store is None or workers == 1:
+        if store is None or (workers == 1 and not self._joinable):
             return
         self._store = signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
         self._worker, self._workers = worker, workers
@@ -87,6 +100,7 @@ class FailureBroadcast:
                 while (message := signed.read(_FAILURE)) is None:
                     if signed.read(f"{_ASKED}{worker}") is not None:
                         signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
+                    self.joins = self._joinable and signed.read(_JOINS) is not None
                     clock.sleep(_INTERVAL)
                 in_time(_SECONDS, lambda: self._acknowledge(signed))
                 self.received = printable(message.get("sentence"))
@@ -102,6 +116,10 @@ class FailureBroadcast:
         """The store's answer; None where there is no store, or it does not answer in time."""
         store = self._store
         return None if store is None else in_time(_SECONDS, lambda: call(store))
+
+    def is_joined(self) -> bool:
+        """Whether a worker has asked to join, by now."""
+        return self.joins or (self._joinable and self._ask(lambda store: store.read(_JOINS)) is not None)
 
     def publish_failure(self, sentence: str) -> str:
         """Tell the others what has failed here; returns what was published first, perhaps by another worker.

@@ -35,6 +35,8 @@ class Job:
         startup_seconds: how long workers wait for each other.
         restarts: how often the towers are started again after a failure.
         from_the_start: also where they would lose steps, since the script restores no checkpoint.
+        min_towers: with how many towers the job goes on when not all workers have come; None: with all only.
+        virtual_towers: what the number of towers has to divide.
         rejoin_seconds: how long workers wait for each other then.
         log_dir: a directory for the output of the other towers than the first; None: it is not kept.
     """
@@ -50,6 +52,8 @@ class Job:
     startup_seconds: float = 300.0
     restarts: int = 0
     from_the_start: bool = False
+    min_towers: int | None = None
+    virtual_towers: int | None = None
     rejoin_seconds: float = 300.0
     log_dir: str | None = None
 

@@ -13,7 +13,6 @@ its address, and the others find the first attempt of it there.
 from __future__ import annotations
 
 from towers.health.failure import EXIT_PREEMPTED
-from towers.health.status import StatusRecord
 from towers.launching.attempt import Attempt
 from towers.launching.job import Job
 
@@ -40,6 +39,8 @@ class Restarts:
         Args:
             code, text: how it has ended.
         """
+        if code == EXIT_PREEMPTED and attempt.forwarded is None and attempt.broadcast.is_joined():
+            return True
         if self._job.restarts == 0 or code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
             return False
         self._failures.append(text.splitlines()[-1].removeprefix("towers: "))
@@ -49,8 +50,8 @@ class Restarts:
     def _reason_against(self, attempt: Attempt) -> str | None:
         if self._job.worker > 0:  # worker 0 decides
             return None
-        if self.number == self._job.restarts:
-            return f"it was, {self.number} times"
+        if len(self._failures) > self._job.restarts:
+            return f"it was, {self._job.restarts} times"
         if self._failures[-1:] == self._failures[-2:-1]:
             return "it was, and has failed in the same way at the same step"
         if not self._job.from_the_start and (steps := _steps_to_lose(attempt)):
@@ -67,16 +68,21 @@ class Restarts:
         first = f"; first of all, {self._failures[0]}" if self._failures[0] != self._failures[-1] else ""
         return f"not started again: {self._against}{first}"
 
-    def begin_next(self) -> str:
-        """Count the next attempt; returns what is said of it."""
+    def begin_next(self, code: int) -> str:
+        """Count the next attempt; returns what is said of it.
+
+        Args:
+            code: how the one before has ended.
+        """
         self.number += 1
+        if code == EXIT_PREEMPTED:
+            return "towers: all start again, with a worker that has come"
         if self._job.worker > 0:
             return "towers: worker 0 decides whether all start again"
-        return f"towers: all start again ({self.number} of {self._job.restarts} restarts)"
+        return f"towers: all start again ({len(self._failures)} of {self._job.restarts} restarts)"
 
 
 def _steps_to_lose(attempt: Attempt) -> int:
     """How many steps the script would make once more, all of which a person would want to be asked about."""
-    records = [StatusRecord.find(attempt.directory, tower) for tower in attempt.processes]
-    known = [record for record in records if record is not None]
-    return 0 if any(record.restores for record in known) else min((record.read().step for record in known), default=0)
+    records = attempt.records()
+    return 0 if any(record.restores for record in records) else min((each.read().step for each in records), default=0)
