@@ -39,8 +39,8 @@ def train_step(x):
 
 
 folder, flag = sys.argv[3], f"{sys.argv[3]}/failed"
-checkpoints = mirrored.CheckpointManager(strategy, f"{folder}/run", {"model": model, "optimizer": optimizer})
 if restarts:
+    checkpoints = mirrored.CheckpointManager(strategy, f"{folder}/run", {"model": model, "optimizer": optimizer})
     checkpoints.restore_newest()
 strategy.run(train_step, args=(torch.randn(8, 64),))
 strategy.print("first step", flush=True)
