@@ -187,7 +187,7 @@ class Rendezvous(StaticTCPRendezvous):
                 raise JobEndedError(printable(message["end"]), int(message["code"]))
             if message is not None and message != self._followed:
                 is_new, self._followed, self.attempt = self.attempt < 0, message, int(message["number"])
-                self._members = [int(member) for member in message["members"]]
+                self._members = [int(member) for member in message.get("members", range(job.workers))]
                 store = self._store_of(tcp)
                 waits = job.worker in self._members
                 if not waits:
