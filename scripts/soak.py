@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -27,6 +28,8 @@ from collections.abc import Callable, Iterator
 sys.path.append(str(pathlib.Path(__file__).parent / "benchmarks"))
 import cable
 
+_TAKES_EFFECT = 5.0  # seconds in which a fault stops the steps
+
 PROGRAM = """
 import hashlib, json, pathlib, sys, time
 import torch
@@ -39,7 +42,7 @@ strategy = mirrored.MultiWorkerMirroredStrategy(
     virtual_towers=4,
     seed=0,
     restarts=100_000,
-    communication=mirrored.CommunicationOptions(timeout_seconds=10),
+    communication=mirrored.CommunicationOptions(timeout_seconds=3),
 )
 with strategy.scope():
     model = nn.Sequential(nn.Linear(32, 256), nn.Dropout(0.1), nn.Linear(256, 1))
@@ -232,7 +235,10 @@ def _run(folder: pathlib.Path, hosts: list[tuple[str, str]], options: argparse.N
 
 
 def _recoveries(folder: pathlib.Path, faults: Faults) -> dict[str, list[float]]:
-    """Seconds from each fault to the next step that was not made before, by kind of fault."""
+    """Seconds from each fault to the end of the longest time without a step that was not made before, by kind of fault.
+
+    A killed agent's towers go on for a moment, so what counts begins within some seconds, and before the next fault.
+    """
     news: list[float] = []
     latest = 0
     for when, step in sorted((when, step) for tower, step, when, _ in _steps(folder) if tower == 0):
@@ -240,8 +246,11 @@ def _recoveries(folder: pathlib.Path, faults: Faults) -> dict[str, list[float]]:
             news.append(when)
             latest = step
     found: dict[str, list[float]] = {}
-    for at, name in faults.done:
-        found.setdefault(name, []).append(min((when for when in news if when > at), default=at) - at)
+    ends = [at for at, _ in faults.done[1:]] + [math.inf]
+    for (at, name), end in zip(faults.done, ends, strict=True):
+        gaps = [(after - before, after) for before, after in itertools.pairwise(news)]
+        own = [(gap, after) for gap, after in gaps if after > at and after - gap < min(end, at + _TAKES_EFFECT)]
+        found.setdefault(name, []).append(max(own)[1] - at if own else 0.0)
     return found
 
 
