@@ -4,7 +4,8 @@
 torch's compiler for its first optimizer, and has 200 MB of its own for them. A fork needs hundredths of a second, and
 shares that memory. A script finds what it would find in a new Python: streams, variables, ``sys.argv``, ``sys.path``,
 ``__main__``, random states, exit handlers, and the same end by an exception or a signal. But ``ps`` shows the agent's
-command for every tower, and the hashes of strings are the same in all of them.
+command for every tower, the hashes of strings are the same in all of them, and what a script itself puts into the
+environment comes too late for what torch reads when it is loaded (``TORCH_LOGS``).
 
 The fork server is forked from the agent before that has threads, and has none itself. Towers become children of the
 agent (``PR_SET_CHILD_SUBREAPER``), which learns their exit codes as it does of other children. Where a fork would not
