@@ -51,7 +51,9 @@ inputs = torch.randn(1024, 32)
 data = torch.utils.data.TensorDataset(torch.arange(1024), inputs, inputs.sum(1, keepdim=True))
 train = strategy.distribute_dataset(data, global_batch_size=64, shuffle=True)
 objects = {"model": model, "optimizer": optimizer, "train": train}
-checkpoints = mirrored.CheckpointManager(strategy, folder / "run", objects, every_steps=20)
+checkpoints = mirrored.CheckpointManager(
+    strategy, folder / "run", objects, every_steps=20, memory_every_steps=int(sys.argv[4]) or None
+)
 log = open(folder / f"steps{strategy.topology.index}", "a")
 
 
@@ -214,7 +216,7 @@ def _run(folder: pathlib.Path, hosts: list[tuple[str, str]], options: argparse.N
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
     pause = options.pause if disturbed else 0.0
-    words = [str(folder / "train.py"), str(folder), str(options.steps), str(pause)]
+    words = [str(folder / "train.py"), str(folder), str(options.steps), str(pause), str(options.memory)]
     cluster = Cluster(folder, hosts, words)
     faults = Faults(cluster, random.Random(options.seed))
     chance = random.Random(options.seed + 1)
@@ -259,6 +261,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="for how long there are faults")
     parser.add_argument("--every", type=float, default=15.0, help="seconds from one fault to the next, on average")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds that a step waits")
+    parser.add_argument("--memory", type=int, default=0, help="steps between snapshots in memory; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--folder", type=pathlib.Path, help="keep what the jobs write there, in place of a temporary one"

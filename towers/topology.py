@@ -25,6 +25,9 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 RUN_ID = "TORCHELASTIC_RUN_ID"
 """Environment variable with the agent's id of the job: torchrun's agent, or ours, has started this tower."""
 
+MEMORY = "TOWERS_MEMORY"
+"""Environment variable with a folder of links ``file…`` to empty files in the memory of the agent, for its towers."""
+
 JOB_TOKEN = "MIRRORED_JOB_TOKEN"
 """Environment variable with a secret that all processes of one job have, and no others."""
 

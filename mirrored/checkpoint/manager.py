@@ -14,6 +14,7 @@ import torch
 from mirrored.checkpoint.errors import CheckpointError, Preempted, TrainingStopped
 from mirrored.checkpoint.folder import ENDED, STOP, Disk, Folder
 from mirrored.checkpoint.manifest import check_name, is_step, name_of
+from mirrored.checkpoint.memory import keep_snapshots
 from mirrored.checkpoint.restoring import Restored, Restorer
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.stopping import StopSignals
@@ -62,6 +63,8 @@ class CheckpointManager:
         keep: how many of the newest steps are kept, at least 2. Checkpoints with a name of their own are kept always.
         every_steps: :meth:`step` saves every so many steps.
         every_seconds: :meth:`step` saves when so much time has passed since the last.
+        memory_every_steps: :meth:`step` keeps a snapshot in the memory of each host's agent every so many steps, except
+            where it saves. A job that starts again after a failure (``restarts=``) goes on from the newest of both.
         asynchronous: whether :meth:`step` and :meth:`save` return while a copy of the state is still being written; the
             next save waits for it. Costs the writing tower the state's size in memory.
         grace_seconds: how long after one of the signals the step may take to end and to be saved; see :meth:`resume`.
@@ -70,7 +73,6 @@ class CheckpointManager:
 
     Attributes:
         steps: number of steps counted, including those before a restart.
-        folder: the path.
         stalled_seconds: how long training was blocked by saves that succeeded; calls of :meth:`wait` are not counted.
 
     Raises:
@@ -88,6 +90,7 @@ class CheckpointManager:
         keep: int = 2,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        memory_every_steps: int | None = None,
         asynchronous: bool = True,
         grace_seconds: float = 30.0,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
@@ -96,6 +99,8 @@ class CheckpointManager:
         _check_number("keep", keep, 2)
         if every_steps is not None:
             _check_number("every_steps", every_steps, 1)
+        if memory_every_steps is not None:
+            _check_number("memory_every_steps", memory_every_steps, 1)
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds is {every_seconds!r}, but must be positive")
         if not grace_seconds > 0:
@@ -118,8 +123,7 @@ class CheckpointManager:
         self._signals = StopSignals(signals, grace_seconds)
         self._requests = StepRequests(self._comm)
         # Each run of `mirrored verify` gets an empty folder, and leaves the checkpoints of the real run alone.
-        self.folder = interceptor().folder(pathlib.Path(folder))
-        self._folder = Folder(self.folder, disk or Disk(), keep)
+        self._folder = Folder(interceptor().folder(pathlib.Path(folder)), disk or Disk(), keep)
         self.steps = 0
         self.stalled_seconds = 0.0
         self._saved_step: int | None = None
@@ -127,6 +131,8 @@ class CheckpointManager:
         self._requested_save = False
         self._saver = Saver(strategy, self._folder, tracked)
         self._restorer = Restorer(strategy, self._folder, tracked, self._saver.writes)
+        every = memory_every_steps
+        self._snapshots = None if every is None else keep_snapshots(strategy, self.folder, tracked, every)
 
     def step(self) -> None:
         """Call it after each step of training: counts the step, saves when a checkpoint is due, stops on a signal.
@@ -160,6 +166,10 @@ class CheckpointManager:
             raise TrainingStopped
         elif requested & _SAVE or (self._every_steps is not None and self.steps % self._every_steps == 0):
             self.save()
+        elif self._snapshots is not None:
+            started = clock.monotonic()
+            self._snapshots.save(self.steps, wait=not self._asynchronous)
+            self.stalled_seconds += clock.monotonic() - started
 
     def save(self, name: str | None = None, *, wait: bool | None = None) -> None:
         """Save the current state. All towers call it.
@@ -248,6 +258,11 @@ class CheckpointManager:
                 self._folder.leave_note(ENDED, f"after step {self.steps}, at {clock.wall_time()}")
 
     @property
+    def folder(self) -> pathlib.Path:
+        """The path."""
+        return self._folder.path
+
+    @property
     def written_seconds(self) -> float:
         """How long this tower wrote the newest checkpoint, in a thread or not; 0 where another tower writes."""
         return self._saver.written_seconds
@@ -266,7 +281,8 @@ class CheckpointManager:
         """
         self._strategy.health.record.set_restores()
         self.wait()
-        restored = self._restorer.restore_newest()
+        snapshot = None if self._snapshots is None else self._snapshots.newest()
+        restored = self._restorer.restore_newest(snapshot)
         return None if restored is None else self._continue_from(restored)
 
     def restore(self, name: str) -> Restored:
@@ -285,7 +301,8 @@ class CheckpointManager:
         self._strategy.health.go_on_after(self.steps)
         if restored.towers != self._comm.size:
             self._strategy.streams.restart(f"resumed at step {restored.step}")
-        self._saved_step = restored.step if restored.name == name_of(restored.step) else None
+        is_saved = restored.name == name_of(restored.step) and not restored.in_memory
+        self._saved_step = restored.step if is_saved else None
         return restored
 
     def _save_last(self) -> None:

@@ -178,11 +178,12 @@ class StoredCheckpoint:
         tensors: its file of tensors.
     """
 
-    def __init__(self, path: pathlib.Path, *, check: bool = True) -> None:
+    def __init__(self, path: pathlib.Path, *, check: bool = True, in_memory: bool = False) -> None:
         """Open the checkpoint at ``path``.
 
         Args:
             check: read all of it, and compare checksums.
+            in_memory: it is a snapshot, whose file of tensors is a link (:mod:`mirrored.checkpoint.memory`).
 
         Raises:
             CheckpointError: it does not exist, or is damaged; the text names the file.
@@ -194,7 +195,7 @@ class StoredCheckpoint:
                 stack.callback(os.close, folder)
                 self.manifest = self._read_manifest(folder)
                 self._refuse_other_files(folder)
-                data = _open(path / TENSORS, folder=folder)
+                data = _open(path / TENSORS, folder=folder, follow=in_memory)
                 stack.callback(os.close, data)
                 self._check_tensors(data, check)
                 try:
@@ -261,17 +262,18 @@ class StoredCheckpoint:
         self.tensors.close()
 
 
-def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None) -> int:
-    """Open an ordinary file (with ``O_DIRECTORY``: a folder), but no link to one."""
+def _open(path: pathlib.Path, flags: int = 0, folder: int | None = None, follow: bool = False) -> int:
+    """Open an ordinary file (with ``O_DIRECTORY``: a folder); a link to one only if told to ``follow`` it."""
     try:
         name = path if folder is None else path.name
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=folder)
+        flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+        descriptor = os.open(name, flags, dir_fd=folder)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         reason = "it is a symbolic link" if path.is_symlink() else error.strerror
         raise CheckpointError(f"{path} cannot be opened: {reason}") from None
-    if not flags and not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    if not flags & os.O_DIRECTORY and not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is no ordinary file")
     return descriptor

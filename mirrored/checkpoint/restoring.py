@@ -1,6 +1,7 @@
 """Restoring: a checkpoint is checked on all towers before anything changes on one, and rolled back if it still fails.
 
-[Note: which checkpoint is restored] Where hosts have disks of their own, the newest step that all towers have is used.
+[Note: which checkpoint is restored] Where hosts have disks of their own, the newest step that all towers have is used,
+unless a snapshot in memory is as new (:mod:`mirrored.checkpoint.memory`).
 A damaged checkpoint is skipped, with a warning, for the one before it. Where there are checkpoints and none can be
 used, that is an error and not a new start. On another number of towers, all take tower 0's state where towers differed;
 the log says of which objects.
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from mirrored.checkpoint.errors import CheckpointError, listed, raise_first
 from mirrored.checkpoint.folder import Folder
-from mirrored.checkpoint.manifest import StoredCheckpoint, name_of
+from mirrored.checkpoint.manifest import StoredCheckpoint, name_of, step_of
 from mirrored.checkpoint.tracked import Rollback, Tracked, TrackedModule, TrackedOptimizer
 from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import announce
@@ -36,6 +37,7 @@ class Restored:
         left: names of objects in the checkpoint that were not asked for.
         of_first_tower: names of objects that were saved for each tower, and of which every tower has taken tower 0's,
             because there were another number of towers.
+        in_memory: whether it is a snapshot, which the disk may not have.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Restored:
     towers: int
     left: tuple[str, ...] = ()
     of_first_tower: tuple[str, ...] = ()
+    in_memory: bool = False
 
 
 class Restorer:
@@ -59,37 +62,43 @@ class Restorer:
         self._tracked = tracked
         self._verifies = verifies
 
-    def restore_newest(self) -> Restored | None:
+    def restore_newest(self, snapshot: pathlib.Path | None = None) -> Restored | None:
         """Restore the newest checkpoint that is intact on all towers; None where there are none at all.
+
+        Args:
+            snapshot: one in memory, known to be intact on all towers.
 
         Raises:
             CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
         """
         announcements = announce(self._comm, "looks for checkpoints", self._folder.steps())
         towers = [announced.details for announced in announcements]
-        if not any(towers):
+        snapshots = [] if snapshot is None else [(step_of(snapshot.name) or 0, True, snapshot)]
+        if not any(towers) and not snapshots:
             return None
-        common = sorted(set(towers[0]).intersection(*towers[1:]), reverse=True)
-        newest, folder = max(step for steps in towers for step in steps), self._folder.path
-        if newest not in common:
+        folder = self._folder.path
+        common = [(step, False, folder / name_of(step)) for step in set(towers[0]).intersection(*towers[1:])]
+        candidates = sorted([*common, *snapshots], reverse=True)
+        newest = max((step for steps in towers for step in steps), default=0)
+        if newest > max((step for step, _, _ in candidates), default=-1):
             self._warn(_why_not_newest(newest, towers))
         problem = ""
-        for step in common:
+        for _, in_memory, path in candidates:
             try:
-                stored = self.open(self._folder.path / name_of(step))
+                stored = self.open(path, in_memory=in_memory)
             except CheckpointError as error:
                 problem = str(error)
                 self._warn(f"{problem}; the checkpoint before it is used, if there is one")
             else:
-                return self._restore(stored)
-        if not common:
+                return self._restore(stored, in_memory=in_memory)
+        if not candidates:
             tower = next(tower for tower, steps in enumerate(towers) if newest in steps)
             raise CheckpointError(
                 f"no checkpoint in {folder} is there for all towers (step {newest} is for tower {tower}): "
                 "copy it to the hosts that have none, or remove it to start anew"
             )
         raise CheckpointError(
-            f"none of the {len(common)} checkpoints in {folder} can be used: {problem}; remove them to start anew"
+            f"none of the {len(candidates)} checkpoints in {folder} can be used: {problem}; remove them to start anew"
         )
 
     def restore(self, name: str) -> Restored:
@@ -100,8 +109,8 @@ class Restorer:
         """
         return self._restore(self.open(self._folder.path / name))
 
-    def open(self, path: pathlib.Path) -> StoredCheckpoint:
-        """A checkpoint that is intact at this path on all towers; close it.
+    def open(self, path: pathlib.Path, *, in_memory: bool = False) -> StoredCheckpoint:
+        """A checkpoint that is intact at this path on all towers (one in memory is known to be); close it.
 
         Raises:
             CheckpointError: on all towers: it is not.
@@ -109,7 +118,7 @@ class Restorer:
         problem = ""
         with contextlib.ExitStack() as stack:
             try:
-                stored = StoredCheckpoint(path, check=self._verifies)
+                stored = StoredCheckpoint(path, check=self._verifies and not in_memory, in_memory=in_memory)
                 stack.callback(stored.close)
             except CheckpointError as error:
                 problem = str(error)
@@ -117,12 +126,12 @@ class Restorer:
             stack.pop_all()
         return stored
 
-    def _restore(self, stored: StoredCheckpoint) -> Restored:
+    def _restore(self, stored: StoredCheckpoint, *, in_memory: bool = False) -> Restored:
         """Restore a checkpoint that is known to be intact, and close it."""
-        path = stored.path
-        restored = self.load(stored)
+        restored = dataclasses.replace(self.load(stored), in_memory=in_memory)
         if self._comm.index == 0:
-            log.info("goes on from %s, after step %d%s", path, restored.step, _remark(restored, self._comm.size))
+            source, remark = "snapshot " if in_memory else "", _remark(restored, self._comm.size)
+            log.info("goes on from %s%s, after step %d%s", source, stored.path, restored.step, remark)
         return restored
 
     def load(self, stored: StoredCheckpoint) -> Restored:

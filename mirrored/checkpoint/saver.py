@@ -47,16 +47,20 @@ class Saver:
 
     Args:
         folder: one process at a time writes there.
+        labels: more fields of the manifests.
 
     Raises:
         CheckpointError: on all towers: the folder cannot be written to, or another run writes there.
     """
 
-    def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked]) -> None:
+    def __init__(
+        self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], labels: Mapping[str, str] | None = None
+    ) -> None:
         self._strategy = strategy
         self._comm = strategy.communicator
         self._folder = folder
         self._tracked = tracked
+        self._labels = labels or {}
         self._writer: Writer | None = None
         self._in_flight = ""
         problem = ""
@@ -177,6 +181,7 @@ class Saver:
 
     def _manifest(self, step: int, objects: dict[str, Any], own: list[dict[str, Any]]) -> Manifest:
         return {
+            **self._labels,
             "format": FORMAT,
             "version": VERSION,
             "step": step,

@@ -6,10 +6,12 @@ import dataclasses
 import pathlib
 import re
 import signal
+from collections.abc import Sequence
 
 import pytest
 
 import mirrored
+from tests.support import shared_memory
 from tests.support.clusters import free_ports, start_agent, tf_configs
 from tests.support.commands import Command, run_command
 from tests.support.jobs import ROOT, run_program
@@ -116,27 +118,34 @@ def _run(*words: str) -> int | None:
 class Workers:
     """The two workers of a cluster, whose agents are started, killed and started again."""
 
-    def __init__(self, folder: pathlib.Path, towers: int = 1, min_towers: int | None = None, **variables: str) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        towers: int = 1,
+        min_towers: int | None = None,
+        words: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
         self.folder = folder
-        self._towers, self._min_towers = towers, min_towers
+        self._towers, self._min_towers, self._words = towers, min_towers, words
         self._addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
         # Agents that are killed have nothing to say, however long others wait for it.
         self._variables = {"TOWERS": str(towers), PATIENT_AGENTS: "", **variables}
         self.agents = [self.start(0), self.start(1)]
 
-    def start(self, index: int, **variables: str) -> Command:
+    def start(self, index: int, *more: str, **variables: str) -> Command:
         config = tf_configs(self._addresses)[index]
         job = Job(self._towers, index, 2, self._addresses, "TF_CONFIG", restarts=2)
         if self._min_towers is not None:
             job = dataclasses.replace(job, min_towers=self._min_towers, virtual_towers=4, rejoin_seconds=2.0)
-        words = (PROGRAM, str(self.folder))
+        words = (PROGRAM, str(self.folder), *self._words, *more)
         return start_agent(job, *words, TF_CONFIG=config, **{**self._variables, **variables})
 
-    def replace(self, index: int) -> None:
+    def replace(self, index: int, *more: str) -> None:
         """Kill a worker's agent, and with it its towers; start another one in its place, as a scheduler does."""
         self.agents[index].kill()
         self.agents[index].communicate()
-        self.agents[index] = self.start(index)
+        self.agents[index] = self.start(index, *more)
 
     def end(self) -> list[tuple[str, str, int | None]]:
         """What each agent has printed, and its exit code."""
@@ -203,3 +212,79 @@ def test_a_job_goes_on_with_fewer_towers_and_with_all_again(tmp_path: pathlib.Pa
     assert output.splitlines()[1:] == ["goes on after step 2", "goes on after step 11", alone.stdout.splitlines()[-1]]
     assert "towers: 2 towers on 1 of 2 workers go on\n" in errors
     assert "towers: all start again, with a worker that has come\n" in errors
+
+
+def test_towers_go_on_from_a_snapshot_in_memory(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """By an exception, while nothing is on the disk, and by a kill, while an older checkpoint is."""
+    variables = {"FAIL": "4:raise:1:once,9:9:0:once", "DISK": "7"}
+    words = [*RUN, "--restarts", "2", PROGRAM, str(tmp_path), "memory"]
+    result = run_command(words, env=variables, code=0)
+    assert result.stdout.splitlines() == [*(f"goes on after step {step}" for step in (0, 3, 8)), undisturbed]
+    assert result.stderr.count("goes on from snapshot ") == 2
+    assert {path.name for path in (tmp_path / "run").glob("s*")} == {"step-00000014", "step-00000016"}
+
+
+def test_a_damaged_snapshot_is_skipped(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    words = [*RUN, "--restarts", "2", PROGRAM, str(tmp_path), "memory"]
+    result = run_command(words, env={"FAIL": "6:damage:1:once"}, code=0)
+    assert result.stdout.splitlines() == ["goes on after step 0", "goes on after step 4", undisturbed]
+    assert re.search(
+        r"tower 0: \S*/step-00000005/tensors.safetensors has another checksum than when it was written: it is damaged; "
+        "it is not used",
+        result.stderr,
+    )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_is_started_anew_takes_the_others_snapshot(
+    index: int, undisturbed: str, tmp_path: pathlib.Path
+) -> None:
+    workers = Workers(tmp_path, words=["memory"], FAIL=f"4:wait:{1 - index}", DISK="100")
+    wait_until((tmp_path / "failed4").exists)
+    workers.replace(index)
+    (tmp_path / "go").touch()
+    for output, errors, code in workers.end():
+        assert code == 0, errors
+        if output:
+            assert output.splitlines()[-2:] == ["goes on after step 3", undisturbed]
+
+
+@pytest.mark.row(73)
+def test_a_snapshot_of_another_job_is_refused(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """Of an agent that goes on when the chief is started with another command."""
+    workers = Workers(tmp_path, words=["memory"], FAIL="4:wait:1")
+    wait_until((tmp_path / "failed4").exists)
+    workers.replace(0, "other")
+    (tmp_path / "go").touch()
+    (output, errors, code), (_, _, other) = workers.end()
+    assert (code, other) == (0, 0), errors
+    assert output.splitlines() == ["goes on after step 2", undisturbed]
+    assert re.search(r"tower 1: \S*/step-00000003 is a snapshot of another job; it is not used", errors)
+
+
+def test_nothing_is_left_of_an_agent_that_is_killed(tmp_path: pathlib.Path) -> None:
+    command = Command(_run, "--restarts", "2", PROGRAM, str(tmp_path), "memory", env={"FAIL": "4:wait:1"})
+    wait_until((tmp_path / "failed4").exists)
+    files = shared_memory.files_of(command.pid, "towers-memory")
+    assert sum(file.st_size > 0 for file in files) == 1
+    command.kill()
+    command.communicate()
+    wait_until(lambda: not shared_memory.holders(files))
+
+
+def test_without_memory_there_is_the_disk(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """Where a worker that is started anew cannot take the other one's snapshot, nor any later one."""
+    workers = Workers(tmp_path, words=["memory"], FAIL="4:wait:0")
+    wait_until((tmp_path / "failed4").exists)
+    workers.replace(1, "full")
+    (tmp_path / "go").touch()
+    (output, errors, code), (_, _, other) = workers.end()
+    assert (code, other) == (0, 0), errors
+    assert output.splitlines() == ["goes on after step 0", "goes on after step 2", undisturbed]
+    assert re.search(r"tower 1: \S*/step-00000003 cannot be taken from tower 0: .* all files of the agent", errors)
+    assert re.search(r"no snapshot is kept in memory: tower 1: .*/step-00000003 could not be written", errors)
+
+
+def test_without_an_agent_snapshots_are_no_error(tmp_path: pathlib.Path) -> None:
+    result = run_command(["torchrun", "--nproc-per-node", "2", PROGRAM, str(tmp_path), "memory"], code=0)
+    assert "memory_every_steps is without effect" in result.stderr

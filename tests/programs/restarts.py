@@ -1,7 +1,9 @@
-"""``restarts.py FOLDER [forgets]``: trains, fails where FAIL says so, and goes on from its checkpoints after a restart.
+"""``restarts.py FOLDER [forgets|memory|full]``: trains, fails where FAIL says so, and goes on after a restart.
 
 FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, ``wait`` for the file "go", or
-``told`` to wait for a signal to save. With VIRTUAL it has as many virtual towers.
+``told`` to wait for a signal to save, or ``damage`` to raise after a byte of the snapshot has changed. With VIRTUAL it
+has as many virtual towers. DISK is the number of steps between checkpoints, default 2; "memory" keeps snapshots of
+every step, and "full" leaves no memory for them.
 """
 
 import contextlib
@@ -27,8 +29,16 @@ inputs = torch.randn(64, 8)
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
 train = strategy.distribute_dataset(data, global_batch_size=8, shuffle=True)
 forgets = "forgets" in sys.argv
+if "full" in sys.argv:
+    for file in pathlib.Path(os.environ["TOWERS_MEMORY"]).glob("file*"):
+        file.write_bytes(b"!")
 checkpoints = mirrored.CheckpointManager(
-    strategy, folder / "run", {"model": model, "train": train}, every_steps=2, asynchronous=False
+    strategy,
+    folder / "run",
+    {"model": model, "train": train},
+    every_steps=int(os.environ.get("DISK", "2")),
+    memory_every_steps=1 if "memory" in sys.argv else None,
+    asynchronous=False,
 )
 
 
@@ -50,7 +60,12 @@ def fail(step: int) -> None:
         if int(at) != step or int(tower) != strategy.topology.index or (once and flag.exists()):
             continue
         flag.touch()
-        if how == "raise":
+        if how == "damage":
+            (tensors,) = pathlib.Path(os.environ["TOWERS_MEMORY"]).glob("*/step-*/tensors.safetensors")
+            with open(tensors, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"!")
+        if how in ("raise", "damage"):
             raise ValueError("planned failure")
         if how == "wait":
             while not (folder / "go").exists():

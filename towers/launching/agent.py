@@ -41,8 +41,9 @@ from towers.launching.rendezvous import JobEndedError, Rendezvous
 from towers.launching.restarts import Restarts
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.topology import AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, STARTED_BY
+from towers.topology import AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, MEMORY, STARTED_BY
 
+_MEMORY_FILES = 8
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 log = get_logger("towers")
@@ -125,6 +126,7 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
     token = os.environ.get(JOB_TOKEN, "")
     restarts, rendezvous = Restarts(job), Rendezvous(job, token)
     with console.Relay() as relay:
+        _offer_memory(relay.directory / "memory")
         while True:
             joinable = job.min_towers is not None
             attempt = Attempt(relay.directory, restarts.number, token=token, groups=True, joinable=joinable)
@@ -139,6 +141,16 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
         text = f"{text}\ntowers: {last}"
     rendezvous.end(f"{failure}; {last}" if last else failure, abs(code), given_up=bool(last))
     return code, text
+
+
+def _offer_memory(folder: pathlib.Path) -> None:
+    """Let towers keep bytes in files that last until this process ends, and have no name in any file system."""
+    if hasattr(os, "memfd_create"):
+        folder.mkdir()
+        for number in range(_MEMORY_FILES):
+            descriptor = os.memfd_create("towers-memory", os.MFD_CLOEXEC)
+            (folder / f"file{number}").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        os.environ[MEMORY] = str(folder)
 
 
 def _run_attempt(

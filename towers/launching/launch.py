@@ -32,7 +32,7 @@ from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
 from towers.system.timeouts import Deadline, wait_until
 from towers.system.torch_private import COMPILER, is_in_bad_fork
-from towers.topology import DEVICES, JOB_TOKEN, STARTED_BY
+from towers.topology import DEVICES, JOB_TOKEN, MEMORY, STARTED_BY
 
 DEFAULT_TIMEOUT = 3600.0
 """Seconds after which :func:`launch` gives up without a timeout of the caller's."""
@@ -216,7 +216,7 @@ def _device_names(towers: int | None, requested: Sequence[devices.Device] | None
 
 def _environment(tower: int, count: int, port: int, token: str, names: Sequence[str]) -> dict[str, str]:
     """The caller's environment with the variables that torchrun would set."""
-    variables = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    variables = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", MEMORY)}
     variables |= {
         "RANK": str(tower),
         "WORLD_SIZE": str(count),

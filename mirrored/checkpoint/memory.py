@@ -1,0 +1,217 @@
+"""Snapshots in the memory of agents, from which towers that start again go on, however old the disk's checkpoint is.
+
+[Note: snapshots in memory] The agent of a host opens a few files that have no name in any file system (``memfd``), and
+offers links to them in its private folder. A snapshot is a checkpoint in that folder, except that its tensors lie in
+one of these files. So it outlives the towers, and its memory is free when the agent has ended, however that ends.
+Format, checksums and who writes are a checkpoint's. The newest is kept; the one before it is removed after it is there.
+
+The towers of an agent that has lost its own, or has an older one, get the newest from the first tower that has it, by
+broadcasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mirrored.checkpoint.codec import Malformed
+from mirrored.checkpoint.errors import CheckpointError
+from mirrored.checkpoint.folder import Disk, Folder
+from mirrored.checkpoint.manifest import NAME, TENSORS, StoredCheckpoint, load, name_of
+from mirrored.checkpoint.saver import Saver
+from mirrored.checkpoint.tracked import Tracked
+from mirrored.strategy.base import Strategy
+from towers.collectives.agreement import announce
+from towers.system.log import get_logger
+from towers.topology import JOB_TOKEN, MEMORY
+
+log = get_logger("mirrored")
+
+_PIECE = 2**23  # bytes of a broadcast
+
+
+class Snapshots:
+    """The newest snapshot of the tracked objects in the agents' memory. All towers make the same calls.
+
+    Args:
+        offered: the folder that this tower's agent offers.
+        place: the folder of checkpoints on the disk; with the command and the job's token it tells jobs apart.
+        every: a snapshot is taken at multiples of so many steps.
+
+    Raises:
+        CheckpointError: on all towers: an agent's folder cannot be written to.
+    """
+
+    def __init__(self, strategy: Strategy, offered: str, place: str, tracked: Sequence[Tracked], every: int) -> None:
+        self._strategy, self._comm, self._every = strategy, strategy.communicator, every
+        job = _digest([os.environ.get(JOB_TOKEN), sys.argv, place])  # command lines may differ: tower 0's counts
+        self._job = announce(self._comm, "keeps snapshots in memory", job)[0].details
+        self._folder = _MemoryFolder(pathlib.Path(offered, _digest(place)), _Memory(pathlib.Path(offered)), keep=1)
+        self._saver = Saver(strategy, self._folder, tracked, {"job": self._job})
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Take a snapshot after a step, if it is due. If one cannot be kept, that is a warning.
+
+        Args:
+            wait: return when it is written, not when the state is copied.
+
+        Raises:
+            TypeError, ValueError, MirrorError, DisagreementError: see ``CheckpointManager.save``.
+        """
+        if step % self._every:
+            return
+        with self._strategy.health.during(f"taking snapshot {name_of(step)}"), self._warning():
+            self._saver.save(name_of(step), step, wait=wait)
+
+    def newest(self) -> pathlib.Path | None:
+        """The newest intact snapshot of this job, after all agents without it have got it; None where there is none."""
+        with self._warning():
+            self._saver.wait()
+        intact, problems = [], []
+        for step in self._folder.steps() if self._saver.writes else ():
+            try:
+                self._check(step)
+                intact.append(step)
+            except CheckpointError as error:
+                problems.append(str(error))
+        self._report(problems)
+        announcements = announce(self._comm, "looks for snapshots", [self._saver.writes, intact])
+        towers = [announced.details for announced in announcements]
+        newest = max((step for _, steps in towers for step in steps), default=None)
+        if newest is None:
+            return None
+        if any(writes and newest not in steps for writes, steps in towers):
+            source = next(tower for tower, (_, steps) in enumerate(towers) if newest in steps)
+            if not self._fetch(newest, source, lacks=self._saver.writes and newest not in intact):
+                return None
+        return self._folder.path / name_of(newest)
+
+    def _check(self, step: int) -> None:
+        """Check a snapshot of this tower's agent.
+
+        Raises:
+            CheckpointError: it is damaged, or of another job.
+        """
+        path = self._folder.path / name_of(step)
+        with contextlib.closing(StoredCheckpoint(path, in_memory=True)) as stored:
+            if stored.manifest.get("job") != self._job:
+                raise CheckpointError(f"{path} is a snapshot of another job")
+
+    def _fetch(self, step: int, source: int, lacks: bool) -> bool:
+        """Take a snapshot over from tower ``source``, where this tower ``lacks`` it; whether all have it then."""
+        path, is_source = self._folder.path / name_of(step), self._comm.index == source
+        manifest, problems = (path / NAME).read_bytes() if is_source else b"", []
+        sent = load(announce(self._comm, "sends a snapshot", body=manifest)[source].body)
+        pieces = self._broadcast(path / TENSORS if is_source else None, sent["files"][TENSORS]["bytes"], source)
+        try:
+            if lacks:
+                if path.exists():  # a damaged one
+                    self._folder.disk.remove(path)
+                self._folder.write(path.name, sent, pieces)
+                if load((path / NAME).read_bytes())["files"] != sent["files"]:
+                    raise Malformed("it has another checksum than the one that was sent")
+        except (OSError, ValueError, MemoryError) as error:
+            problems.append(f"{path} cannot be taken from tower {source}: {error}")
+        for _ in pieces:  # those that this tower does not need are collectives, too
+            pass
+        return not self._report(problems)
+
+    def _broadcast(self, path: pathlib.Path | None, size: int, source: int) -> Iterator[memoryview]:
+        """The contents of tower ``source``'s file, ``size`` bytes long, in pieces; each is a collective."""
+        with contextlib.ExitStack() as stack:
+            file = None if path is None else stack.enter_context(open(path, "rb", buffering=0))
+            for start in range(0, size, _PIECE):
+                piece = torch.zeros(min(_PIECE, size - start), dtype=torch.uint8, device="cpu")
+                if file is not None:
+                    file.readinto(piece.numpy().data)
+                sent = piece.to(self._comm.device)
+                self._comm.broadcast(sent, source)
+                yield sent.cpu().numpy().data
+
+    def _report(self, problems: Sequence[str]) -> bool:
+        """Warn of the problems of all towers' snapshots; whether there are any."""
+        towers = [announced.details for announced in announce(self._comm, "checks snapshots", problems)]
+        for tower, texts in enumerate(towers):
+            for text in texts:
+                self._warn(f"tower {tower}: {text}; it is not used")
+        return any(towers)
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:  # on all towers
+            self._warn(f"no snapshot is kept in memory: {error}")
+
+    def _warn(self, text: str) -> None:
+        if self._comm.index == 0:
+            log.warning("%s", text)
+
+
+def keep_snapshots(
+    strategy: Strategy, folder: pathlib.Path, tracked: Sequence[Tracked], every: int
+) -> Snapshots | None:
+    """Snapshots in memory, beside the checkpoints in ``folder``; None and a warning where a tower has no agent."""
+    offered = os.environ.get(MEMORY, "")
+    towers = announce(strategy.communicator, "keeps snapshots in memory", bool(offered))
+    reason = (
+        "not all towers have an agent that keeps snapshots (those of 'python', 'mirrored run' and TF_CONFIG do, with "
+        "several devices or restarts=)"
+    )
+    if all(announced.details for announced in towers):
+        try:
+            return Snapshots(strategy, offered, str(folder.absolute()), tracked, every)
+        except CheckpointError as error:  # on all towers
+            reason = str(error)
+    if strategy.communicator.index == 0:
+        log.warning("memory_every_steps is without effect, checkpoints are on the disk only: %s", reason)
+    return None
+
+
+class _Memory(Disk):
+    """Writes tensors into the agent's files, see [Note: snapshots in memory]; a file without a snapshot is empty."""
+
+    def __init__(self, offered: pathlib.Path) -> None:
+        self._offered = offered
+
+    def create(self, path: pathlib.Path) -> int:
+        if path.name != TENSORS:
+            return super().create(path)
+        for link in sorted(self._offered.glob("file*")):
+            descriptor = os.open(link, os.O_WRONLY | os.O_CLOEXEC)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while it is open
+                if os.fstat(descriptor).st_size == 0:
+                    os.symlink(link, path)
+                    return descriptor
+            os.close(descriptor)
+        raise OSError(errno.ENOSPC, "all files of the agent are taken, by other managers of this script")
+
+    def fsync(self, descriptor: int) -> None:
+        """It would be no safer."""
+
+    def unlink(self, path: pathlib.Path) -> None:
+        if path.is_symlink():
+            os.truncate(path, 0)
+        super().unlink(path)
+
+
+class _MemoryFolder(Folder):
+    """Keeps nothing that a run has gone back behind."""
+
+    def _rename_replaced(self, place: pathlib.Path) -> None:
+        self._remove_whole(place)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
