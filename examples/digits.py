@@ -86,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=64, help="of all towers together")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest of the one-cycle schedule")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--restarts", type=int, default=0, help="how often all start again after a failure")
     parser.add_argument("--checkpoints", type=pathlib.Path, help="save here every hundred steps, and go on from here")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("results/digits"))
     return parser.parse_args()
@@ -93,7 +94,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    strategy = mirrored.MultiWorkerMirroredStrategy(devices=arguments.devices, seed=arguments.seed)
+    strategy = mirrored.MultiWorkerMirroredStrategy(
+        devices=arguments.devices, seed=arguments.seed, restarts=arguments.restarts
+    )
     train_set, test_set = load_digits()
     train = strategy.distribute_dataset(train_set, arguments.batch_size, shuffle=True)
     test = strategy.distribute_dataset(test_set, 256)

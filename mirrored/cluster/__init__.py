@@ -24,6 +24,20 @@ def from_launcher(environ: Mapping[str, str]) -> ClusterResolver | None:
     return None
 
 
+def this_machine(environ: Mapping[str, str]) -> LocalClusterResolver:
+    """The cluster where nothing describes one.
+
+    Raises:
+        ClusterError: the environment is that of torchrun on several machines, as Kubeflow sets it, without torchrun.
+    """
+    if (nodes := environ.get("PET_NNODES", "1")) not in ("1", "1:1"):
+        raise ClusterError(
+            f"PET_NNODES is {nodes}, for torchrun, but torchrun has not started this process, which would train alone: "
+            "put torchrun in place of python, or unset PET_NNODES"
+        )
+    return LocalClusterResolver()
+
+
 def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> ClusterResolver:
     """The cluster of a several-worker strategy: TF_CONFIG, else torchrun's variables, else SLURM's, else one worker.
 
@@ -43,7 +57,7 @@ def resolve(environ: Mapping[str, str], own: ClusterResolver | None = None) -> C
             described = tf_config.TFConfigClusterResolver(environ)
     launcher = from_launcher(environ)
     if described is None:
-        return launcher or LocalClusterResolver()
+        return launcher or this_machine(environ)
     if launcher is not None and described.topology is None:
         same = (described.workers, described.worker) == (launcher.workers, launcher.worker)
         if not same and FEWER_WORKERS not in environ:

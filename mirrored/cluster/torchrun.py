@@ -34,6 +34,12 @@ class TorchrunClusterResolver(ClusterResolver):
                 f"{self.origin}: {', '.join(missing)} not set; start with torchrun, which sets all of "
                 f"{', '.join(REQUIRED + local)}, or set the missing ones"
             )
+        towers = environ.get("PET_NPROC_PER_NODE", "1")
+        if towers.isdecimal() and towers != "1" and not environ.get("LOCAL_RANK"):
+            raise ClusterError(
+                f"{self.origin}: PET_NPROC_PER_NODE is {towers}, so RANK counts machines and WORLD_SIZE towers, as "
+                "Kubeflow sets them for torchrun: put torchrun in place of python"
+            )
         number = Numbers(environ, self.origin)
         number.read("RANK", "WORLD_SIZE", "MASTER_PORT")
         index, size = number["RANK"], number["WORLD_SIZE"]

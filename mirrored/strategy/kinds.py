@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mirrored import cluster
-from mirrored.cluster.resolver import ClusterResolver, LocalClusterResolver
+from mirrored.cluster.resolver import ClusterResolver
 from mirrored.context import current_frame, set_default_strategy
 from mirrored.interceptor import interceptor
 from mirrored.strategy.base import Strategy
@@ -146,7 +146,7 @@ class MirroredStrategy(Strategy):
         is_first = launcher is None or (launcher.topology is not None and launcher.topology.is_chief)
         if is_first and os.environ.get("TF_CONFIG"):
             log.info("TF_CONFIG is set, but MirroredStrategy does not read it; MultiWorkerMirroredStrategy does")
-        return launcher or LocalClusterResolver()
+        return launcher or cluster.this_machine(os.environ)
 
 
 @functools.cache

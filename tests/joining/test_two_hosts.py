@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,7 @@ from tests.faults.play import DEADLINE, PROGRAM, differences, launched
 from tests.support.clusters import tf_configs
 from tests.support.jobs import ROOT, start_program
 from tests.support.sockets import family, ip, listening
+from tests.support.two_hosts import two_hosts, write_hosts
 from tests.support.waiting import HANG, wait_until
 from towers.launching.job import Job, agent_command
 
@@ -25,33 +24,15 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, str]]]:
     """(namespace, address) of two hosts."""
-    names = [f"towers{os.getpid()}{letter}" for letter in "ab"]
-    if shutil.which("ip") is None or ip("netns", "add", names[0]).returncode:
-        pytest.skip("network namespaces need iproute2 and the right to make them")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        found = []
-        for number, name in enumerate(names, start=1):
-            address = f"10.77.0.{number}"
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            found.append((name, address))
+    with two_hosts() as found:
         yield found
-    finally:
-        for name in names:
-            ip("netns", "del", name)
-            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
 
 def name_as_debian_does(hosts: list[tuple[str, str]]) -> None:
     """Each host's own name leads it to 127.0.1.1, and the other host's to where that is."""
     for own, (namespace, _) in enumerate(hosts):
-        folder = pathlib.Path("/etc/netns", namespace)
-        folder.mkdir(parents=True)
-        lines = [f"{'127.0.1.1' if i == own else address} host{i}\n" for i, (_, address) in enumerate(hosts)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+        addresses = ["127.0.1.1" if i == own else address for i, (_, address) in enumerate(hosts)]
+        write_hosts(namespace, [(f"host{i}", address) for i, address in enumerate(addresses)])
 
 
 def start_on(host: str, words: Sequence[str], config: str) -> subprocess.Popen[str]:

@@ -29,6 +29,7 @@ from torch.distributed import Store, TCPStore
 
 from towers.errors import HandshakeError, StartupError, TowersError
 from towers.joining.store import OWNER, TIMEOUT, Message, OtherJobError, SignedStore, serve_store
+from towers.system import machine
 from towers.system.text import join_address, printable
 from towers.system.timeouts import Deadline, clock, run_with_timeout, wait_until
 from towers.topology import JOB_TOKEN
@@ -37,6 +38,7 @@ Compare = Callable[[int, Message, int, Message], str | None]
 """(an index, its message, another index, its message) → what is wrong between the two, or None."""
 
 _ABSENT = object()
+_NAME_SECONDS = 60.0
 
 
 def versions() -> str:
@@ -94,6 +96,7 @@ class Participant:
             HandshakeError: the store is another job's. Nothing was written there.
         """
         if self.serves:
+            self._await_own_name()
             return serve_store(*self.address, self.origin, self.token, others)
         deadline, address, server = Deadline(self.seconds), join_address(*self.address), self.server
         while True:
@@ -135,6 +138,17 @@ class Participant:
                 "left over from another job"
             ) from None
         return store
+
+    def _await_own_name(self) -> None:
+        """Wait until the name at which this process serves the store can be looked up.
+
+        The DNS of Kubernetes knows the name of a headless service's pod only some time after its process has started.
+        """
+        if machine.can_look_up(self.address[0]):
+            return
+        seconds, what = min(self.seconds, _NAME_SECONDS), f"{printable(self.address[0])} (from {self.origin})"
+        print(f"towers: {what} cannot be looked up yet: waiting {seconds:.0f} s", file=sys.stderr, flush=True)
+        wait_until(lambda: machine.can_look_up(self.address[0]), seconds, pause=0.2)
 
     @contextlib.contextmanager
     def needs_server(self) -> Iterator[None]:

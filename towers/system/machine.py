@@ -116,6 +116,14 @@ def address_towards(host: str, port: int) -> str | None:
         return None
 
 
+def can_look_up(host: str) -> bool:
+    """Whether a name leads to an address now. What can be no name counts too: to wait for it would not help."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError) as error:
+        return isinstance(error, UnicodeError)
+
+
 def is_reached_at(host: str, port: int) -> bool:
     """Whether an address at which this machine listens is its own, or one in front of it that leads here."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
