@@ -118,7 +118,7 @@ class MirroredStrategy(Strategy):
         min_towers: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(restarts, int) or restarts < 0:
+        if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
             raise ValueError(f"restarts is {restarts!r}, but must be a whole number from 0")
         if min_towers is not None:
             _check_min_towers(min_towers, restarts, virtual_towers)
@@ -246,7 +246,7 @@ def _start_towers(
 
 
 def _check_min_towers(count: int, restarts: int, virtual_towers: int | None) -> None:
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"min_towers is {count!r}, but must be a positive whole number")
     if not restarts:
         raise ValueError(f"min_towers={count} is for jobs that start again: say restarts=, too")

@@ -153,15 +153,20 @@ class Workers:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_worker_that_is_started_anew_joins_the_others(index: int, undisturbed: str, tmp_path: pathlib.Path) -> None:
-    workers = Workers(tmp_path, FAIL=f"4:wait:{1 - index}")
+@pytest.mark.parametrize(
+    ("words", "disk", "step"), [([], {}, 2), (["memory"], {"DISK": "100"}, 3)], ids=["disk", "memory"]
+)
+def test_a_worker_that_is_started_anew_joins_the_others(
+    words: list[str], disk: dict[str, str], step: int, index: int, undisturbed: str, tmp_path: pathlib.Path
+) -> None:
+    """From the checkpoint on the disk, or from the other agent's snapshot."""
+    workers = Workers(tmp_path, words=words, FAIL=f"4:wait:{1 - index}", **disk)
     wait_until((tmp_path / "failed4").exists)
     workers.replace(index)
     (tmp_path / "go").touch()
-    for output, errors, code in workers.end():
-        assert code == 0, errors
-        if output:
-            assert output.splitlines()[-2:] == ["goes on after step 2", undisturbed]
+    ends = workers.end()
+    assert [code for *_, code in ends] == [0, 0], ends
+    assert ends[0][0].splitlines()[-2:] == [f"goes on after step {step}", undisturbed]
 
 
 @pytest.mark.row(71)
@@ -233,20 +238,6 @@ def test_a_damaged_snapshot_is_skipped(undisturbed: str, tmp_path: pathlib.Path)
         "it is not used",
         result.stderr,
     )
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_worker_that_is_started_anew_takes_the_others_snapshot(
-    index: int, undisturbed: str, tmp_path: pathlib.Path
-) -> None:
-    workers = Workers(tmp_path, words=["memory"], FAIL=f"4:wait:{1 - index}", DISK="100")
-    wait_until((tmp_path / "failed4").exists)
-    workers.replace(index)
-    (tmp_path / "go").touch()
-    for output, errors, code in workers.end():
-        assert code == 0, errors
-        if output:
-            assert output.splitlines()[-2:] == ["goes on after step 3", undisturbed]
 
 
 @pytest.mark.row(73)

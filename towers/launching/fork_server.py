@@ -40,6 +40,7 @@ from towers.system.torch_private import is_in_bad_fork, load_compiler, start_age
 
 _FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing before they are used
 
+_START_SECONDS = 300.0  # in which the server loads torch's compiler and forks
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
@@ -63,10 +64,12 @@ class ForkServer:
     def __init__(self, path: Sequence[str]) -> None:
         own, other = socket.socketpair()
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-        if os.fork() == 0:
+        self._pid = os.fork()
+        if self._pid == 0:
             own.close()
             _serve(other, path)
         other.close()
+        own.settimeout(_START_SECONDS)
         self._stream = own.makefile("rw")
 
     def start(
@@ -90,7 +93,9 @@ class ForkServer:
         try:
             print(json.dumps([list(args), dict(env), streams]), file=self._stream, flush=True)
             return Process(int(self._stream.readline()))
-        except (ValueError, OSError):  # the server was killed
+        except (ValueError, OSError):  # the server was killed, or does not answer in time
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)  # or it would start the program later, once more
             return subprocess.Popen(args, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
 
 

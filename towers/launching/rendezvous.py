@@ -90,7 +90,7 @@ class Rendezvous(StaticTCPRendezvous):
                     "which is worker 0"
                 )
                 print(f"towers: {doubt}: no other worker will find it there", file=sys.stderr, flush=True)
-            store, place, names = self._store_of(tcp), self._members.index(job.worker), job.addresses
+            store, place = self._store_of(tcp), self._members.index(job.worker)
             if len(self._members) > 1:
                 names = tuple(job.addresses[member] for member in self._members)
                 worker = dataclasses.replace(self._worker, index=place, names=names, seconds=self._seconds)
@@ -99,6 +99,7 @@ class Rendezvous(StaticTCPRendezvous):
                     worker.handshake(store, message, compare_clusters)
                 except StartupError as error:
                     if job.min_towers is not None and self.attempt > 0:
+                        print(f"towers: {error}", file=sys.stderr, flush=True)
                         continue
                     raise StartupError(f"{error}; {doubt}") if doubt else error from None
             log.debug("worker %d of %d has joined the others at %s:%d", job.worker, job.workers, tcp.host, tcp.port)
