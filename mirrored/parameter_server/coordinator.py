@@ -19,13 +19,10 @@ from threading import Condition, Thread
 from typing import Any
 from weakref import ref
 
-from mirrored.parameter_server import references
 from mirrored.parameter_server.errors import ServerLostError
-from mirrored.parameter_server.replica import NotYet
-from mirrored.parameter_server.server import Conditions
-from mirrored.parameter_server.servers import LOST, cause_of
+from mirrored.parameter_server.replica import Conditions, NotYet
+from mirrored.parameter_server.servers import ActorLostError
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
-from mirrored.parameter_server.worker import Failed
 from towers.system import tree as trees
 from towers.system.log import get_logger
 from towers.system.timeouts import clock
@@ -176,41 +173,41 @@ class ClusterCoordinator:
         with self._changed:
             if all_wait := len(self._waiting) == self.strategy.workers:
                 self._waiting.clear()
+        value: Any = None
+        error: BaseException | None = None
         try:
             if all_wait:
                 self.strategy.flush()
-            outcome = self.strategy.call(index, call.pickled, call.conditions)
-            value = references.load(outcome) if isinstance(outcome, bytes) else None
-        except LOST as error:
+            value = self.strategy.call(index, call.pickled, call.conditions)
+        except ActorLostError as lost:
             call.lost += 1
-            outcome = NotYet() if call.lost < _MOST_LOST else Failed(_costs_workers(call.lost, error), "")
-            log.warning("worker %d (%s) was lost, and is started again", index, cause_of(error))
-        except BaseException as error:
-            outcome = Failed(error, "")
+            text = f"{call.lost} workers were lost in turn while they computed one scheduled function: {lost}"
+            error = RuntimeError(text) if call.lost == _MOST_LOST else NotYet()
+            log.warning("worker %d (%s) was lost, and is started again", index, lost)
+        except BaseException as raised:
+            error = raised.with_traceback(None)  # which would keep the coordinator; the worker's is its cause
         with self._changed:
             self._running -= 1
-            if isinstance(outcome, NotYet):
+            if again := isinstance(error, NotYet):
                 self._waiting.add(index)
                 self._queue.appendleft(call) if self._error is None else _cancel(call)
             else:
                 self._waiting.clear()
-                if isinstance(outcome, Failed):
-                    self._fail(call, index, outcome)
-                else:
+                if error is None:
                     call.value._future.set_result(value)
+                else:
+                    self._fail(call, error)
             self._changed.notify_all()
-        if isinstance(outcome, NotYet):
+        if again or call.lost == _MOST_LOST:
             clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
             self.strategy.await_worker(index)
 
-    def _fail(self, call: _Call, index: int, failed: Failed) -> None:
-        call.value._future.set_exception(failed.error)
-        if failed.trace and not isinstance(failed.error, ServerLostError):
-            failed.error.__cause__ = RuntimeError(f"raised by a scheduled function on worker {index}:\n{failed.trace}")
+    def _fail(self, call: _Call, error: BaseException) -> None:
+        call.value._future.set_exception(error)
         while self._queue:
             _cancel(self._queue.popleft())
-        if self._error is None or isinstance(failed.error, ServerLostError):
-            self._error = failed.error
+        if self._error is None or isinstance(error, ServerLostError):
+            self._error = error
 
 
 def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:
@@ -237,9 +234,3 @@ def _abandon(changed: Condition, queue: deque[Any], _: object) -> None:
 
 def _cancel(call: _Call, reason: str = "another function that was scheduled has raised") -> None:
     call.value._future.set_exception(CancelledError(reason))
-
-
-def _costs_workers(count: int, error: Exception) -> RuntimeError:
-    return RuntimeError(
-        f"{count} workers were lost in turn while they computed one scheduled function: {cause_of(error)}"
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mirrored.parameter_server.partitioners import Partitioner, bounds
+from mirrored.parameter_server.partitioners import Partitioner
+from mirrored.shares import bounds
 from towers.system.named import Named
 
 
@@ -31,7 +31,11 @@ class Part:
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of the variable or of something with its shape."""
-        return tensor[self.start : self.end] if self.end else tensor
+        if not self.end:
+            return tensor
+        if tensor.is_sparse:
+            return torch.narrow_copy(tensor.coalesce(), 0, self.start, self.end - self.start)
+        return tensor[self.start : self.end]
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ def lay_out(
                     f"variable_partitioner cuts {entry.name}, of shape {shape}, into {shards}, but variables are cut "
                     "along dimension 0 only: it has to return [shards, 1, …], a number for each dimension"
                 )
-        edges = bounds(shape[0], shards[0]) if shards[0] > 1 else [0, 0]
-        parts = tuple(Part(index, start, end, next(turn)) for start, end in itertools.pairwise(edges))
+        cuts = [bounds(shape[0], shards[0], i) for i in range(shards[0])] if shards[0] > 1 else [(0, 0)]
+        parts = tuple(Part(index, start, end, next(turn)) for start, end in cuts)
         variables.append(PlacedVariable(entry.name, entry.kind, id(entry.tensor) in tables, parts))
     return variables
 

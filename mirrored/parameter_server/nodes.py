@@ -25,7 +25,8 @@ from mirrored.cluster.resolver import ClusterError, ClusterResolver
 from towers.errors import StartupError
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.system.timeouts import Deadline, clock
+from towers.system.text import split_address
+from towers.system.timeouts import clock, wait_until
 from towers.topology import JOB_TOKEN
 
 log = get_logger("mirrored")
@@ -76,9 +77,14 @@ class Cluster:
                 own = f"{resolver.task_type}:{resolver.task_id}"
                 _become_node(own, self._addresses[own], chief, timeout)
             self.origin = f"python with {resolver.origin}"
-            os.environ["RAY_GCS_SERVER_PORT"] = chief.rpartition(":")[2]
+            os.environ["RAY_GCS_SERVER_PORT"] = str(split_address(chief)[1])
             _start_ray(_node_ip_address=_ip_of(chief), _system_config=_HEALTH)
-            self._wait_for_nodes(timeout)
+            wait_until(lambda: not self._missing(), timeout, pause=0.2)
+            if missing := self._missing():
+                raise StartupError(
+                    f"{', '.join(missing)} did not come within {timeout:.0f} s: start the script there, too, with the "
+                    "same TF_CONFIG but for its own task, or see there why it has ended"
+                )
         elif "RAY_ADDRESS" in os.environ:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
             ray.init(logging_level=logging.ERROR)
@@ -87,19 +93,10 @@ class Cluster:
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray asks for it where there is one
             _start_ray()
 
-    def _wait_for_nodes(self, timeout: float) -> None:
-        deadline = Deadline(timeout)
-        while True:
-            there = ray.cluster_resources()
-            missing = [f"{task} ({address})" for task, address in self._addresses.items() if task not in there]
-            if not missing:
-                return
-            if deadline.has_passed():
-                raise StartupError(
-                    f"{', '.join(missing)} did not come within {timeout:.0f} s: start the script there, too, with the "
-                    "same TF_CONFIG but for its own task, or see there why it has ended"
-                )
-            clock.sleep(0.2)
+    def _missing(self) -> list[str]:
+        """The tasks that are no nodes yet."""
+        there = ray.cluster_resources()
+        return [f"{task} ({address})" for task, address in self._addresses.items() if task not in there]
 
     def start(self, kind: type, task: str, *arguments: Any) -> Any:
         """Start an actor; returns its handle.
@@ -107,9 +104,7 @@ class Cluster:
         Args:
             task: such as "ps:0". Where the cluster has such a task, the actor waits for it, and runs there.
         """
-        place: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
-        if self._addresses:
-            place = {"resources": {task: 0.001}}
+        place: Any = {"resources": {task: 0.001}} if self._addresses else {"scheduling_strategy": "SPREAD"}
         return ray.remote(kind).options(num_cpus=0, max_restarts=0, **place).remote(*arguments)
 
 
@@ -132,12 +127,10 @@ def _share_secret(resolver: ClusterResolver) -> None:
 
 def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
     """See [Note: tasks are nodes]."""
-    deadline = Deadline(timeout)
-    while not _is_there(chief):
-        if deadline.has_passed():
-            raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
-        clock.sleep(0.5)
-    options = [f"--address={chief}", f"--node-manager-port={address.rpartition(':')[2]}", "--block"]
+    wait_until(lambda: _is_there(chief), timeout, pause=0.5)
+    if not _is_there(chief):
+        raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
+    options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
     environment = {"RAY_AUTH_MODE": "token", **os.environ}  # which ray.init sets by itself, and Ray's command does not
     folder = tempfile.mkdtemp(prefix="mirrored-node-")
@@ -160,12 +153,10 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
 
 
 def _is_there(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        socket.create_connection(split_address(address), timeout=10).close()
+        return True
+    return False
 
 
 def _ip_of(address: str) -> str | None:
@@ -173,7 +164,7 @@ def _ip_of(address: str) -> str | None:
 
     Many systems give a machine's own name an address that others do not reach.
     """
-    host = address.rpartition(":")[0].strip("[]")
+    host = split_address(address)[0]
     with contextlib.suppress(OSError):
         for family, *_, (ip, *_) in sorted(socket.getaddrinfo(host, None)):  # IPv4 first
             if host in (ip, "localhost") or not ipaddress.ip_address(ip).is_loopback:

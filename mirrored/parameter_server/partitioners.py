@@ -69,9 +69,3 @@ class MaxSizePartitioner:
 
 def _along_rows(shape: Sequence[int], shards: int) -> list[int]:
     return [max(1, min(shards, shape[0])), *(1 for _ in shape[1:])]
-
-
-def bounds(rows: int, shards: int) -> list[int]:
-    """Where shards begin, and where the last one ends; the first ones have one row more: 13 rows are 3, 3, 3, 2, 2."""
-    size, more = divmod(rows, shards)
-    return [i * size + min(i, more) for i in range(shards + 1)]

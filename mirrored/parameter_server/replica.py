@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,11 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mirrored.parameter_server.layout import Part, PlacedVariable
-from mirrored.parameter_server.server import Settings, StepRule
+from mirrored.parameter_server.server import Settings
 from mirrored.parameter_server.servers import Servers
 from mirrored.parameter_server.values import Values
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+
+Conditions = tuple[list[Settings], list[bool], list[bool]]
+"""What the chief may change between two calls: the settings of optimizers, whether each module trains, and whether each
+variable requires a gradient."""
 
 
 class NotYet(Exception):
@@ -39,48 +42,69 @@ class Replica:
 
     Args:
         servers: where they are.
-        rule: when they step.
         publishes: whether what the script writes to variables is assigned on the servers: the chief's is.
 
     Attributes:
         variables, tensors: what they are, and this process's copies.
         index: of each, by the id of its tensor.
+        modules: those that have them, from the outermost ones inwards.
         optimizers: whose steps are pushed.
     """
 
-    def __init__(self, servers: Servers, rule: StepRule, publishes: bool = False) -> None:
+    def __init__(self, servers: Servers, publishes: bool = False) -> None:
         self._servers = servers
-        self._rule = rule
         self._publishes = publishes
-        self.variables: Sequence[PlacedVariable] = ()
+        self.variables: list[PlacedVariable] = []
         self.tensors: list[Tensor] = []
         self.index: dict[int, int] = {}
+        self.modules: list[nn.Module] = []
         self._known: dict[Part, int] = {}  # versions
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
         self._buffers: dict[int, Tensor] = {}  # as they were pulled
         self._steps: list[dict[int, int]] = [{} for _ in servers.actors]  # of each optimizer, when they were pulled
-        self._awaited: list[dict[int, float]] = [{} for _ in servers.actors]  # how many the next pull waits for
+        self._pushed: dict[int, list[int]] = {}  # of each optimizer, those that its last push was made at
         self._sent: list[dict[int, Any]] = []  # what servers have not answered yet
         self.optimizers: list[Optimizer] = []
         self._age = 0  # how often others may have changed variables
         self._pulled = self._tables_pulled = -1  # the age of what is here
 
     def add(self, variables: Sequence[PlacedVariable], tensors: Sequence[Tensor], models: Iterable[nn.Module]) -> None:
-        """Take variables, of which the first ones are here already, and watch models.
+        """Take more variables, and watch their models.
 
-        Before a model's forward the variables are pulled, and before a table's its rows.
+        Before a model's forward the variables are pulled, before a table's its rows, and before a ``state_dict()`` on
+        the chief everything.
         """
-        new = range(len(self.tensors), len(tensors))
-        self.variables, self.tensors = variables, [*tensors]
-        self._servers.variables = variables
-        self.index = {id(tensor): index for index, tensor in enumerate(tensors)}
-        self._known |= {part: 0 for i in new if not variables[i].table for part in variables[i].parts}
-        self._noted += [tensors[i]._version for i in new]
+        self.index |= {id(tensor): index for index, tensor in enumerate(tensors, len(self.tensors))}
+        self.variables += variables
+        self.tensors += tensors
+        self._servers.variables = self.variables
+        self._known |= {part: 0 for variable in variables if not variable.table for part in variable.parts}
+        self._noted += [tensor._version for tensor in tensors]
         for model in models:
             model.register_forward_pre_hook(Hook(lambda *_: self.refresh()))
             for layer in model.modules():
-                if isinstance(layer, TABLES) and variables[self.index[id(layer.weight)]].table:
+                self.modules.append(layer)
+                if self._publishes:
+                    layer.register_state_dict_pre_hook(Hook(lambda *_: self.pull_all()))
+                if isinstance(layer, TABLES) and self.variables[self.index[id(layer.weight)]].table:
                     layer.register_forward_pre_hook(Hook(self._pull_rows), with_kwargs=True)
+
+    def conditions(self) -> Conditions:
+        """The conditions as they are now, on the chief."""
+        settings = [settings_of(optimizer) for optimizer in self.optimizers]
+        training = [module.training for module in self.modules]
+        return settings, training, [tensor.requires_grad for tensor in self.tensors]
+
+    def adopt_conditions(self, conditions: Conditions) -> None:
+        """Take over the chief's conditions; what was added since then is not in them."""
+        optimizers, training, trainable = conditions
+        for optimizer, settings in zip(self.optimizers, optimizers, strict=False):
+            for group, changed in zip(optimizer.param_groups, settings, strict=True):
+                group.update(changed)
+        for module, trains in zip(self.modules, training, strict=False):
+            module.training = trains
+        for tensor, requires_grad in zip(self.tensors, trainable, strict=False):
+            tensor.requires_grad_(requires_grad)
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -101,10 +125,7 @@ class Replica:
         if self._pulled == (age := self._age):  # another thread may expire it while this one asks
             return
         self.settle()
-        asked: list[tuple[dict[Part, int], dict[int, float]]] = [({}, awaited) for awaited in self._awaited]
-        for part, version in self._known.items():
-            asked[part.server][0][part] = version
-        answers = self._servers.ask("pull", dict(enumerate(asked)))
+        answers = self._servers.ask("pull", self._known, self._pushed, to_all=True)
         if None in answers.values():
             raise NotYet
         for server, (changed, versions, steps) in answers.items():
@@ -120,14 +141,14 @@ class Replica:
         inputs = args[0] if args else kwargs["input"]
         rows = torch.unique(inputs).long()
         weight: Any = table.weight
-        wanted: defaultdict[int, Values] = defaultdict(Values)
+        wanted = Values()
         for part in self.parts_of(weight):
             inside = rows[(rows >= part.start) & (rows < part.end)] - part.start if part.end else rows
             if len(inside):
-                wanted[part.server][part] = inside
-        for server, found in self._servers.ask("rows", wanted).items():
-            for part, values in found.items():
-                part.of(weight.data).index_copy_(0, wanted[server][part], values)
+                wanted[part] = inside
+        for answer in self._servers.ask("rows", wanted).values():
+            for part, found in answer.items():
+                part.of(weight.data).index_copy_(0, wanted[part], found)
 
     def pull_all(self) -> None:
         """Pull everything, tables as well."""
@@ -136,7 +157,7 @@ class Replica:
             return
         for variable in self.variables:  # one after the other: they are large
             for part in variable.parts if variable.table else ():
-                self._take(self._servers.ask("pull", {part.server: ({part: 0}, {})})[part.server][0])
+                self._take(self._servers.ask("pull", {part: 0}, {})[part.server][0])
         self._tables_pulled = age
 
     def _take(self, values: Values) -> None:
@@ -151,10 +172,9 @@ class Replica:
 
     def assign(self, indices: Iterable[int]) -> None:
         """Give variables, on the servers, the values that they have here."""
-        values: defaultdict[int, Values] = defaultdict(Values)
+        values = Values()
         for index in indices:
-            for part in self.variables[index].parts:
-                values[part.server][part] = part.of(self.tensors[index].detach())
+            values |= {part: part.of(self.tensors[index].detach()) for part in self.variables[index].parts}
             self._noted[index] = self.tensors[index]._version
         self._servers.ask("assign", values)
 
@@ -171,7 +191,7 @@ class Replica:
 
     def add_buffers(self) -> None:
         """Push what has been added to buffers since they were pulled; what is no number, as it is."""
-        differences: defaultdict[int, Values] = defaultdict(Values)
+        differences = Values()
         for index, before in [*self._buffers.items()]:
             tensor = self.tensors[index]
             self._noted[index] = tensor._version
@@ -180,7 +200,7 @@ class Replica:
             self._buffers[index] = tensor.clone()
             (part,) = self.variables[index].parts
             if tensor.dtype != torch.bool and bool((difference := tensor - before).isfinite().all()):
-                differences[part.server][part] = difference
+                differences[part] = difference
             else:
                 self.assign([index])
         self._sent.append(self._servers.send("add", differences))
@@ -207,16 +227,11 @@ class Replica:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        gradients: defaultdict[int, Values] = defaultdict(Values)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                for part in self.parts_of(parameter) if parameter.grad is not None else ():
-                    gradients[part.server][part] = _gradient_of(part, parameter.grad)
-        settings, pushed = settings_of(optimizer), {}
-        for server, steps in enumerate(self._steps):  # one without gradients counts the step, too
-            pushed[server] = gradients[server], index, settings, steps[index]
-            self._awaited[server][index] = steps[index] + 1 - self._rule.staleness
-        self._sent.append(self._servers.send("push", pushed))
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
+        steps = self._pushed[index] = [made[index] for made in self._steps]
+        # A server without gradients counts the step, too.
+        self._sent.append(self._servers.send("push", gradients, index, settings_of(optimizer), steps, to_all=True))
         self.expire()
         return result
 
@@ -236,32 +251,15 @@ def _refuse_group(group: Any) -> None:
 class Hook:
     """A hook of a model that is placed; a copy of the model has one that does nothing."""
 
-    def __init__(self, act: Callable[..., None]) -> None:
+    def __init__(self, act: Callable[..., None] | None = None) -> None:
         self._act = act
 
     def __call__(self, *args: Any) -> None:
-        self._act(*args)
+        if self._act is not None:
+            self._act(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
-
-
-def _gradient_of(part: Part, gradient: Tensor) -> Tensor:
-    if not gradient.is_sparse:
-        return part.of(gradient)
-    gradient = gradient.coalesce()
-    if not part.end:
-        return gradient
-    rows = gradient.indices()[0]
-    inside = (rows >= part.start) & (rows < part.end)
-    shape = (part.end - part.start, *gradient.shape[1:])
-    return torch.sparse_coo_tensor(
-        rows[inside][None] - part.start, gradient.values()[inside], shape, is_coalesced=True, check_invariants=False
-    )
+        return Hook, ()
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

@@ -29,21 +29,6 @@ Settings = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Conditions:
-    """What the chief may change between two calls, as it was when a function was scheduled.
-
-    Attributes:
-        optimizers: their settings.
-        training: whether each module trains.
-        trainable: whether each variable requires a gradient.
-    """
-
-    optimizers: Sequence[Settings]
-    training: Sequence[bool]
-    trainable: Sequence[bool]
-
-
-@dataclass(frozen=True)
 class StepRule:
     """When servers step; by default with each gradient as it comes, however old. (TF 1's ``SyncReplicasOptimizer``.)
 
@@ -89,10 +74,7 @@ class Server:
     async def assign(self, values: Values) -> None:
         """Give parts values."""
         for part, value in values.items():
-            if part in self._parts:
-                self._parts[part].copy_(value)
-            else:
-                self._parts[part] = value
+            self._parts.setdefault(part, value).copy_(value)
             self._versions[part] += 1
 
     async def add(self, differences: Values) -> None:
@@ -104,25 +86,27 @@ class Server:
             self._versions[part] += 1
 
     async def pull(
-        self, known: Mapping[Part, int], steps: Mapping[int, float]
+        self, known: Mapping[Part, int], pushed: Mapping[int, Sequence[int]]
     ) -> tuple[Values, dict[Part, int], dict[int, int]] | None:
         """The parts whose versions are not those that are known, their versions, and how many steps each optimizer has
         made.
 
         Args:
-            steps: how many each has to have made. It waits a second for that.
+            pushed: how many steps optimizers had made, on each server, by the parameters of the caller's last push. By
+                now it has to be one more, less the staleness.
 
         Returns:
-            None where they have not been made by then.
+            None where they have not within a second.
         """
 
-        def have_come() -> bool:
-            return all(self._optimizers[index].steps >= least for index, least in steps.items())
+        def have_stepped() -> bool:
+            made = {index: self._optimizers[index].steps - steps[self._index] for index, steps in pushed.items()}
+            return all(steps >= 1 - self._rule.staleness for steps in made.values())
 
-        if not have_come():
+        if not have_stepped():
             try:
                 async with self._stepped:
-                    await asyncio.wait_for(self._stepped.wait_for(have_come), _PATIENCE)
+                    await asyncio.wait_for(self._stepped.wait_for(have_stepped), _PATIENCE)
             except (asyncio.TimeoutError, TimeoutError):
                 return None
         versions = {part: self._versions[part] for part, version in known.items() if self._versions[part] != version}
@@ -148,16 +132,16 @@ class Server:
             group["params"] = [self._parts[part] for part in own]
         self._optimizers[index] = _Optimizer(inner, [])
 
-    async def push(self, gradients: Values, index: int, settings: Settings, steps: int) -> None:
+    async def push(self, gradients: Values, index: int, settings: Settings, steps: Sequence[int]) -> None:
         """Step with the mean of several gradients, when all have come.
 
         Args:
-            steps: how many it had made when the parameters were pulled.
+            steps: how many it had made, on each server, when the parameters were pulled.
         """
         optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
-        if optimizer.steps - steps <= self._rule.staleness:
+        if optimizer.steps - steps[self._index] <= self._rule.staleness:
             optimizer.waiting.append(gradients)
         if len(optimizer.waiting) == self._rule.replicas_to_aggregate:
             self._step(optimizer)
@@ -186,7 +170,7 @@ class Server:
         inner = self._optimizers[index].inner
         return {part: inner.state[own] for part, own in self._parts.items() if own in inner.state}
 
-    async def set_state(self, index: int, state: Mapping[Part, Mapping[str, Any]]) -> None:
+    async def set_state(self, state: Mapping[Part, Mapping[str, Any]], index: int) -> None:
         """Replace the optimizer's state."""
         inner = self._optimizers[index].inner
         inner.state = defaultdict(dict, {self._parts[part]: dict(entry) for part, entry in state.items()})

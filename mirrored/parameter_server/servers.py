@@ -1,4 +1,4 @@
-"""The servers as the chief and the workers call them."""
+"""The servers as the chief and the workers call them, and what comes of a call of any actor."""
 
 from __future__ import annotations
 
@@ -10,17 +10,38 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from mirrored.parameter_server.errors import ServerLostError
-from mirrored.parameter_server.layout import PlacedVariable
+from mirrored.parameter_server.layout import Part, PlacedVariable
 
-LOST = RayActorError, OutOfMemoryError
-"""What Ray raises where an actor has ended."""
+_COLOURS = "\x1b\\[\\d+m"  # that Ray puts into tracebacks
 
 
-def cause_of(error: Exception) -> str:
-    """Which process an actor was, or that Ray has ended it to save memory."""
-    if isinstance(error, OutOfMemoryError):
-        return f"out of memory: {str(error).partition(chr(10))[0]}"
-    return ", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error))) or str(error)
+class ActorLostError(Exception):
+    """An actor has ended. The text is which process it was, or that Ray has ended it to save memory."""
+
+
+def result_of(answer: Any, raiser: str) -> Any:
+    """Wait for what an actor's method returns.
+
+    Args:
+        raiser: what a traceback calls the method.
+
+    Raises:
+        BaseException: what the method has raised, its traceback there being its cause. What cannot be pickled, or not
+            be read here, is a RayError with all that was printed of it.
+        ActorLostError: the actor has ended.
+    """
+    trace = None
+    try:
+        return ray.get(answer)
+    except RayTaskError as error:
+        raised: BaseException = error.cause
+        if not isinstance(raised, ServerLostError):
+            trace = RuntimeError(f"raised by {raiser}:\n{re.sub(_COLOURS, '', str(error))}")
+    except OutOfMemoryError as error:
+        raised = ActorLostError(f"out of memory: {str(error).partition(chr(10))[0]}")
+    except RayActorError as error:
+        raised = ActorLostError(", ".join(re.findall(r"\b(?:pid|ip): \S+", str(error))) or str(error))
+    raise raised from trace  # where no other error is handled, which it would keep, with all frames below
 
 
 class Servers:
@@ -35,16 +56,21 @@ class Servers:
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = actors
-        self.variables: Sequence[PlacedVariable] = ()
+        self.variables: Sequence[PlacedVariable] = []
 
-    def send(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
-        """Call a method of each server that there is an argument or a tuple of them for.
+    def send(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
+        """Call a method of servers, each with what is of its own parts, and with the same other arguments.
+
+        Args:
+            to_all: call servers that have none of the parts, too.
 
         Returns:
             What :meth:`receive` takes, at once.
         """
-        tuples = {index: given if isinstance(given, tuple) else (given,) for index, given in arguments.items()}
-        return {index: getattr(self.actors[index], method).remote(*given) for index, given in tuples.items()}
+        own = {index: type(by_part)() for index in range(len(self.actors) if to_all else 0)}
+        for part, value in by_part.items():
+            own.setdefault(part.server, type(by_part)())[part] = value
+        return {index: getattr(self.actors[index], method).remote(parts, *arguments) for index, parts in own.items()}
 
     def receive(self, sent: Mapping[int, Any]) -> dict[int, Any]:
         """Wait for the answers.
@@ -54,13 +80,13 @@ class Servers:
         """
         return {index: self._receive(index, answer) for index, answer in sent.items()}
 
-    def ask(self, method: str, arguments: Mapping[int, Any]) -> dict[int, Any]:
+    def ask(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
         """:meth:`send`, and wait for the answers.
 
         Raises:
             ServerLostError: one has ended.
         """
-        return self.receive(self.send(method, arguments))
+        return self.receive(self.send(method, by_part, *arguments, to_all=to_all))
 
     def ask_all(self, method: str, *arguments: Any) -> dict[int, Any]:
         """Call a method of all servers with the same arguments, and wait for the answers.
@@ -68,16 +94,14 @@ class Servers:
         Raises:
             ServerLostError: one has ended.
         """
-        return self.ask(method, dict.fromkeys(range(len(self.actors)), arguments))
+        return self.receive({i: getattr(actor, method).remote(*arguments) for i, actor in enumerate(self.actors)})
 
     def _receive(self, index: int, answer: Any) -> Any:
         try:
-            return ray.get(answer)
-        except RayTaskError as error:
-            raise error.cause from error  # what the method has raised
-        except LOST as error:
+            return result_of(answer, f"parameter server {index}")
+        except ActorLostError as error:
             raise ServerLostError(
-                f"parameter server {index} ({cause_of(error)}) has ended, and with it {self._on(index)}. Start "
+                f"parameter server {index} ({error}) has ended, and with it {self._on(index)}. Start "
                 "again by the same command, which goes on from the newest checkpoint; if nobody has killed it, see to "
                 "its memory"
             ) from None

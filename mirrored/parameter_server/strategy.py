@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,18 +20,18 @@ from mirrored.cluster.resolver import ClusterResolver
 from mirrored.cluster.tf_config import TFConfigClusterResolver
 from mirrored.evaluation.evaluator import is_evaluator
 from mirrored.parameter_server import references
-from mirrored.parameter_server.layout import Part, join_state, lay_out, split_state
+from mirrored.parameter_server.layout import join_state, lay_out, split_state
 from mirrored.parameter_server.nodes import Cluster
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.parameter_server.references import Reference
-from mirrored.parameter_server.replica import TABLES, Hook, Replica, settings_of
-from mirrored.parameter_server.server import Conditions, Server, StepRule
-from mirrored.parameter_server.servers import LOST, Servers
+from mirrored.parameter_server.replica import TABLES, Conditions, Replica
+from mirrored.parameter_server.server import Server, StepRule
+from mirrored.parameter_server.servers import ActorLostError, Servers, result_of
 from mirrored.parameter_server.worker import Worker
 from mirrored.strategy.base import Strategy
 from mirrored.strategy.kinds import OneDeviceStrategy
 from mirrored.strategy.scope import Recorder
-from towers.sharding.inner import check_elementwise
+from towers.sharding.inner import check_elementwise, inner_optimizer
 from towers.system.log import get_logger
 from towers.system.timeouts import clock
 
@@ -111,16 +109,14 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._partitioner = variable_partitioner
         self._turn = itertools.cycle(range(servers))
         self._rule = StepRule() if replicas_to_aggregate is None else StepRule(replicas_to_aggregate, staleness)
-        self._seed = seed
         self._recorder = Recorder()
         self._roots: list[nn.Module] = []
-        self._modules: list[nn.Module] = []
         self._failed: Exception | None = None
         self._additions: list[tuple[str, tuple[Any, ...]]] = []  # what workers are sent, before the next call
         self._added = [0] * workers
         self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, self._rule) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
-        self._replica = Replica(self._servers, self._rule, publishes=True)
+        self._replica = Replica(self._servers, publishes=True)
         if workers:
             self._servers.ask_all("__ray_ready__")
             ray.get([worker.__ray_ready__.remote() for worker in self._workers])
@@ -128,18 +124,17 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def _start_worker(self, index: int) -> Any:
         self._added[index] = 0
-        arguments = (index, self.workers, self._servers, self._rule, self._seed)
-        return self._cluster.start(Worker, f"worker:{index}", *arguments)
+        return self._cluster.start(Worker, f"worker:{index}", index, self.workers, self._servers, self._seed)
 
     def await_worker(self, index: int) -> None:
-        """Wait until a worker that was lost is there again; its task may have to be started first."""
+        """Wait until a worker is there, again if it was lost; its task may have to be started first."""
         while True:
             try:
-                ray.get(self._workers[index].__ray_ready__.remote())
+                result_of(self._workers[index].__ray_ready__.remote(), f"worker {index}")
                 return
-            except LOST:
-                clock.sleep(1)
+            except ActorLostError:
                 self._workers[index] = self._start_worker(index)
+                clock.sleep(1)
 
     @contextlib.contextmanager
     def scope(self, *, sync_batch_norm: bool = False) -> Iterator[Strategy]:
@@ -163,7 +158,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         if not self.workers:
             raise RuntimeError("this is the evaluator, which has no workers: ask mirrored.evaluation.is_evaluator")
         self._place()
-        if [module for root in self._roots for module in root.modules()] != self._modules:
+        if [module for root in self._roots for module in root.modules()] != self._replica.modules:
             raise RuntimeError(
                 "a model has got other modules since it was placed: make them before the first schedule()"
             )
@@ -175,28 +170,23 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 "made is sent as a reference; data come from create_per_worker_dataset"
             ) from None
         self._replica.assign(self._replica.written())
-        return pickled, Conditions(
-            [settings_of(optimizer) for optimizer in self._replica.optimizers],
-            [module.training for module in self._modules],
-            [tensor.requires_grad for tensor in self._replica.tensors],
-        )
+        return pickled, self._replica.conditions()
 
     def call(self, index: int, pickled: bytes, conditions: Conditions) -> Any:
-        """Let a worker call a function; returns what :meth:`.worker.Worker.call` does.
+        """Let a worker call a function; returns what the function does, with tensors on the CPU.
 
         Raises:
-            RayActorError, OutOfMemoryError: the worker was lost. Another one has been started in its place.
+            ActorLostError: the worker was lost; :meth:`await_worker` starts another one in its place.
+            NotYet: the worker has to wait for others before it may begin.
+            BaseException: what the function has raised.
         """
-        worker = self._workers[index]
+        worker, raiser = self._workers[index], f"a scheduled function on worker {index}"
         try:
             while self._added[index] < len(self._additions):
                 method, arguments = self._additions[self._added[index]]
-                ray.get(getattr(worker, method).remote(*arguments))
+                result_of(getattr(worker, method).remote(*arguments), raiser)
                 self._added[index] += 1
-            return ray.get(worker.call.remote(pickled, conditions))
-        except LOST:
-            self._workers[index] = self._start_worker(index)
-            raise
+            return references.load(result_of(worker.call.remote(pickled, conditions), raiser))
         finally:
             self._replica.expire()
 
@@ -209,8 +199,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def flush(self) -> None:
         """Synchronous training: let servers step with what they have, though it is fewer gradients."""
-        if self._rule is not None:
-            self._servers.ask_all("flush")
+        self._servers.ask_all("flush")
         self._replica.expire()
 
     def refresh(self) -> None:
@@ -241,19 +230,15 @@ class ParameterServerStrategy(OneDeviceStrategy):
             raise RuntimeError(
                 f"{type(lazy[0]).__name__} has no shapes yet: call it in the scope, or before the first schedule()"
             )
-        roots = [root for _, root in self._recorder.roots() if not any(root is known for known in self._modules)]
-        tensors = [*self._replica.tensors, *(entry.tensor for entry in named)]
+        known = {id(module) for module in self._replica.modules}
+        roots = [root for _, root in self._recorder.roots() if id(root) not in known]
         first = len(self._replica.tensors)
         variables = lay_out(named, first, _tables(roots), self._turn, self._partitioner)
-        self._replica.add([*self._replica.variables, *variables], tensors, roots)
-        self._replica.assign(range(first, len(tensors)))
+        self._replica.add(variables, [entry.tensor for entry in named], roots)
+        self._replica.assign(range(first, len(self._replica.tensors)))
         pickled = references.dump(roots, self._describe)
         self._roots += roots
-        modules = [module for root in roots for module in root.modules()]
-        self._modules += modules
-        self._additions.append(("add_models", (ray.put(pickled), self._replica.variables)))
-        for module in modules:
-            module.register_state_dict_pre_hook(Hook(lambda *_: self._replica.pull_all()))
+        self._additions.append(("add_models", (ray.put(pickled), variables)))
 
     def _describe(self, obj: Any) -> Reference | None:
         """In a model that is sent, variables are what they are made of."""
@@ -264,7 +249,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
     def _reference_of(self, obj: Any) -> Reference | None:
         if isinstance(obj, nn.Module):
-            return next((("module", i) for i, module in enumerate(self._modules) if module is obj), None)
+            return next((("module", i) for i, module in enumerate(self._replica.modules) if module is obj), None)
         if isinstance(obj, Tensor):
             return ("variable", self._replica.index[id(obj)]) if self._replica.knows(obj) else None
         if isinstance(obj, Optimizer):
@@ -290,8 +275,8 @@ class ParameterServerStrategy(OneDeviceStrategy):
         parts = [part for p in parameters for part in self._replica.parts_of(p)]
         if any(part.end for part in parts):
             check_elementwise(optimizer, "variable_partitioner", "leave it out")
-        stateless = copy.copy(optimizer)
-        stateless.state = defaultdict(dict)
+        stateless = inner_optimizer(optimizer)
+        stateless.param_groups = optimizer.param_groups
         pickled = references.dump(stateless, lambda obj: None if obj is stateless else self._reference_of(obj))
         self._servers.ask_all("install", index, pickled, parts)
         self._replica.adopt(optimizer)
@@ -313,11 +298,12 @@ class ParameterServerStrategy(OneDeviceStrategy):
                     optimizer.state[parameter] = join_state(there, parameter)
 
     def _set_state(self, index: int, optimizer: Optimizer) -> None:
-        states: list[dict[Part, dict[str, Any]]] = [{} for _ in self._servers.actors]
-        for parameter, entry in optimizer.state.items():
-            for part in self._replica.parts_of(parameter):
-                states[part.server][part] = split_state(entry, parameter, part)
-        self._servers.ask("set_state", {server: (index, state) for server, state in enumerate(states)})
+        state = {
+            part: split_state(entry, parameter, part)
+            for parameter, entry in optimizer.state.items()
+            for part in self._replica.parts_of(parameter)
+        }
+        self._servers.ask("set_state", state, index, to_all=True)
 
 
 def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int) -> int:

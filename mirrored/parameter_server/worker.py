@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,26 +13,11 @@ from mirrored.data.input_context import InputContext
 from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import PlacedVariable
 from mirrored.parameter_server.references import Reference
-from mirrored.parameter_server.replica import NotYet, Replica
-from mirrored.parameter_server.server import Conditions, StepRule
+from mirrored.parameter_server.replica import Conditions, Replica
 from mirrored.parameter_server.servers import Servers
 from mirrored.strategy.kinds import OneDeviceStrategy
 from towers.system import machine
 from towers.system import tree as trees
-
-
-@dataclass(frozen=True)
-class Failed:
-    """How a call ended that raised.
-
-    Attributes:
-        error: the exception, or a RuntimeError with its text where that cannot be pickled.
-        trace: its traceback.
-    """
-
-    error: BaseException
-    trace: str
-
 
 _index: int | None = None
 
@@ -51,19 +34,16 @@ class Worker:
         index: from 0.
         workers: how many there are.
         servers: where variables are.
-        rule: when servers step.
         seed: of the chief's random numbers; those of workers differ.
     """
 
-    def __init__(self, index: int, workers: int, servers: Servers, rule: StepRule, seed: int | None) -> None:
+    def __init__(self, index: int, workers: int, servers: Servers, seed: int | None) -> None:
         global _index
         _index = index
         machine.share_out_threads(workers)
         self._strategy = OneDeviceStrategy(seed=None if seed is None else seed + 1 + index)
         self._input = InputContext(workers, index, 1)
-        self._replica = Replica(servers, rule)
-        self._tensors: dict[int, Tensor] = {}
-        self._modules: list[nn.Module] = []
+        self._replica = Replica(servers)
         self._pipelines: list[bytes] = []
         self._made: dict[Reference, Any] = {}
 
@@ -72,18 +52,20 @@ class Worker:
 
         Args:
             pickled: the outermost modules; variables are references that tell what they are.
+            variables: those that no earlier model has.
         """
+        tensors = dict(enumerate(self._replica.tensors))
+        new = range(len(tensors), len(tensors) + len(variables))
 
         def resolve(reference: Reference) -> Tensor:
             _, index, kind, shape, stride, dtype, trainable = reference
-            if index not in self._tensors:
+            if index not in tensors:
                 memory = torch.empty_strided(shape, stride, dtype=dtype)
-                self._tensors[index] = nn.Parameter(memory, trainable) if kind == "parameter" else memory
-            return self._tensors[index]
+                tensors[index] = nn.Parameter(memory, trainable) if kind == "parameter" else memory
+            return tensors[index]
 
         roots: list[nn.Module] = references.load(pickled, resolve)
-        self._modules += [module for root in roots for module in root.modules()]
-        self._replica.add(variables, [self._tensors[i] for i in range(len(variables))], roots)
+        self._replica.add(variables, [tensors[index] for index in new], roots)
 
     def add_optimizer(self, pickled: bytes) -> None:
         """Make this worker's copy of an optimizer."""
@@ -94,12 +76,11 @@ class Worker:
         self._pipelines.append(pickled)
 
     def _resolve(self, reference: Reference) -> Any:
-        kind, index = reference[:2]
-        own: Any = {"module": self._modules, "variable": self._tensors, "optimizer": self._replica.optimizers}
+        (kind, index, *_), replica = reference, self._replica
+        own: Any = {"module": replica.modules, "variable": replica.tensors, "optimizer": replica.optimizers}
+        own |= {"strategy": [self._strategy], "coordinator": [None]}
         if kind in own:
             return own[kind][index]
-        if kind in ("strategy", "coordinator"):
-            return self._strategy if kind == "strategy" else None
         if reference not in self._made:
             self._made[reference] = self._load_data(index) if kind == "dataset" else self._iterate(index)
         return self._made[reference]
@@ -117,16 +98,7 @@ class Worker:
             del self._made[("dataset", index)]  # it can be used once: another iterator is one over new data
         return iterator
 
-    def _adopt(self, conditions: Conditions) -> None:
-        for optimizer, groups in zip(self._replica.optimizers, conditions.optimizers, strict=False):
-            for group, changed in zip(optimizer.param_groups, groups, strict=True):
-                group.update(changed)
-        for module, training in zip(self._modules, conditions.training, strict=False):
-            module.training = training
-        for index, trainable in enumerate(conditions.trainable):
-            self._tensors[index].requires_grad_(trainable)
-
-    def call(self, pickled: bytes, conditions: Conditions) -> bytes | Failed | NotYet:
+    def call(self, pickled: bytes, conditions: Conditions) -> bytes:
         """Call a function.
 
         Args:
@@ -134,33 +106,26 @@ class Worker:
             conditions: of the chief.
 
         Returns:
-            What it returned, pickled, with tensors on the CPU; :class:`Failed` where it raised; :class:`NotYet` where
-            this worker has to wait for others before it may begin.
+            What it returned, pickled, with tensors on the CPU.
+
+        Raises:
+            NotYet: this worker has to wait for others before it may begin.
+            Exception: what the function has raised.
         """
         replica = self._replica
+        replica.adopt_conditions(conditions)
+        replica.expire()
+        replica.refresh()
+        fn, args, kwargs = references.load(pickled, self._resolve)
         try:
-            self._adopt(conditions)
-            replica.expire()
-            replica.refresh()
-            fn, args, kwargs = references.load(pickled, self._resolve)
-            try:
-                result = fn(*args, **kwargs)
-                replica.add_buffers()
-            finally:
-                replica.settle()
-                written = replica.take_back()
-            if written is not None:
-                raise RuntimeError(
-                    f"a scheduled function wrote to {written} itself, which would stay on this worker: let an "
-                    "optimizer step it, or write to it on the chief, between two calls of the coordinator"
-                )
-            return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))
-        except NotYet as early:
-            return early
-        except Exception as error:
-            trace = traceback.format_exc()
-            try:
-                references.load(references.dump(error))
-            except Exception:
-                return Failed(RuntimeError(f"{type(error).__name__}: {error}"), trace)
-            return Failed(error, trace)
+            result = fn(*args, **kwargs)
+            replica.add_buffers()
+        finally:
+            replica.settle()
+            written = replica.take_back()
+        if written is not None:
+            raise RuntimeError(
+                f"a scheduled function wrote to {written} itself, which would stay on this worker: let an optimizer "
+                "step it, or write to it on the chief, between two calls of the coordinator"
+            )
+        return references.dump(trees.map_leaves(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, result))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pathlib
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -236,12 +238,36 @@ def test_methods_of_what_holds_the_coordinator() -> None:
     assert trainer.coordinator.schedule(trainer.double).fetch() == 42
 
 
-def test_a_result_that_cannot_be_read_is_an_error() -> None:
-    class Odd(Exception):
-        def __init__(self, first: int, second: int) -> None:
-            super().__init__(first)
+class Unreadable(Exception):
+    def __init__(self, first: int = 1, *, second: int) -> None:
+        super().__init__(first)
 
+
+class Unsendable(Exception):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_a_result_that_cannot_be_read_is_an_error() -> None:
     side = Side(zeros)
     with pytest.raises(TypeError):
-        side.call(lambda: Odd(1, 2))
+        side.call(lambda: Unreadable(second=2))
+    assert side.call(lambda: 1) == 1
+
+
+def test_errors_of_all_kinds_arrive() -> None:
+    side = Side(zeros)
+
+    def fail(kind: type[Exception], **arguments: int) -> None:
+        raise kind(**arguments)
+
+    for kind in (StopIteration, OSError, ray.exceptions.ActorDiedError):  # the last one is no loss of the worker
+        with pytest.raises(kind) as error:
+            side.call(fail, kind)
+        assert type(error.value) is kind
+        assert "raised by a scheduled function on worker 0:\n" in str(error.value.__cause__)
+        assert "\x1b" not in str(error.value.__cause__)
+    for kind, arguments in ((Unreadable, {"second": 2}), (Unsendable, {})):
+        with pytest.raises(ray.exceptions.RayError, match=kind.__name__):
+            side.call(functools.partial(fail, kind, **arguments))
     assert side.call(lambda: 1) == 1

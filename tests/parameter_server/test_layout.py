@@ -15,7 +15,6 @@ from mirrored.parameter_server.partitioners import (
     MaxSizePartitioner,
     MinSizePartitioner,
     Partitioner,
-    bounds,
 )
 from towers.system.named import Named
 
@@ -45,8 +44,9 @@ def test_how_many_shards(partitioner: Partitioner, shape: tuple[int, ...], shard
     ("rows", "shards", "sizes"), [(13, 5, [3, 3, 3, 2, 2]), (4, 2, [2, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])]
 )
 def test_the_first_shards_have_a_row_more(rows: int, shards: int, sizes: list[int]) -> None:
-    edges = bounds(rows, shards)
-    assert [end - start for start, end in itertools.pairwise(edges)] == sizes
+    model = nn.Linear(2, rows, bias=False)
+    (variable,) = lay_out(named(model), 0, set(), turns(1), FixedShardsPartitioner(shards))
+    assert [len(part.of(model.weight)) for part in variable.parts] == sizes
 
 
 def named(model: nn.Module) -> list[Named]:
@@ -55,6 +55,17 @@ def named(model: nn.Module) -> list[Named]:
 
 def turns(servers: int) -> Iterator[int]:
     return itertools.cycle(range(servers))
+
+
+def test_parts_of_sparse_gradients() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    table(torch.tensor([4, 0, 3, 4])).sum().backward()
+    (variable,) = lay_out(named(table), 0, set(), turns(2), FixedShardsPartitioner(2))
+    gradient = table.weight.grad
+    assert gradient is not None
+    parts = [part.of(gradient) for part in variable.parts]
+    assert [part.coalesce().indices().tolist() for part in parts] == [[[0]], [[0, 1]]]
+    assert torch.equal(torch.cat([part.to_dense() for part in parts]), gradient.to_dense())
 
 
 def test_servers_take_turns() -> None:
