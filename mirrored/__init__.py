@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mirrored.local.options import LocalSGD as LocalSGD
     from mirrored.losses import compute_average_loss as compute_average_loss
     from mirrored.losses import scale_regularization_loss as scale_regularization_loss
+    from mirrored.monitor.monitor import Monitor as Monitor
     from mirrored.operations import ReduceOp as ReduceOp
     from mirrored.parameter_server.coordinator import ClusterCoordinator as ClusterCoordinator
     from mirrored.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
@@ -78,6 +79,7 @@ _NAMES = {
     "mirrored.evaluation.evaluator": "train_and_evaluate",
     "mirrored.local.options": "DiLoCo LocalSGD",
     "mirrored.losses": "compute_average_loss scale_regularization_loss",
+    "mirrored.monitor.monitor": "Monitor",
     "mirrored.operations": "ReduceOp",
     "mirrored.empty_shares.stand_in": "drop_stand_in",
     "mirrored.strategy.base": "Strategy",

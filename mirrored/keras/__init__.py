@@ -85,9 +85,10 @@ from mirrored.keras import (  # noqa: E402, F401  (they patch)
     trainer,
 )
 from mirrored.keras.checkpoints import Checkpoints  # noqa: E402
+from mirrored.keras.monitor import Monitor  # noqa: E402
 from mirrored.keras.tensorboard import TensorBoard  # noqa: E402
 from mirrored.strategy.engine import untraced  # noqa: E402
 
 untraced.traced |= {f"{__name__}.{module}" for module in ("batch_norm", "losses", "metrics", "patching", "steps")}
 
-__all__ = ["Checkpoints", "TensorBoard"]
+__all__ = ["Checkpoints", "Monitor", "TensorBoard"]

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from mirrored.keras.keras_private import CallbackList, first_epoch, write_nothing
+from mirrored.keras.monitor import Monitor
 from mirrored.keras.saving import read_in_turn
 from mirrored.keras.tensorboard import TensorBoard
 from mirrored.strategy.base import Strategy
@@ -82,7 +83,7 @@ def _follows_batches(callback: Any) -> bool:
     if any(name in vars(callback) for name in _BATCH_ENDS):  # of a LambdaCallback
         return True
     owners = (base for name in _BATCH_ENDS for base in kind.__mro__ if name in vars(base))
-    return any(owner not in _OF_KERAS and not issubclass(owner, Agreement) for owner in owners)
+    return any(owner not in _OF_KERAS and not issubclass(owner, (Agreement, Monitor)) for owner in owners)
 
 
 def _restore_in_turn(strategy: Strategy, callback: Any) -> None:

@@ -28,6 +28,7 @@ from mirrored.keras import callbacks as tower_callbacks
 from mirrored.keras import data
 from mirrored.keras.checkpoints import Checkpoints
 from mirrored.keras.keras_private import CallbackList, TorchTrainer, Trainer
+from mirrored.keras.monitor import Monitor
 from mirrored.keras.patching import around
 from mirrored.keras.saving import note_strategy, strategy_of
 from mirrored.keras.training import Training
@@ -161,6 +162,9 @@ def _with_checkpoints(model: Any, training: Training, arguments: dict[str, Any],
         ValueError: the data could not go on where a checkpoint was saved.
     """
     callbacks = keras.tree.flatten(arguments["callbacks"] or [])
+    for callback in callbacks:
+        if isinstance(callback, Monitor):
+            callback.training = training
     saving = [callback for callback in callbacks if isinstance(callback, Checkpoints)]
     if not saving:
         return arguments["callbacks"]

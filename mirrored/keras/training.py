@@ -20,6 +20,7 @@ from mirrored.keras.metrics import Metrics
 from mirrored.keras.patching import around
 from mirrored.keras.statistics import StepVariables
 from mirrored.keras.steps import Step, running
+from mirrored.shares import Share
 from mirrored.strategy.base import Strategy
 
 
@@ -34,6 +35,8 @@ class Training:
         self._variables = StepVariables(self._model, strategy.communicator)
         self._loop = data.Loop(strategy)
         self._newest: tuple[dict[str, Any], Step] | None = None
+        self.newest_share: Share | None = None  # of the last batch that was trained or tested on
+        self.is_read: Callable[[], bool] = lambda: False  # whether a monitor reads the logs of this batch
 
     @contextlib.contextmanager
     def loop(self, reads_every: int) -> Iterator[None]:
@@ -69,10 +72,12 @@ class Training:
         logs, step = self.run(function, batch, trains)
         if not isinstance(logs, dict):
             return logs
+        self.newest_share = step.share
         loop = self._loop
         loop.steps += 1
         self._newest = logs, step
-        if loop.reads_every and (loop.steps % loop.reads_every == 0 or not loop.logs):
+        regular = loop.reads_every and (loop.steps % loop.reads_every == 0 or not loop.logs)
+        if regular or (trains and self.is_read()):
             self.reduce()
         return loop.logs or logs
 

@@ -129,8 +129,7 @@ class Strategy(Gradients):
         every example once from now on, also where a tower's share is empty (:mod:`mirrored.attached.metrics`).
 
         Args:
-            sync_batch_norm: see :meth:`scope`; takes effect at once. A forward that was put on a BatchNorm object
-                is a TypeError.
+            sync_batch_norm: see :meth:`scope`; at once. A forward that was put on a BatchNorm object is a TypeError.
         """
         self._check_here("mirror()")
         self.engine.add(module, sync_batch_norm)
@@ -147,9 +146,8 @@ class Strategy(Gradients):
         """Call ``fn(*args, **kwargs)`` as this tower's replica and return what it returns.
 
         Inside, ``backward()`` averages gradients over the towers, losses know the size of the global batch that
-        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged; but where this
-        tower's share has no examples, the message of a built-in exception is extended: it says so, and how models that
-        cannot take an empty batch are trained.
+        ``args`` came from, and random numbers are this tower's own. Exceptions pass through unchanged; where this
+        tower's share has no examples, the text of a built-in one also says so, and how such models are trained.
 
         Raises:
             TypeError: ``args`` is no tuple or list, or ``kwargs`` no mapping; or ``fn`` returns a generator or
@@ -254,9 +252,8 @@ class Strategy(Gradients):
         Args:
             op: "sum", "mean", "min", "max", "prod" or :class:`ReduceOp`, in any case.
             value: nested tensors, numpy arrays or numbers.
-            axis: None reduces across towers only. An int or tuple also reduces those dimensions of each
-                tower's value, along which towers may differ in size; "mean" then divides by the number of
-                elements of all towers together, not towers' means by their number.
+            axis: None reduces across towers only. An int or tuple also reduces those dimensions, in which towers may
+                differ in size; "mean" then divides by the elements of all towers together, and is no mean of means.
 
         Returns:
             The structure of ``value``. Integers sum and multiply to int64 and average to floating point.
@@ -303,6 +300,12 @@ class Strategy(Gradients):
         if self.is_chief:
             print_while_terminal_lasts(*args, **kwargs)
 
+    def summary_writer(self, folder: str, **options: Any) -> Any:
+        """torch's ``SummaryWriter``, of tensorboard, on the chief; elsewhere an object whose methods do nothing."""
+        from mirrored.summaries import summary_writer
+
+        return summary_writer(self.is_chief, folder, **options)
+
     def say_once(self, text: str) -> None:
         """Log ``text`` on the chief, the first time it is said, when there are several towers."""
         if self._several and self.is_chief and text not in self._logged:
@@ -348,8 +351,7 @@ class Strategy(Gradients):
             global_batch_size: examples per step over all towers; left out for a ``DataLoader``.
             shuffle: a new order every epoch, from (seed, epoch).
             drop_last: leave out an incomplete last batch.
-            seed: default the initial seed of the generator that a ``DataLoader`` or its sampler was given, else the
-                strategy's seed, else 0.
+            seed: default that of the generator of a ``DataLoader`` or its sampler, else the strategy's, else 0.
             collate_fn: makes a batch of a list of examples; for an empty share, of one example and of two, of which
                 what grows with them is left out.
             num_workers: loader processes of each tower.
@@ -360,8 +362,7 @@ class Strategy(Gradients):
 
         Raises:
             ValueError, TypeError: the arguments contradict each other or the data.
-            DisagreementError: when an epoch begins, on all towers, when they were given data of another length
-                or other settings, or are at different places in it.
+            DisagreementError: when an epoch begins, on all towers: their data, settings or places in it differ.
         """
         return distribute(
             self._distribution,
@@ -385,8 +386,7 @@ class Strategy(Gradients):
     ) -> DistributedDataset:
         """Batches from the pipeline that ``fn(InputContext)`` builds on each tower.
 
-        The pipelines' batches are the towers' shares as they are. Towers whose pipeline ends first go on with
-        empty shares until all have ended.
+        The pipelines' batches are the towers' shares. A tower whose pipeline ends first goes on with empty shares.
 
         Args:
             stand_in, batch_dims: see :meth:`distribute_dataset`; a stand-in is an example of the pipeline's last batch.

@@ -7,7 +7,7 @@ import sys
 
 BENCHMARKS = (
     *("allreduce", "checkpoint", "device", "fit", "hosts", "local", "memory", "table"),
-    *("mirror", "parts", "scaling", "servers", "start", "step", "virtual"),
+    *("mirror", "monitor", "parts", "scaling", "servers", "start", "step", "virtual"),
 )
 
 

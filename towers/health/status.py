@@ -197,6 +197,7 @@ class Health:
         waits: what this tower waits in; None where it does not wait.
         deadlock: why a wait will never end, once that is known.
         followers: called with each phase that the tower enters.
+        callers: called with the name of each announced collective that begins, and with "" when it has succeeded.
     """
 
     def __init__(self, record: StatusRecord | None = None) -> None:
@@ -212,6 +213,7 @@ class Health:
         self.waits: Wait | None = None
         self.deadlock: str | None = None
         self.followers: list[Callable[[str], object]] = []
+        self.callers: list[Callable[[str], object]] = []
         self._counted: weakref.WeakSet[Counted] = weakref.WeakSet()
         self._running = False
         self._trains = False
@@ -312,9 +314,14 @@ class Health:
     @contextlib.contextmanager
     def at(self, call: str) -> Iterator[None]:
         """``with health.at("reduce('sum')"):`` names the collective that the block makes, until that has succeeded."""
-        self.record.call(call.encode())
+        self._tell(call)
         yield
-        self.record.call(b"")
+        self._tell("")
+
+    def _tell(self, call: str) -> None:
+        self.record.call(call.encode())
+        for follow in self.callers:
+            follow(call)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a checkpoint is being written, by whatever thread: a job that fails gives it time to be done."""

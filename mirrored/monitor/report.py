@@ -1,0 +1,135 @@
+"""One report: what all towers did in the steps since the last one, in numbers and as a line.
+
+[Note: waiting is a comparison] A tower cannot tell waiting for the others from moving bytes: both are one call that
+returns later. So towers send each other how long they were in collectives, step by step. The tower with the least time
+came last and waited for nobody, so its time is what moving takes, and what the others spent beyond it they waited. This
+needs no common clock, and holds for shared memory, Gloo and NCCL alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mirrored.monitor.timeline import COLLECTIVE
+
+Array = npt.NDArray[np.float64]
+
+PARTS = ("data", "compute", "wait", "move", "optimizer", "other")
+_COMPARED = 256
+"""Steps of a report that are compared one by one; the others' time is divided as theirs."""
+
+
+@dataclasses.dataclass
+class Report:
+    """What a monitor says of the steps since its last report. None where it is not known, or was not asked for.
+
+    Attributes:
+        step: the number of the last of them, from 1.
+        steps: how many of them were timed; the first of a run is not, nor is one whose operations are counted.
+        loss: the mean of their losses over the global batch.
+        examples_per_second: of all towers.
+        step_ms: how long one took, in milliseconds; without evaluations and reports.
+        parts_ms: what it was spent on, by the names of :data:`PARTS`; the mean over the towers. They add up to
+            ``step_ms``.
+        slowest_tower: the tower that the others waited for.
+        slowest_by_ms: how much later than the others' mean it came to a step's collectives.
+        slowest_part: what it spent more time on than the others.
+        learning_rate: of the first parameters of the optimizer that stepped last.
+        memory_bytes, memory_peak_bytes: of the fullest device, as torch has allocated it; of CPU towers the largest
+            process.
+        gradient_norm: of the last step, of all gradients that optimizers stepped on.
+        flops_per_second: floating-point operations of all towers.
+        mfu: that, as a fraction of what the devices can do.
+    """
+
+    step: int
+    steps: int = 0
+    loss: float | None = None
+    examples_per_second: float | None = None
+    step_ms: float | None = None
+    parts_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    slowest_tower: int | None = None
+    slowest_by_ms: float | None = None
+    slowest_part: str | None = None
+    learning_rate: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    gradient_norm: float | None = None
+    flops_per_second: float | None = None
+    mfu: float | None = None
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers that are known, by name, without the step; a part of the step is ``parts/data_ms`` and so on."""
+        flat = {name: value for name, value in vars(self).items() if name not in ("step", "steps", "parts_ms")}
+        flat |= {f"parts/{name}_ms": value for name, value in self.parts_ms.items()}
+        return {name: value for name, value in flat.items() if isinstance(value, (int, float))}
+
+    def record(self) -> dict[str, Any]:
+        """All that is known, as JSON values; a number that is not finite is None."""
+        known = {name: value for name, value in vars(self).items() if value is not None and value != {}}
+        return {
+            name: None if value in (math.inf, -math.inf) or value != value else value for name, value in known.items()
+        }
+
+    def line(self) -> str:
+        """All that is known, for people."""
+        said = []
+        if self.loss is not None:
+            said.append(f"loss {self.loss:.4g}")
+        if self.examples_per_second is not None:
+            said.append(f"{self.examples_per_second:,.0f} examples per second")
+        if self.step_ms is not None:
+            each = " + ".join(f"{name} {value:.1f}" for name, value in self.parts_ms.items())
+            said.append(f"step {self.step_ms:.1f} ms = {each}")
+        if self.slowest_tower is not None:
+            said.append(f"slowest: tower {self.slowest_tower}, by {self.slowest_by_ms:.1f} ms ({self.slowest_part})")
+        if self.learning_rate is not None:
+            said.append(f"lr {self.learning_rate:.3g}")
+        if self.gradient_norm is not None:
+            said.append(f"gradient norm {self.gradient_norm:.3g}")
+        if self.memory_bytes is not None and self.memory_peak_bytes is not None:
+            said.append(f"memory {self.memory_bytes / 2**30:.2f} GiB (peak {self.memory_peak_bytes / 2**30:.2f})")
+        if self.flops_per_second is not None:
+            mfu = f" (MFU {self.mfu:.1%})" if self.mfu is not None else ""
+            scale, unit = (1e12, "T") if self.flops_per_second >= 1e12 else (1e9, "G")
+            said.append(f"{self.flops_per_second / scale:,.1f} {unit}FLOP/s{mfu}")
+        return "  ".join(said)
+
+
+def sums(rows: Sequence[Sequence[float]]) -> Array:
+    """What a tower sends of its steps: the seconds of each part, then those in collectives of the last steps.
+
+    Args:
+        rows: seconds by part (:mod:`mirrored.monitor.timeline`) of each step.
+    """
+    table = np.array(rows, dtype=np.float64).reshape(-1, 5)
+    return np.concatenate([table.sum(axis=0), table[-_COMPARED:, COLLECTIVE]])
+
+
+def add_times(report: Report, towers: Array) -> None:
+    """Give a report of ``report.steps`` steps its times.
+
+    Args:
+        towers: a row of :func:`sums` for each tower.
+    """
+    each, calls = towers[:, :5] / report.steps * 1e3, towers[:, 5:] * 1e3
+    moving = calls.min(axis=0)  # see [Note: waiting is a comparison]
+    waited = 1 - moving.sum() / np.maximum(calls.sum(axis=1), 1e-9)
+    waits = each[:, COLLECTIVE] * waited
+    data, compute, collective, optimizer, other = each.mean(axis=0)
+    parts = (data, compute, waits.mean(), collective - waits.mean(), optimizer, other)
+    report.step_ms = float(each.sum(axis=1).mean())
+    report.parts_ms = dict(zip(PARTS, map(float, parts), strict=True))
+    if len(towers) > 1:
+        slowest = int(calls.sum(axis=1).argmin())
+        others = np.delete(calls, slowest, axis=0).mean()
+        more = each[slowest] - np.delete(each, slowest, axis=0).mean(axis=0)
+        more[COLLECTIVE] = -np.inf
+        report.slowest_tower, report.slowest_by_ms = slowest, float(others - calls[slowest].mean())
+        report.slowest_part = ("data", "compute", "", "optimizer", "other")[int(more.argmax())]
