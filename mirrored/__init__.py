@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from towers.errors import StartupError as StartupError
     from towers.errors import TowerFailedError as TowerFailedError
     from towers.errors import TowersError as TowersError
+    from towers.gradients.powersgd import PowerSGD as PowerSGD
     from towers.launching.launch import launch as launch
     from towers.options import CommunicationOptions as CommunicationOptions
 
@@ -90,6 +91,7 @@ _NAMES = {
         "CannotStartError CollectiveTimeoutError DeadlockError DisagreementError ForkedError HandshakeError "
         "MirrorError NonFiniteGradientError PeerLostError PortInUseError StartupError TowerFailedError TowersError"
     ),
+    "towers.gradients.powersgd": "PowerSGD",
     "towers.launching.launch": "launch",
     "towers.options": "CommunicationOptions",
 }

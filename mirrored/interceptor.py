@@ -24,8 +24,8 @@ class Interceptor:
         """The devices that a strategy takes where the script asks for ``requested``."""
         return requested
 
-    def synchronization(self, requested: Any) -> Any:
-        """How a strategy synchronizes its parameters where the script asks for ``requested``; None: in every step."""
+    def averaging(self, requested: Any) -> Any:
+        """What a strategy does in place of averaging all gradients in every step, and exactly; None: nothing."""
         return requested
 
     def running(self, replica: Any, fn: Callable[..., Any]) -> Callable[..., Any]:

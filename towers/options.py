@@ -19,6 +19,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class Compression:
+    """A way to send gradients in fewer bytes, which changes them: :class:`towers.gradients.powersgd.PowerSGD`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
     """Options of a strategy's communication; they must be the same on all towers.
@@ -33,6 +37,7 @@ class CommunicationOptions:
         wire_dtype: "same", or "bfloat16" to send float32 gradients so between devices or hosts: half the bytes, 8 bits
             of precision. What CPU towers average in shared memory is not sent and keeps its precision, and so do sparse
             gradients. With ``virtual_towers``, which promise bits, it is a ValueError.
+        compression: how gradients are averaged in fewer bytes, approximately: :class:`mirrored.PowerSGD`.
         bucket_bytes: gradients travel in buckets of about this many bytes.
         timeout_seconds: how long a collective may take before it is an error.
         startup_timeout_seconds: how long towers and workers wait for each other at the start.
@@ -42,11 +47,13 @@ class CommunicationOptions:
 
     Raises:
         ValueError: an unknown name, or a number that is not positive.
+        TypeError: ``compression`` is no way of compressing.
     """
 
     implementation: str = "auto"
     algorithm: str = "ring"
     wire_dtype: str = "same"
+    compression: Compression | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_seconds: float = 600.0
     startup_timeout_seconds: float = 300.0
@@ -61,6 +68,8 @@ class CommunicationOptions:
         ):
             if value not in choices:
                 raise ValueError(f"{field} is {value!r}, but must be one of {', '.join(choices)}")
+        if not isinstance(self.compression, Compression | None):
+            raise TypeError(f"compression is {self.compression!r}, but has to be mirrored.PowerSGD(…) or None")
         for field, kind, finite in (
             ("bucket_bytes", int, True),
             ("timeout_seconds", float, True),

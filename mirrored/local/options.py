@@ -100,5 +100,5 @@ def checked(training: Mapping[str, Any], communication: CommunicationOptions) ->
     }
     if wrong := next((text for text, applies in conflicts.items() if applies), None):
         raise ValueError(wrong)
-    chosen: LocalSGD | None = interceptor().synchronization(way)
+    chosen: LocalSGD | None = interceptor().averaging(way)
     return chosen

@@ -219,9 +219,9 @@ class Strategy(Gradients):
         self.events.check("check_mirrored()")
 
     def state_dict(self) -> dict[str, int]:
-        """The seed and the number of backwards so far, which decide what the next :meth:`backward` draws."""
-        virtual = self.engine.virtual
-        return {"seed": self.streams.seed, "backwards": virtual.step if virtual is not None else 0}
+        """The seed, and the number of backwards where that counts: for what the next one draws, or compression."""
+        counter = self.engine.counter
+        return {"seed": self.streams.seed, "backwards": counter.step if counter is not None else 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue where :meth:`state_dict` was taken, on any number of towers. All towers load the same.
@@ -234,8 +234,8 @@ class Strategy(Gradients):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"state of a strategy: {key} is {number!r}, but must be a whole number from 0")
         self.streams.seed = state["seed"]
-        if self.engine.virtual is not None:
-            self.engine.virtual.step = state["backwards"]
+        if self.engine.counter is not None:
+            self.engine.counter.step = state["backwards"]
 
     # -- values ------------------------------------------------------------------------------------------
 

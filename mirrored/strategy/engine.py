@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mirrored.attached.last_check import LastCheck
 from mirrored.attached.mirror_check import MirrorCheck
+from mirrored.interceptor import interceptor
 from mirrored.shares import Distribution
 from mirrored.strategy.guard import EarlyBackwardGuard, OptimizerGuard, guard_keras_layers
 from mirrored.strategy.options import TrainingOptions
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from mirrored.local.options import LocalSGD
     from mirrored.local.training import LocalTraining
     from mirrored.virtual.towers import VirtualTowers
+    from towers.gradients.powersgd import LowRankAverage
     from towers.sharding.transport import ShardTransport
 
 log = get_logger("mirrored")
@@ -76,6 +78,7 @@ class Engine:
         averager: averages gradients; at one tower it exists, with no parameters attached (but for watched gradients).
         virtual: the virtual towers, if there are any.
         local: counts local steps and synchronizes parameters, where towers step by themselves.
+        counter: counts backwards, where checkpoints have to know their number.
         recorder: what was created in the scope.
         is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
@@ -116,6 +119,14 @@ class Engine:
             watch = GradientWatch(channel, raises=training.nonfinite_gradients == "raise")
         self.events = events = distribution.events
         events.begin_run.append(functools.partial(_begin_run, weakref.ref(self)))
+        compressed: LowRankAverage | None = None
+        if communication.compression is not None:
+            from towers.gradients import powersgd
+
+            how = powersgd.checked(communication.compression, vars(training))
+            if interceptor().averaging(how) is not None and self._several:
+                compressed = powersgd.LowRankAverage(channel, how)
+        self.counter: LowRankAverage | VirtualTowers | None = compressed
         averager: GradientReducer
         if way is not None:
             from mirrored.local.training import LocalTraining
@@ -126,7 +137,7 @@ class Engine:
             averager = GradientAverager(
                 channel,
                 communication.bucket_bytes,
-                reduction=transport.reduction if transport is not None else None,
+                reduction=transport.reduction if transport is not None else compressed,
                 lazy=transport.lazy if transport is not None else None,
                 announce=functools.partial(announce, comm),
                 watch=watch,
@@ -139,7 +150,7 @@ class Engine:
             from mirrored.virtual.towers import VirtualTowers
 
             reducer = averager if self._several else None
-            self.virtual = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
+            self.virtual = self.counter = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
             events.mirrored.append(self.virtual.add)
             events.before_step.append(self.virtual.before_step)
         if self._several:

@@ -109,10 +109,10 @@ class StepLimit(Interceptor):
         """The devices of this run, whatever the script names."""
         return os.environ[DEVICES].split(",")
 
-    def synchronization(self, requested: Any) -> None:
-        """Gradients are averaged in every step."""
+    def averaging(self, requested: Any) -> None:
+        """All gradients are averaged in every step, and exactly."""
         if requested is not None:
-            self.trace.left_out.add("local steps")
+            self.trace.left_out.add("averaging")
 
     def folder(self, requested: pathlib.Path) -> pathlib.Path:
         """A folder of our own for each of the script's: both runs begin anew, and its own checkpoints stay."""

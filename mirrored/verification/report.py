@@ -22,7 +22,8 @@ _NOTES = (
     "Dropout is left out of both runs: several towers draw other numbers than one, as they should.",
     "Random numbers that run draws come from one stream in both runs, cut like the batch.",
     "Every tower was given the whole batch: right, but no faster than one tower; see distribute_dataset.",
-    "Gradients are averaged in every step of both runs: synchronize= is left out, and what it changes is not compared.",
+    "All gradients are averaged in every step of both runs, and exactly: synchronize= or compression= is left out, and "
+    "what it changes is not compared.",
 )
 
 BATCH_NORM_FIX = (
@@ -116,7 +117,7 @@ class VerificationReport:
         dropouts: whether dropout was left out of the comparison.
         followed: whether other random numbers were drawn in ``run``, and made independent of the towers.
         whole_batches: whether every tower was given the whole batch instead of its share: right, but a waste.
-        local_steps: whether local steps were left out of the comparison.
+        averaging: whether the script averages otherwise (local steps, compression), which was left out.
         results: how many values of ``reduce`` and ``gather`` were compared.
         buffers: how many buffers were compared.
         unreached: whether the script was ended before any evaluation came.
@@ -133,7 +134,7 @@ class VerificationReport:
     dropouts: bool
     followed: bool
     whole_batches: bool
-    local_steps: bool
+    averaging: bool
     results: int
     buffers: int
     unreached: bool
@@ -161,7 +162,7 @@ class VerificationReport:
         lines = [f"{self.script} on 1 tower and on {self.towers}: {steps} compared {limit}"]
         if self.rows:
             lines += ["", *self._table()]
-        notes = self.dropouts, self.followed, self.whole_batches, self.local_steps
+        notes = self.dropouts, self.followed, self.whole_batches, self.averaging
         for note, applies in zip(_NOTES, notes, strict=True):
             lines += ["", note] if applies else []
         if self.ended is not None:
@@ -230,7 +231,7 @@ def make_report(script: str, comparison: RunComparison, explanations: Sequence[E
             call.examples and all(share.examples == call.examples for share in shares)
             for call, shares in comparison.training_calls()
         ),
-        local_steps="local steps" in left_out,
+        averaging="averaging" in left_out,
         results=len(one.results),
         buffers=max((len(step.buffers) for step in many[0].steps), default=0),
         unreached=one.stopped,

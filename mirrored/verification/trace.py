@@ -321,7 +321,7 @@ class Trace:
         results: what ``strategy.reduce`` and ``strategy.gather`` returned.
         pairs: the lines of the script that make a number of each pair of this tower's examples in ``run``, and how many
             examples these are.
-        left_out: what was left out: "dropout", "local steps".
+        left_out: what was left out: "dropout", "averaging".
         refused_by: the batch norm layer that could not normalise a share of one example.
         counts_towers: the lines of the script that name ``num_replicas_in_sync``.
         raised: the exception that ended the script.

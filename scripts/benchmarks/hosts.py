@@ -5,10 +5,10 @@ needs root and iproute2). ``--shapes`` are hosts x CPU towers of each; ``--rates
 "none" for no limit; ``--delays`` ms from one host to another, which a program makes that takes up to some tenths of a
 core. "Computing" is the same step without any communication, on all towers at once. "The wire" is the time that the
 gradients' bytes, without headers, take at the cable's rate: 2 (H - 1) / H of them leave each of H hosts, and as many
-come in. ``--variants``: "ours"; "bf16", ours with ``wire_dtype="bfloat16"``. All variants take turns in the same
-processes, with one thread for each tower; medians over the turns are printed. What the cable really does is measured
-first, and how long forward, backward and the optimizer take: what the model of scripts/plan makes of these is compared
-with ours. Times are in milliseconds.
+come in. ``--variants``: "ours"; "bf16", ours with ``wire_dtype="bfloat16"``; "powersgd", ours with gradients compressed
+to rank 4, whose bytes count as none. All variants take turns in the same processes, with one thread for each tower;
+medians over the turns are printed. What the cable really does is measured first, and how long forward, backward and the
+optimizer take: what the model of scripts/plan makes of these is compared with ours. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ import mirrored
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import planning
 
-LABELS = {"ours": "ours", "bf16": "ours, bf16 on the wire"}
+LABELS = {"ours": "ours", "bf16": "bf16 on the wire", "powersgd": "PowerSGD"}
 """What is compared with DDP and the bound."""
+
+_OPTIONS = {
+    "bf16": mirrored.CommunicationOptions(wire_dtype="bfloat16"),
+    "powersgd": mirrored.CommunicationOptions(compression=mirrored.PowerSGD(rank=4, start_step=0)),
+}
+_BYTES = {"ours": 1.0, "bf16": 0.5, "powersgd": 0.0}  # of the gradients', that cross
 
 _PROBE = 2**23  # bytes that are sent to find the cable's rate
 _INSIDE = planning.Link(10e-6, 10e9)  # of two towers through shared memory, as scripts/bench allreduce has measured
@@ -107,13 +113,13 @@ def _print(name: str, hosts: int, rate: float | None, found: _Found, variants: S
     times, crossing = found.times, 2 * (hosts - 1) / hosts * found.nbytes
     print(f"{name}: the cable does {found.gigabits:.3g} Gbit/s, there and back in {found.round_trip * 1e3:.3g} ms")
     for variant in variants:
-        wire = 0.0 if rate is None else crossing * 8 / (rate * 1e9) / (2 if variant == "bf16" else 1)
+        wire = 0.0 if rate is None else crossing * 8 / (rate * 1e9) * _BYTES[variant]
         bounds = [max(compute, wire) for compute in times["bound"]]
         steps.print_row(f"  {LABELS[variant]} ÷ DDP", times[variant], times["DDP"])
         larger = "the wire" if wire > statistics.median(times["bound"]) else "computing"
         steps.print_row(f"  {LABELS[variant]} ÷ bound ({larger})", times[variant], bounds)
-    if {"ours", "bf16"} <= set(variants):
-        steps.print_row("  bf16 on the wire ÷ float32", times["bf16"], times["ours"])
+    for variant in variants[1:] if "ours" in variants else ():
+        steps.print_row(f"  {LABELS[variant]} ÷ ours", times[variant], times["ours"])
 
 
 def _planned(hosts: int, towers: int, found: _Found) -> tuple[list[float], list[float]]:
@@ -157,9 +163,9 @@ def _tower() -> None:
     chosen: dict[str, plain.Step] = {}
     if "ours" in variants:
         chosen["ours"] = work.ours()
-    if "bf16" in variants:
-        narrow = mirrored.CommunicationOptions(wire_dtype="bfloat16")
-        chosen["bf16"] = work.ours(mirrored.MirroredStrategy(communication=narrow))
+    for variant in variants:
+        if (options := _OPTIONS.get(variant)) is not None:
+            chosen[variant] = work.ours(mirrored.MirroredStrategy(communication=options))
     chosen |= {"DDP": work.ddp(), "bound": work.bare()}
     phases = _phases(work)
     times = steps.alternate(chosen, turns, seconds)

@@ -159,6 +159,9 @@ kept = (torch.rand(len(x), 1) < 0.9).float()""",
         evaluation='strategy.print(f"epoch {epoch}: {float(loss):.4f}")',
     ),
     "local steps": RIGHT.but(strategy="mirrored.MirroredStrategy(synchronize=mirrored.DiLoCo(every=4), seed=0)"),
+    "compression": RIGHT.but(
+        strategy="mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(compression=mirrored.PowerSGD()))"
+    ),
     "virtual towers": RIGHT.but(
         strategy="mirrored.MirroredStrategy(virtual_towers=4, seed=0)",
         model="nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))",

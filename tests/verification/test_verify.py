@@ -194,10 +194,11 @@ def test_virtual_towers_are_equal_to_the_bit(tmp_path: pathlib.Path) -> None:
     assert not report.dropouts  # nothing is left out
 
 
-def test_local_steps_are_left_out_which_is_said(tmp_path: pathlib.Path) -> None:
-    report = mirrored.verify(script_in(tmp_path, "local steps"), steps=2)
+@pytest.mark.parametrize("way", ["local steps", "compression"])
+def test_other_ways_of_averaging_are_left_out_which_is_said(tmp_path: pathlib.Path, way: str) -> None:
+    report = mirrored.verify(script_in(tmp_path, way), steps=2)
     assert report.equal
-    assert "synchronize= is left out, and what it changes is not compared" in plain(report)
+    assert "synchronize= or compression= is left out, and what it changes is not compared" in plain(report)
 
 
 def test_the_command() -> None:
