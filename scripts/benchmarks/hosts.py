@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 import mirrored
+from towers.options import GLOO_BUCKET_BYTES
 
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import planning
@@ -126,7 +127,8 @@ def _planned(hosts: int, towers: int, found: _Found) -> tuple[list[float], list[
     """What the model says of a step with the phases and the cable that were found, and what it took, turn by turn."""
     across = planning.Link(found.round_trip / 2, found.gigabits * 1e9 / 8)
     cluster = planning.Cluster(hosts, towers, _INSIDE, across)
-    planned = planning.step(planning.Model(found.nbytes, *found.phases), cluster, "hierarchical").total
+    model = planning.Model(found.nbytes, *found.phases, bucket=GLOO_BUCKET_BYTES)
+    planned = planning.step(model, cluster, "hierarchical").total
     return [planned] * len(found.times["ours"]), found.times["ours"]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from towers.collectives.arithmetic import add_by_tree
 from towers.errors import ArgumentError, DisagreementError, ForkedError, TowersError, out_of_step
 from towers.health.status import Health
+from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.memory_layout import contiguous
 
 _C = TypeVar("_C", bound="Caller")
@@ -175,6 +176,7 @@ class Communicator(PeerGroup):
             the backend can only sum, else 1.
         may_overlap: whether averages may run beside the computation, in the order in which they were submitted; else
             they run all at once when the first is awaited.
+        bucket_bytes: how large buckets of gradients are to be.
 
     Tensors must have one shape and dtype on all towers; where that is not certain, callers check it first
     (:mod:`towers.collectives.agreement`). Every wait has the deadline that the communicator was made with.
@@ -183,6 +185,7 @@ class Communicator(PeerGroup):
     backend: str
     prescale: float = 1.0
     may_overlap: bool = True
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:

@@ -32,7 +32,7 @@ class HierarchicalCommunicator(Communicator):
         self.towers, self.health = group.towers, group.health
         self._group = group
         self.backend = f"shared memory in and gloo across {len(hosts)} hosts"
-        self.prescale = local.prescale
+        self.prescale, self.bucket_bytes = local.prescale, group.bucket_bytes
         self._hosts = [list(towers) for towers in hosts]
         self._host = next(number for number, towers in enumerate(hosts) if group.index in towers)
         self._local = local

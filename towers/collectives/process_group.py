@@ -36,6 +36,7 @@ from towers.collectives.communicator import Communicator, Pending, keep_from_for
 from towers.health.failure import is_peer_lost, leave
 from towers.health.peers import Wait
 from towers.health.timeout_messages import connection_lost, timeout_error
+from towers.options import GLOO_BUCKET_BYTES
 from towers.system.log import get_logger
 from towers.system.torch_private import backend_of
 
@@ -73,6 +74,8 @@ class ProcessGroupCommunicator(Communicator):
         # NCCL divides while it sums.
         self._average = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.SUM
         self.prescale = 1.0 if backend == "nccl" else 1.0 / self.size
+        if backend == "gloo":
+            self.bucket_bytes = GLOO_BUCKET_BYTES
         self._group: Any = group
         self._timeout = timeout
         self._wire_dtype = wire_dtype

@@ -44,7 +44,6 @@ from towers.gradients.keys import Keys
 from towers.gradients.layout import BucketLayout
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.slots import Slot, handles_gradients
-from towers.options import DEFAULT_BUCKET_BYTES
 from towers.system.autograd_hooks import GradientHook, when_backward_is_done
 from towers.system.named import Named
 from towers.system.torch_private import current_graph_task_id, disable_dynamo
@@ -85,7 +84,7 @@ class GradientAverager(GradientReducer):
 
     Args:
         channel: a communicator that nothing else uses (see [Note: a channel of its own]).
-        bucket_bytes: size of a bucket.
+        bucket_bytes: size of a bucket; None: the channel's.
         reduction: how buckets are averaged; all-reduces by default.
         lazy: completes what ``reduction`` leaves incomplete, if that is anything.
         announce: tells the other towers, elsewhere than in ``channel``, what this one is about to do, and returns when
@@ -100,7 +99,7 @@ class GradientAverager(GradientReducer):
     def __init__(
         self,
         channel: Communicator,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         *,
         reduction: Reduction | None = None,
         lazy: Lazy | None = None,
@@ -108,7 +107,7 @@ class GradientAverager(GradientReducer):
         watch: Watch | None = None,
     ) -> None:
         self._channel = channel
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes or channel.bucket_bytes
         self._reduction = reduction or AllReduce(channel)
         self._lazy = lazy
         self._announce = announce
@@ -120,7 +119,7 @@ class GradientAverager(GradientReducer):
         self._arrivals: list[str] | None = None  # names, of the first backward, until their order is known
         self._any_unsynced = False
         self.keys = Keys(channel)
-        self.layout = BucketLayout([], bucket_bytes)
+        self.layout = BucketLayout([], self._bucket_bytes)
         self._lay_out([])
         keep_from_forks(self)
 
