@@ -91,7 +91,7 @@ class Monitor:
         self._flops = 0.0 if isinstance(flops, bool) else float(flops) / comm.size  # of a step of this tower
         self._counter = FlopCounterMode(display=False) if flops is True else None
         self._warm_up = 2 if flops is True else 1
-        dtype = torch.float64 if strategy.device.type in ("cpu", "cuda", "xpu") else torch.float32
+        dtype = torch.float32 if strategy.device.type in ("mps", "tpu") else torch.float64
         self._loss, self._losses = torch.zeros((), dtype=dtype, device=strategy.device), 0  # the sum, and of how many
         self._timeline = timeline = Timeline(strategy.health, strategy.events, strategy.device)
         self._detach = weakref.finalize(self, timeline.stop)
@@ -209,10 +209,10 @@ class Monitor:
             report.memory_bytes, report.memory_peak_bytes = int(memory.max()), int(peak.max())
         if not np.isnan(norm).any():
             report.gradient_norm = float(norm.mean())
-        if not steps:
+        if steps:
+            add_times(report, towers[:, 7:])
+        if not report.step_ms:
             return report
-        add_times(report, towers[:, 7:])
-        assert report.step_ms is not None
         if examples.any():
             report.examples_per_second = float(examples.max() / steps / report.step_ms * 1e3)
         if flops.any():

@@ -64,7 +64,7 @@ class Timeline:
             self._load: events.loaded,
         }
         self._device = device
-        self._on_device = device.type in ("cuda", "xpu")
+        self._on_device = device.type not in ("cpu", "mps", "tpu")  # which have events that tell the time
         self._phase = health.phase
         self._away = False
         self.examples = self._loaded = 0  # the second: of batches that no run has taken yet

@@ -1,8 +1,10 @@
 """What a monitor costs, and whether what it says is so.
 
 CPU towers take steps in turns, with a monitor that reports every 50th step and without one; the ratio is the median
-over the turns, each of which compares neighbours in time. Then the same steps with a monitor alone, beside a clock
-around the loop: as they are; with tower 1 sleeping in each step; and with a batch that each tower's loader sleeps for.
+over the turns, each of which compares neighbours in time. "Own work" is what the chief's thread computes for the
+monitor, reports included, without waiting; other programs do not disturb it much. Then the same steps with a monitor
+alone, beside a clock around the loop: as they are; with tower 1 sleeping in each step; and with a batch that each
+tower's loader sleeps for.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 import mirrored
+from mirrored.events import Events
 from mirrored.monitor import Report
+from mirrored.monitor.timeline import Timeline
+from towers.health import status
 
 SLEEP = 0.030  # seconds
 STEPS = 100
@@ -49,13 +54,37 @@ def _watched(strategy: mirrored.Strategy, step: Callable[[], Any], batches: Any)
     return seconds, monitor.report
 
 
-def _measure(case: str, turns: int, seconds: float, implementation: str) -> tuple[steps.Times, Any]:
-    """Seconds per step with a monitor and without; then what the clock and the monitor say of each kind of step."""
+def _seconds_of_a_stamp() -> float:
+    """Of this thread."""
+    health = status.Health()
+    timeline = Timeline(health, Events(health), torch.device("cpu"))
+    started = time.thread_time()
+    for _ in range(10_000):
+        timeline.enter(status.IN_STEP)
+        timeline.enter(status.BACKWARD)
+    timeline.take()
+    return (time.thread_time() - started) / 20_000
+
+
+def _measure(case: str, turns: int, seconds: float, implementation: str) -> tuple[steps.Times, float, Any]:
+    """Seconds per step with a monitor and without, and of its own work; then what the clock and the monitor say."""
     plain = steps.Work(case, steps.strategy(implementation))
     work = steps.Work(case, steps.strategy(implementation))
     strategy, step = work.strategy, work.ours()
+    phases: list[str] = []
+    spent: list[float] = []
     with mirrored.Monitor(strategy, every=50, show=False) as monitor:
-        times = steps.alternate({"without": plain.ours(), "with": lambda: monitor.step(step())}, turns, seconds)
+        strategy.health.followers.append(phases.append)
+
+        def watched_step() -> None:
+            loss = step()
+            started = time.thread_time()
+            monitor.step(loss)
+            spent.append(time.thread_time() - started)
+
+        times = steps.alternate({"without": plain.ours(), "with": watched_step}, turns, seconds)
+        strategy.health.followers.remove(phases.append)
+    own = (sum(spent) + len(phases) * _seconds_of_a_stamp()) / len(spent)
 
     def slow_step() -> Any:
         if strategy.topology.index == 1:
@@ -68,7 +97,7 @@ def _measure(case: str, turns: int, seconds: float, implementation: str) -> tupl
         "tower 1 sleeps": _watched(strategy, slow_step, range(STEPS + 1)),
         "loaders sleep": _watched(strategy, step, loader),
     }
-    return times, said
+    return times, own, said
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -76,11 +105,11 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     for case in options.cases:
         how = (case, options.turns, options.seconds, options.implementation)
-        times, said = mirrored.launch(_measure, how, devices=command.cpus(options.towers))[0]
-        ratio = steps.ratio_of(times["with"], times["without"])
+        times, own, said = mirrored.launch(_measure, how, devices=command.cpus(options.towers))[0]
+        ratio, step = steps.ratio_of(times["with"], times["without"]), statistics.median(times["without"])
         print(
-            f"{case}: a step of {statistics.median(times['without']) * 1e3:.2f} ms; with a monitor ÷ without "
-            f"{ratio.value:.4f} (quartiles {ratio.low:.4f}, {ratio.high:.4f})"
+            f"{case}: a step of {step * 1e3:.2f} ms; with a monitor ÷ without {ratio.value:.4f} (quartiles "
+            f"{ratio.low:.4f}, {ratio.high:.4f}); own work {own * 1e6:.0f} µs a step, {own / step:.2%}"
         )
         for name, (seconds, report) in said.items():
             parts = sum(report.parts_ms.values()) / seconds / 1e3

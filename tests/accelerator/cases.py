@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -165,6 +166,38 @@ def step_without_waiting(part: str) -> list[float]:
         for _ in range(3):
             strategy.run(step)
     return [float(p.sum()) for p in model.parameters()]
+
+
+def watch_without_waiting() -> list[float]:
+    """Steps with a monitor, which must not make the host wait for the device before it reports; what that says."""
+    strategy = mirrored.MirroredStrategy(seed=0)
+    with strategy.scope():
+        model = make_mlp(torch.float32).to(strategy.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    x, y = (tensor.to(strategy.device) for tensor in make_data(32, torch.float32))
+    losses: list[Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        losses.append(mirrored.compute_average_loss(F.cross_entropy(model(x), y, reduction="none")))
+        losses[-1].backward()
+        optimizer.step()
+
+    monitor = mirrored.Monitor(strategy, every=6, show=False, gradient_norm=True)
+    for context in (contextlib.nullcontext(), waiting_is_an_error(), contextlib.nullcontext()):
+        with context:
+            for _ in range(2):
+                strategy.run(step)
+                monitor.step(losses[-1])
+    report = monitor.report
+    assert report is not None
+    assert (report.step, report.steps, report.learning_rate) == (6, 5, 0.125)
+    assert sum(report.parts_ms.values()) == pytest.approx(report.step_ms, rel=1e-6)
+    assert report.loss == pytest.approx(float(strategy.reduce("sum", torch.stack(losses).mean())), rel=1e-5)
+    assert report.gradient_norm == pytest.approx(
+        float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    )
+    return [report.loss, report.gradient_norm]
 
 
 def same_bits() -> str:

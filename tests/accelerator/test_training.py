@@ -69,6 +69,10 @@ def test_a_step_waits_for_nothing_but_its_gradients(part: str, way: str, on_both
     on_both(cases.step_without_waiting, part, way=way)
 
 
+def test_a_monitor_waits_for_nothing_before_it_reports(way: str, on_both: OnBoth) -> None:
+    on_both(cases.watch_without_waiting, way=way)
+
+
 def test_virtual_towers_give_the_same_bits_on_one_and_two(
     way: str, server: Server, pair: list[str], on_both: OnBoth
 ) -> None:

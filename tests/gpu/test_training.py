@@ -65,6 +65,10 @@ def test_a_step_does_not_wait_for_the_gpu(part: str) -> None:
     assert results[0] == results[1]
 
 
+def test_a_monitor_does_not_wait_for_the_gpu_before_it_reports() -> None:
+    on_one_gpu(cases.watch_without_waiting)
+
+
 def test_virtual_towers_give_the_same_bits_on_one_and_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     two = on_one_gpu(cases.same_bits)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from mirrored.monitor.report import Report
+from mirrored.monitor.report import PARTS, Report
 from tests.support.jobs import WAYS, Settings, all_raise, run_program, text_of, towers
 from tests.verification.template import Script
 
@@ -139,6 +139,23 @@ def test_the_chief_writes_reports(tmp_path: pathlib.Path) -> None:
     assert lines[0]["parts_ms"] == report.parts_ms
     assert tracked[3]["parts/data_ms"] == written[3]["parts/data_ms"] == report.parts_ms["data"]
     assert all(isinstance(value, (int, float)) for numbers in tracked.values() for value in numbers.values())
+
+
+def with_a_writer(strategy: mirrored.Strategy, folder: str) -> Any:
+    with strategy.summary_writer(folder) as writer:
+        reports, _, _ = reports_and_losses(strategy, show=False, writer=writer)
+    return reports[2]
+
+
+def test_tensorboard_has_the_numbers_of_each_report(tmp_path: pathlib.Path) -> None:
+    board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    report = towers(with_a_writer, str(tmp_path))[0]
+    events = board.EventAccumulator(str(tmp_path)).Reload()
+    assert {"monitor/loss", "monitor/examples_per_second", "monitor/slowest_tower"} <= set(events.Tags()["scalars"])
+    assert {f"parts/{name}_ms" for name in PARTS} <= set(events.Tags()["scalars"])
+    losses = [(each.step, each.value) for each in events.Scalars("monitor/loss")]
+    assert [step for step, _ in losses] == [3, 6, 8]
+    assert losses[0][1] == pytest.approx(report.loss)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
