@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_checkpoint(commands)
     _add_doctor(commands)
+    _add_new(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, others = _split(words) if words[:1] == ["verify"] else (words, [])
     parsed = parser.parse_args(words)
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _doctor(parsed)
     if parsed.command == "checkpoint":
         return _inspect(parsed.path)
+    if parsed.command == "new":
+        return _new(parser, parsed.folder)
     return _play_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
 
 
@@ -198,6 +202,28 @@ def _doctor(parsed: argparse.Namespace) -> int:
     report = examine(os.environ)
     print(report.as_json() if parsed.json else report)
     return report.exit_code
+
+
+def _add_new(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    new = commands.add_parser(
+        "new",
+        help="make a project to begin with",
+        description="Makes a folder with a training script, a test of it on two CPU towers, and files for GitHub's CI, "
+        "for Docker and for pip. The folder's name becomes the project's.",
+    )
+    new.add_argument("folder", metavar="FOLDER", help="the new project: one that is not there yet, or is empty")
+
+
+def _new(parser: argparse.ArgumentParser, folder: str) -> int:
+    from mirrored.starter import create
+
+    try:
+        names = create(folder)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(f"{folder} has {', '.join(names)}. Next:\n")
+    print(f"    cd {shlex.quote(folder)} && python -m pytest\n    mirrored run --towers 2 train.py")
+    return 0
 
 
 def _devices(towers: int | None, requested: list[str] | None) -> list[str]:

@@ -137,8 +137,12 @@ def test_a_wheel_has_all_that_the_project_needs(wheel: pathlib.Path, python: pat
     packages = packages_of(python)
     names = {path.relative_to(ROOT) for part in _PARTS[:2] for path in (ROOT / part).rglob("*.py")}
     names |= {pathlib.Path(part, "py.typed") for part in _PARTS[:2]}
+    names |= {path.relative_to(ROOT) for path in (ROOT / "mirrored/starter").rglob("*-tpl")}
     assert sorted(name for name in names if not (packages / name).is_file()) == []
     assert run([str(python.parent / "mirrored"), "--version"]).strip() == f"mirrored {mirrored.__version__}"
+    run([str(python.parent / "mirrored"), "new", "demo"], cwd=wheel.parent)
+    assert (wheel.parent / "demo/requirements.txt").read_text() == f"./wheels/{wheel.name}\n"
+    assert (wheel.parent / "demo/.github/workflows/test.yml").is_file()
     program = f"""{IMPORT_ALL}
 import importlib.metadata
 import importlib.util
@@ -162,7 +166,7 @@ print([name for name in ("keras", "torchmetrics", "cloudpickle", "tqdm", "pytest
 
 
 BROUGHT = {"keras": "keras", "metrics": "torchmetrics", "notebook": "cloudpickle", "servers": "ray"}
-BROUGHT["tensorboard"] = "tensorboard"
+BROUGHT |= {"progress": "tqdm", "tensorboard": "tensorboard"}
 """By extra: the package that a part of ours imports, or lets torch import."""
 
 
