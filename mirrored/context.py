@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from mirrored.events import Events
 from mirrored.operations import ReduceOp, operation_name
 from mirrored.seeds import TowerStreams
 from mirrored.shares import KnownShares
@@ -39,6 +40,7 @@ class ActiveStrategy(Protocol):
 
     topology: Topology
     communicator: Communicator
+    events: Events
     device: torch.device
     num_replicas_in_sync: int
     is_chief: bool

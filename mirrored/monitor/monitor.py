@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mirrored.context import current_replica
+from mirrored.context import ActiveStrategy, current_replica
 from mirrored.monitor import measuring
 from mirrored.monitor.outputs import Output, Screen, json_lines, scalars, tracked
 from mirrored.monitor.report import Report, add_times, sums
 from mirrored.monitor.timeline import Timeline
-from mirrored.strategy.base import Strategy
 from towers.collectives.agreement import agree, announce
+from towers.collectives.communicator import Communicator
 
 
 class Monitor:
@@ -65,7 +65,7 @@ class Monitor:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: ActiveStrategy,
         *,
         every: int = 50,
         total: int | None = None,
@@ -93,10 +93,10 @@ class Monitor:
         self._warm_up = 2 if flops is True else 1
         dtype = torch.float32 if strategy.device.type in ("mps", "tpu") else torch.float64
         self._loss, self._losses = torch.zeros((), dtype=dtype, device=strategy.device), 0  # the sum, and of how many
-        self._timeline = timeline = Timeline(strategy.health, strategy.events, strategy.device)
+        self._timeline = timeline = Timeline(strategy.communicator.health, strategy.events, strategy.device)
         self._detach = weakref.finalize(self, timeline.stop)
         self._optimizers = measuring.Optimizers(
-            strategy.health,
+            strategy.communicator.health,
             lambda optimizer: _is_trained(strategy, optimizer),
             comm.size == 1,
             timeline.enter,
@@ -258,11 +258,11 @@ class Monitor:
         self.steps = state["steps"]
 
 
-def _check(strategy: object, loss: str, **positive: Any) -> None:
+def _check(strategy: Any, loss: str, **positive: Any) -> None:
     """Check a monitor's arguments; it raises what :class:`Monitor` raises."""
-    if not isinstance(strategy, Strategy):
+    if not isinstance(getattr(strategy, "communicator", None), Communicator):
         raise TypeError(f"mirrored.Monitor takes a strategy that trains in step, not a {type(strategy).__name__}")
-    if any(isinstance(getattr(each, "__self__", None), Timeline) for each in strategy.health.followers):
+    if any(isinstance(getattr(each, "__self__", None), Timeline) for each in strategy.communicator.health.followers):
         raise RuntimeError("this strategy has a monitor already: close it first, or give it all that is to be reported")
     if loss not in ("sum", "mean"):
         raise ValueError(f"loss is {loss!r}, but must be 'sum' or 'mean'")
@@ -272,7 +272,7 @@ def _check(strategy: object, loss: str, **positive: Any) -> None:
             raise ValueError(f"{name} is {number!r}, but must be a positive {'whole ' * whole}number")
 
 
-def _is_trained(strategy: Strategy, optimizer: torch.optim.Optimizer) -> bool:
+def _is_trained(strategy: ActiveStrategy, optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of a strategy's training, and does no other optimizer's work."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     return first is not None and strategy.is_mirrored(first) and not strategy.engine.is_inner_optimizer(optimizer)

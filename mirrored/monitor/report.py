@@ -88,7 +88,7 @@ class Report:
             each = " + ".join(f"{name} {value:.1f}" for name, value in self.parts_ms.items())
             said.append(f"step {self.step_ms:.1f} ms = {each}")
         if self.slowest_tower is not None:
-            said.append(f"slowest: tower {self.slowest_tower}, by {self.slowest_by_ms:.1f} ms ({self.slowest_part})")
+            said.append(self.slowest_line())
         if self.learning_rate is not None:
             said.append(f"lr {self.learning_rate:.3g}")
         if self.gradient_norm is not None:
@@ -100,6 +100,10 @@ class Report:
             scale, unit = (1e12, "T") if self.flops_per_second >= 1e12 else (1e9, "G")
             said.append(f"{self.flops_per_second / scale:,.1f} {unit}FLOP/s{mfu}")
         return "  ".join(said)
+
+    def slowest_line(self) -> str:
+        """The slowest tower, for people."""
+        return f"slowest: tower {self.slowest_tower}, by {self.slowest_by_ms:.1f} ms ({self.slowest_part})"
 
 
 def sums(rows: Sequence[Sequence[float]]) -> Array:
@@ -119,11 +123,7 @@ def add_times(report: Report, towers: Array) -> None:
         towers: a row of :func:`sums` for each tower.
     """
     each, calls = towers[:, :5] / report.steps * 1e3, towers[:, 5:] * 1e3
-    moving = calls.min(axis=0)  # see [Note: waiting is a comparison]
-    waited = 1 - moving.sum() / np.maximum(calls.sum(axis=1), 1e-9)
-    waits = each[:, COLLECTIVE] * waited
-    data, compute, collective, optimizer, other = each.mean(axis=0)
-    parts = (data, compute, waits.mean(), collective - waits.mean(), optimizer, other)
+    parts = parts_of_towers(towers, report.steps).mean(axis=0)
     report.step_ms = float(each.sum(axis=1).mean())
     report.parts_ms = dict(zip(PARTS, map(float, parts), strict=True))
     if len(towers) > 1:
@@ -133,3 +133,15 @@ def add_times(report: Report, towers: Array) -> None:
         more[COLLECTIVE] = -np.inf
         report.slowest_tower, report.slowest_by_ms = slowest, float(others - calls[slowest].mean())
         report.slowest_part = ("data", "compute", "", "optimizer", "other")[int(more.argmax())]
+
+
+def parts_of_towers(towers: Array, steps: int) -> Array:
+    """The milliseconds of a step by the parts of :data:`PARTS`: a row for each tower.
+
+    Args:
+        towers, steps: as :func:`add_times` takes them.
+    """
+    calls = towers[:, 5:]
+    waited = 1 - calls.min(axis=0).sum() / np.maximum(calls.sum(axis=1), 1e-9)  # see [Note: waiting is a comparison]
+    data, compute, collective, optimizer, other = towers[:, :5].T / steps * 1e3
+    return np.stack([data, compute, collective * waited, collective * (1 - waited), optimizer, other], axis=1)

@@ -22,8 +22,8 @@ from mirrored.seeds import TowerStreams
 from mirrored.shares import Distribution, KnownShares, cut_for
 from mirrored.strategy.calls import RunKinds, check_arguments, refuse_what_runs_later
 from mirrored.strategy.engine import Engine
-from mirrored.strategy.gradients import Gradients
 from mirrored.strategy.options import TrainingOptions
+from mirrored.strategy.records import Records
 from towers.collectives import values
 from towers.collectives.agreement import announce
 from towers.collectives.communicator import Communicator
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 log = get_logger("mirrored")
 
 
-class Strategy(Gradients):
+class Strategy(Records):
     """The common base of all strategies; make one of its subclasses.
 
     Every tower is a process that runs the whole script with a strategy of its own, so a "per-replica value"
@@ -203,7 +203,8 @@ class Strategy(Gradients):
         """
         self._check_here("barrier()")
         if self._several:
-            announce(self.communicator, "strategy.barrier()")
+            with range_("mirrored::barrier"):
+                announce(self.communicator, "strategy.barrier()")
 
     def check_mirrored(self) -> None:
         """Check now that all towers hold the same parameters, optimizer state and optimizer settings, bit for bit.
@@ -299,12 +300,6 @@ class Strategy(Gradients):
         """``print`` on the chief, nothing on the other towers."""
         if self.is_chief:
             print_while_terminal_lasts(*args, **kwargs)
-
-    def summary_writer(self, folder: str, **options: Any) -> Any:
-        """torch's ``SummaryWriter``, of tensorboard, on the chief; elsewhere an object whose methods do nothing."""
-        from mirrored.summaries import summary_writer
-
-        return summary_writer(self.is_chief, folder, **options)
 
     def say_once(self, text: str) -> None:
         """Log ``text`` on the chief, the first time it is said, when there are several towers."""

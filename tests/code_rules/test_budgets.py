@@ -15,10 +15,10 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 22_711, 9_059
+PRODUCT, CORE = 22_922, 9_079
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 23_770, "scripts": 3_006}
+AROUND = {"tests": 23_918, "scripts": 3_006}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400
@@ -27,6 +27,7 @@ ATTRIBUTES = 18
 ASSEMBLERS = {
     *("mirrored", "mirrored.cli", "mirrored.__main__", "towers"),  # what users call
     *("mirrored.strategy.base", "mirrored.strategy.engine", "mirrored.strategy.gradients"),
+    "mirrored.strategy.records",
     *("mirrored.losses", "mirrored.data.examples"),  # what a tower without examples needs
     *("mirrored.cluster", "mirrored.data.distribute", "towers.collectives.connecting"),  # one of several kinds
     *("towers.launching.agent", "towers.system.accelerator"),  # what one kind of device needs

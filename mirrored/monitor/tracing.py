@@ -1,0 +1,266 @@
+"""One trace of all towers for Perfetto, and where each tower's time went: ``with strategy.trace("trace.json"):``.
+
+Each tower profiles itself by ``torch.profiler``, moves its events onto tower 0's clock and sends them to all, packed;
+the chief writes one file. The summary comes from the stamps that the monitor takes, too (:mod:`.timeline`).
+
+[Note: one clock] Towers of one host share its clock. For those of another host a barrier bounds the difference: tower
+0 has begun it before this tower leaves it, and this tower has begun it before tower 0 leaves it. Of many barriers the
+narrowest bounds count, and the middle between them is off by half their distance at most. They are taken at both ends
+of a trace; between these the difference changes evenly.
+
+[Note: a traced step] goes from the end of the training run before it to the end of its own, so that it contains the
+loading of its batch. Runs that evaluate lie in the step that follows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import os
+import pathlib
+import socket
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.profiler import profile, record_function
+
+from mirrored.context import current_replica
+from mirrored.events import Events
+from mirrored.monitor.report import PARTS, Array, Report, add_times, parts_of_towers, sums
+from mirrored.monitor.timeline import Timeline
+from towers.collectives.agreement import announce
+from towers.collectives.communicator import Communicator
+from towers.launching.console import print_while_terminal_lasts
+from towers.system.machine import host_identity
+from towers.system.timeouts import clock
+from towers.system.torch_private import profiler_runs
+
+_BARRIERS = 20
+
+
+@dataclasses.dataclass
+class Trace:
+    """What a trace holds; filled when it is written, and the same on all towers.
+
+    Attributes:
+        path: its file, which the chief writes.
+        towers: the towers' names, with device and host.
+        parts_ms: of each tower, what a step was spent on: milliseconds by the names of ``Report.parts_ms``.
+        report: the same over all towers, with the slowest one; ``step`` is the last of its ``steps`` traced steps.
+        clock_error_ms: by how much the clocks of two hosts may still differ in it; 0 where there is one host.
+    """
+
+    path: str
+    towers: list[str] = dataclasses.field(default_factory=list)
+    parts_ms: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    report: Report = dataclasses.field(default_factory=lambda: Report(0))
+    clock_error_ms: float = 0.0
+
+    def __str__(self) -> str:
+        last, count = self.report.step, self.report.steps
+        lines = [f"trace of {self._steps(last, count)}: {self.path} (open it at https://ui.perfetto.dev)"]
+        if count:
+            width = max(map(len, self.towers))
+            lines.append(f"{'ms of a step':{width}}" + "".join(f"{name:>11}" for name in (*PARTS, "all")))
+            for name, parts in zip(self.towers, self.parts_ms, strict=True):
+                row = *parts.values(), sum(parts.values())
+                lines.append(f"{name:{width}}" + "".join(f"{ms:11.2f}" for ms in row))
+        if self.report.slowest_tower is not None:
+            lines.append(self.report.slowest_line())
+        if self.clock_error_ms:
+            lines.append(f"the hosts' clocks are aligned to {self.clock_error_ms:.3f} ms")
+        return "\n".join(lines)
+
+    @staticmethod
+    def _steps(last: int, count: int) -> str:
+        return f"steps {last - count + 1} to {last}" if count > 1 else f"step {last}" if count else "no step"
+
+
+class Tracing:
+    """Traces the towers between :meth:`start` and :meth:`stop`, which all of them call.
+
+    Args:
+        comm, events: the strategy's.
+        path: the file, which is packed where it ends in ``.gz``.
+        profiler: arguments of ``torch.profiler.profile``.
+    """
+
+    def __init__(self, comm: Communicator, events: Events, path: str | os.PathLike[str], **profiler: Any) -> None:
+        self.trace = Trace(os.fspath(path))
+        self._comm = comm
+        self._events = events
+        self._profiler = profile(**profiler)
+        self._call = f"strategy.trace({self.trace.path!r})"
+        self._step = contextlib.ExitStack()  # the range of the step that goes on
+        self._last = 0
+        self._clocks: list[tuple[float, float]] = []  # when, and how far tower 0's is ahead: seconds
+        self._origin = 0  # of the trace's times, in seconds since 1970
+
+    def start(self) -> None:
+        """Begin; raises what :meth:`mirrored.Strategy.trace` raises."""
+        if current_replica() is not None:
+            raise RuntimeError(f"{self._call} was called inside strategy.run(...): call it outside of it")
+        if profiler_runs():
+            raise RuntimeError(f"{self._call} was called while another trace or profiler runs: end that one first")
+        self._say("", self._touch)
+        self._compare_clocks()
+        self._timeline = Timeline(self._comm.health, self._events, self._comm.device)
+        self._profiler.start()
+        self._events.end_run.append(self._end_run)
+        self._begin_step()
+
+    def _touch(self) -> None:
+        pathlib.Path(self.trace.path).parent.mkdir(parents=True, exist_ok=True)
+        with open(self.trace.path, "ab"):
+            pass
+
+    def _say(self, what: str, on_chief: Callable[[], object]) -> None:
+        """Announce it to all towers, on which an OSError of the chief becomes a ValueError."""
+        error = None
+        try:
+            if self._comm.index == 0:
+                on_chief()
+        except OSError as raised:
+            error = raised
+        announce(self._comm, self._call + what, error=error)
+
+    def _begin_step(self) -> None:
+        self._step.enter_context(record_function(_step_name(self._comm.health.step + 1)))
+
+    def _end_run(self) -> None:
+        if not self._comm.health.evaluates:
+            self._step.close()
+            self._timeline.end_step()
+            self._last = self._comm.health.step
+            self._begin_step()
+
+    def abandon(self) -> None:
+        """End without a file, and without the other towers."""
+        self._events.end_run.remove(self._end_run)
+        self._timeline.stop()
+        self._step.close()
+        self._profiler.stop()
+
+    def stop(self) -> Trace:
+        """End it, and write the file.
+
+        Raises:
+            ValueError: on all towers: the chief cannot write it.
+        """
+        self.abandon()
+        rows = self._timeline.take()
+        self._compare_clocks()
+        name = f"tower {self._comm.index} ({self._comm.device}, {socket.gethostname()})"
+        body = zlib.compress(json.dumps(self._own_events(name), separators=(",", ":")).encode(), 1)
+        details = [name, len(rows), self._last, sums(rows).tolist(), self.trace.clock_error_ms]
+        replies = announce(self._comm, f"the end of {self._call}", details, body)
+        trace = self.trace
+        trace.towers = [reply.details[0] for reply in replies]
+        trace.clock_error_ms = max(reply.details[4] for reply in replies)
+        trace.report = Report(self._last, len(rows))
+        if rows:
+            towers = np.array([reply.details[3] for reply in replies])
+            add_times(trace.report, towers)
+            each = parts_of_towers(towers, len(rows))
+            trace.parts_ms = [dict(zip(PARTS, map(float, parts), strict=True)) for parts in each]
+        self._say(", its file", lambda: _write(trace.path, [reply.body for reply in replies]))
+        return trace
+
+    # -- the clock of tower 0 ----------------------------------------------------------------------------
+
+    def _compare_clocks(self) -> None:
+        """How far tower 0's clock is ahead of this host's now; see [Note: one clock]."""
+        with self._comm.health.at(self._call):
+            stamps = []
+            for _ in range(_BARRIERS):
+                begin = clock.wall_time()
+                self._comm.barrier()
+                stamps.append((begin, clock.wall_time()))
+            replies = self._comm.all_gather_bytes(json.dumps([host_identity(), stamps]).encode())
+        hosts, rows = zip(*map(json.loads, replies), strict=True)
+        self._origin = self._origin or int(rows[0][0][0])
+        ahead, error = 0.0, 0.0
+        if hosts[self._comm.index] != hosts[0]:
+            same = np.array([host == hosts[self._comm.index] for host in hosts])
+            ahead, error = difference_of_clocks(np.array(rows), same)
+        self._clocks.append((clock.wall_time() - self._origin, ahead))
+        self.trace.clock_error_ms = max(self.trace.clock_error_ms, error * 1e3)
+
+    def _own_events(self, name: str) -> list[dict[str, Any]]:
+        """This tower's events, on tower 0's clock, under numbers that no other tower has."""
+        with tempfile.TemporaryDirectory(prefix="mirrored-trace-") as folder:
+            file = pathlib.Path(folder, "trace.json")
+            self._profiler.export_chrome_trace(str(file))
+            recorded = json.loads(file.read_text(errors="replace"), strict=False)
+        (begin, at_begin), (end, at_end) = self._clocks
+        drift = (at_end - at_begin) / max(end - begin, 1e-9)
+        base = (recorded.get("baseTimeNanoseconds", 0) - self._origin * 10**9) / 1e3
+        unfinished = _step_name(self._last + 1)
+        found = [e for e in recorded["traceEvents"] if isinstance(e["pid"], int) and e["name"] != unfinished]
+        pids = dict.fromkeys([os.getpid(), *(event["pid"] for event in found if event["ph"] != "M")])
+        numbers = {pid: 1000 * (self._comm.index + 1) + count for count, pid in enumerate(pids)}
+        events: list[dict[str, Any]] = []
+        for pid, number in numbers.items():
+            label = name if pid == os.getpid() else f"{name}, device {pid}"
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": label}})
+            events.append({"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}})
+        for event in found:
+            if event["pid"] not in numbers or event["name"].startswith("process_"):
+                continue
+            event["pid"] = numbers[event["pid"]]
+            if event["ph"] == "M":
+                event.pop("ts", None)
+            else:
+                at = base + event["ts"]
+                event["ts"] = round(at + 1e6 * at_begin + drift * (at - 1e6 * begin), 3)
+            if isinstance(event.get("id"), int):  # of an arrow
+                event["id"] += self._comm.index << 32
+            events.append(event)
+        return events
+
+
+def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[float, float]:
+    """How many seconds tower 0's clock is ahead of a host's, and by how many that may be off.
+
+    Args:
+        stamps: before and after barriers, each by its tower's clock, in seconds: shape (towers, barriers, 2).
+        same: which towers are on that host.
+    """
+    begins, ends = stamps[..., 0], stamps[..., 1]
+    low = float((begins[0] - ends[same]).max())
+    high = float((ends[0] - begins[same]).min())
+    return (low + high) / 2, (high - low) / 2
+
+
+def _step_name(step: int) -> str:
+    return f"mirrored::step {step}"
+
+
+def _write(path: str, packed: Sequence[bytes]) -> None:
+    """Write the events of all towers as one JSON object."""
+    lists = [zlib.decompress(each)[1:-1] for each in packed]
+    with gzip.open(path, "wb") if path.endswith(".gz") else open(path, "wb") as file:
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n' + b",\n".join(lists) + b"\n]}\n")
+
+
+@contextlib.contextmanager
+def trace(
+    comm: Communicator, events: Events, path: str | os.PathLike[str], *, show: bool = True, **profiler: Any
+) -> Iterator[Trace]:
+    """See :meth:`mirrored.Strategy.trace`."""
+    tracing = Tracing(comm, events, path, **profiler)
+    tracing.start()
+    try:
+        yield tracing.trace
+    except BaseException:
+        tracing.abandon()  # towers may be out of step
+        raise
+    tracing.stop()
+    if show and comm.index == 0:
+        print_while_terminal_lasts(tracing.trace)
