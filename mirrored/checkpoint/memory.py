@@ -44,20 +44,18 @@ class Snapshots:
     """The newest snapshot of the tracked objects in the agents' memory. All towers make the same calls.
 
     Args:
-        offered: the folder that this tower's agent offers.
-        place: the folder of checkpoints on the disk; with the command and the job's token it tells jobs apart.
+        folder: in the memory of this tower's agent.
+        job: tells jobs apart.
         every: a snapshot is taken at multiples of so many steps.
 
     Raises:
         CheckpointError: on all towers: an agent's folder cannot be written to.
     """
 
-    def __init__(self, strategy: Strategy, offered: str, place: str, tracked: Sequence[Tracked], every: int) -> None:
+    def __init__(self, strategy: Strategy, folder: Folder, tracked: Sequence[Tracked], job: str, every: int) -> None:
         self._strategy, self._comm, self._every = strategy, strategy.communicator, every
-        job = _digest([os.environ.get(JOB_TOKEN), sys.argv, place])  # command lines may differ: tower 0's counts
-        self._job = announce(self._comm, "keeps snapshots in memory", job)[0].details
-        self._folder = _MemoryFolder(pathlib.Path(offered, _digest(place)), _Memory(pathlib.Path(offered)), keep=1)
-        self._saver = Saver(strategy, self._folder, tracked, {"job": self._job})
+        self._job, self._folder = job, folder
+        self._saver = Saver(strategy, folder, tracked, {"job": job})
 
     def save(self, step: int, *, wait: bool) -> None:
         """Take a snapshot after a step, if it is due. If one cannot be kept, that is a warning.
@@ -79,8 +77,11 @@ class Snapshots:
             self._saver.wait()
         intact, problems = [], []
         for step in self._folder.steps() if self._saver.writes else ():
+            path = self._folder.path / name_of(step)
             try:
-                self._check(step)
+                with contextlib.closing(StoredCheckpoint(path, in_memory=True)) as stored:
+                    if stored.manifest.get("job") != self._job:
+                        raise CheckpointError(f"{path} is a snapshot of another job")
                 intact.append(step)
             except CheckpointError as error:
                 problems.append(str(error))
@@ -95,17 +96,6 @@ class Snapshots:
             if not self._fetch(newest, source, lacks=self._saver.writes and newest not in intact):
                 return None
         return self._folder.path / name_of(newest)
-
-    def _check(self, step: int) -> None:
-        """Check a snapshot of this tower's agent.
-
-        Raises:
-            CheckpointError: it is damaged, or of another job.
-        """
-        path = self._folder.path / name_of(step)
-        with contextlib.closing(StoredCheckpoint(path, in_memory=True)) as stored:
-            if stored.manifest.get("job") != self._job:
-                raise CheckpointError(f"{path} is a snapshot of another job")
 
     def _fetch(self, step: int, source: int, lacks: bool) -> bool:
         """Take a snapshot over from tower ``source``, where this tower ``lacks`` it; whether all have it then."""
@@ -161,19 +151,24 @@ class Snapshots:
 def keep_snapshots(
     strategy: Strategy, folder: pathlib.Path, tracked: Sequence[Tracked], every: int
 ) -> Snapshots | None:
-    """Snapshots in memory, beside the checkpoints in ``folder``; None and a warning where a tower has no agent."""
-    offered = os.environ.get(MEMORY, "")
-    towers = announce(strategy.communicator, "keeps snapshots in memory", bool(offered))
+    """Snapshots in memory, beside the checkpoints in ``folder``; None and a warning where an agent does not keep them.
+
+    The command, the job's token and the folder on the disk tell jobs apart.
+    """
+    comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
+    local = [bool(offered), _digest([os.environ.get(JOB_TOKEN), sys.argv, place])]
+    towers = [announced.details for announced in announce(comm, "keeps snapshots in memory", local)]
     reason = (
-        "not all towers have an agent that keeps snapshots (those of 'python', 'mirrored run' and TF_CONFIG do, with "
-        "several devices or restarts=)"
+        "nothing would be left of a snapshot when the towers have ended, since their agent does not start them again. "
+        "Say restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep none)"
     )
-    if all(announced.details for announced in towers):
+    if offered and all(is_offered for is_offered, _ in towers):
+        kept = _MemoryFolder(pathlib.Path(offered, _digest(place)), _Memory(pathlib.Path(offered)), keep=1)
         try:
-            return Snapshots(strategy, offered, str(folder.absolute()), tracked, every)
+            return Snapshots(strategy, kept, tracked, towers[0][1], every)  # command lines may differ: tower 0's counts
         except CheckpointError as error:  # on all towers
             reason = str(error)
-    if strategy.communicator.index == 0:
+    if comm.index == 0:
         log.warning("memory_every_steps is without effect, checkpoints are on the disk only: %s", reason)
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -118,10 +118,10 @@ class MirroredStrategy(Strategy):
         min_towers: int | None = None,
         seed: int | None = None,
     ) -> None:
-        if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
-            raise ValueError(f"restarts is {restarts!r}, but must be a whole number from 0")
-        if min_towers is not None:
-            _check_min_towers(min_towers, restarts, virtual_towers)
+        if restarts != 0 or min_towers is not None:
+            from towers.launching.members import check_restarts
+
+            check_restarts(restarts, min_towers, virtual_towers)
         training = self._options(
             shard_optimizer, virtual_towers, mirror_check_interval, nonfinite_gradients, synchronize
         )
@@ -135,7 +135,8 @@ class MirroredStrategy(Strategy):
         if resolver.topology is not None:
             topology, communicator = resolver.topology, _join_towers(resolver.topology, named, communication)
         else:
-            device = _start_towers(resolver, named, communication, restarts, min_towers, virtual_towers)
+            again = {"restarts": restarts, "min_towers": min_towers, "virtual_towers": virtual_towers}
+            device = _start_towers(resolver, named, communication, again)
             topology, communicator = Topology(started_by=_started_by(resolver)), Alone(_use(device))
         super().__init__(topology, communicator, resolver, communication, seed, training)
         _announce(self)
@@ -207,14 +208,13 @@ def _start_towers(
     resolver: ClusterResolver,
     named: Sequence[Device] | None,
     options: CommunicationOptions,
-    restarts: int = 0,
-    min_towers: int | None = None,
-    virtual_towers: int | None = None,
+    again: Mapping[str, int | None],
 ) -> torch.device:
     """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 
     Args:
         named: the devices of this worker's towers, if any were named.
+        again: fields of the job, on starting again.
 
     Returns:
         The device of the only tower, where there is but one; else it does not return.
@@ -222,7 +222,7 @@ def _start_towers(
     refuse_unknown_peers()
     _for_shared(named, options)
     chosen = devices.for_worker(named)
-    if len(chosen) > 1 or resolver.workers > 1 or restarts:
+    if len(chosen) > 1 or resolver.workers > 1 or again["restarts"]:
         from towers.launching.job import Job, become
 
         log.debug("starting this program again as %d towers of worker %d", len(chosen), resolver.worker)
@@ -236,25 +236,11 @@ def _start_towers(
                 origin=resolver.origin,
                 started_by=_started_by(resolver),
                 startup_seconds=options.startup_timeout_seconds,
-                restarts=restarts,
-                min_towers=min_towers,
-                virtual_towers=virtual_towers,
                 rejoin_seconds=options.rejoin_timeout_seconds,
+                **again,
             )
         )
     return chosen[0]
-
-
-def _check_min_towers(count: int, restarts: int, virtual_towers: int | None) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"min_towers is {count!r}, but must be a positive whole number")
-    if not restarts:
-        raise ValueError(f"min_towers={count} is for jobs that start again: say restarts=, too")
-    if virtual_towers is not None and virtual_towers % count:
-        raise ValueError(
-            f"min_towers is {count}, but virtual_towers={virtual_towers} is cut into equal parts: say a number that "
-            "divides it"
-        )
 
 
 def _started_by(resolver: ClusterResolver) -> str:

@@ -30,7 +30,8 @@ ASSEMBLERS = {
     "mirrored.strategy.records",
     *("mirrored.losses", "mirrored.data.examples"),  # what a tower without examples needs
     *("mirrored.cluster", "mirrored.data.distribute", "towers.collectives.connecting"),  # one of several kinds
-    *("towers.launching.agent", "towers.system.accelerator"),  # what one kind of device needs
+    "mirrored.strategy.kinds",  # what starting again needs
+    *("towers.launching.agent", "towers.system.accelerator"),  # what several workers and one kind of device need
 }
 """The modules of the core that may import annexes, when a script asks for them."""
 
@@ -44,6 +45,12 @@ DEFAULT_RUN = Script(
     end="import sys\n\nstrategy.print(*sys.modules)",
 )
 """What most scripts do, on two CPU towers."""
+
+DEFAULT_AGENT = (
+    "import sys; from towers.launching import agent, job; "
+    "agent.run(job.Job(towers=2), [sys.executable, sys.argv[1]]); print(*sys.modules)"
+)
+"""The agent that such a script becomes, which lists its modules after those of the script."""
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -70,12 +77,12 @@ def lines_of_code(path: pathlib.Path) -> int:
 
 @functools.cache
 def core() -> frozenset[str]:
-    """The core: the modules that two towers of a script with default options load, and those of their agent."""
+    """The core: the modules that two towers of a script with default options load, and their agent, until they end."""
     with tempfile.TemporaryDirectory() as folder:
         script = pathlib.Path(folder, "script.py")
         script.write_text(DEFAULT_RUN.text())
         towers = run_program([str(script)], code=0)
-    agent = run_program(["-c", "import sys, towers.launching.agent; print(*sys.modules)"], code=0)
+        agent = run_program(["-c", DEFAULT_AGENT, str(script)], code=0)
     names = towers.stdout.split() + [name for name in agent.stdout.split() if name.partition(".")[0] == "towers"]
     return frozenset(names) & {name_of(path) for path in modules()}
 
@@ -120,6 +127,7 @@ def test_the_core_imports_annexes_in_its_assemblers_only() -> None:
     assert len(graph.modules) == len(list(modules()))
     importers = {name for name in core() if graph.find_modules_directly_imported_by(name) - core()}
     assert importers <= ASSEMBLERS
+    assert not core() & {"towers.launching.restarts", "towers.launching.failure_broadcast"}
     assert importers >= {"mirrored.strategy.engine", "towers.collectives.connecting"}
 
 

@@ -34,9 +34,9 @@ def make_agent_patient() -> None:
 
     def await_failure(broadcast: failure_broadcast.FailureBroadcast) -> str | None:
         """What another worker has published, a failure or that its towers have ended well; None for the latter."""
-        wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast.ends()))
+        wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast._ends()))
         return broadcast.received
 
     attempt._TOGETHER = exit_report._OTHERS_TOGETHER = HANG
     failure_broadcast._SECONDS = failure_broadcast._ANSWER_SECONDS = HANG
-    failure_broadcast.FailureBroadcast.await_failure = await_failure  # type: ignore[method-assign]
+    failure_broadcast.FailureBroadcast._await_failure = await_failure  # type: ignore[method-assign]

@@ -18,13 +18,13 @@ The other ways to the same towers:
 
 - ``mirrored run --towers 2 train.py`` is the agent (``agent.run``) from the start; it also sets DEVICES.
 - ``TF_CONFIG=… python train.py`` on every worker: each becomes an agent, ``{"towers": 1, "worker": 1, "workers": 2,
-  "addresses": […], …}``. The agents meet at the chief's address (``rendezvous.py``); JOB_TOKEN is the user's.
+  "addresses": […], …}``. The agents meet at the chief's address (``workers.py``); JOB_TOKEN is the user's.
   ``mirrored cluster`` starts such workers on one machine (``play_cluster.py``).
 - ``torchrun`` or ``srun`` start the towers themselves; no agent of ours is there.
 - ``mirrored.launch(fn)``: the caller supervises, and the towers are forked from a fork server that has torch loaded,
   with the variables that torchrun would set (``launch.py``).
 
 ``agent.py`` runs torchrun's engine, ``failure_broadcast.py`` tells the other workers, and ``exit_report.py`` says how
-the job ended. ``attempt.py`` supervises the towers, however they were started, and decides when they end. The names of
-the variables are in :mod:`towers.topology`.
+the job ended; where it may start again, ``restarts.py`` runs one attempt after the other. ``attempt.py`` supervises the
+towers, however they were started, and decides when they end. The names of the variables are in :mod:`towers.topology`.
 """

@@ -10,7 +10,8 @@ standard output only into files, and meets workers with a time-out that names no
   (:mod:`towers.launching.console`);
 - the first exception with its traceback, last which tower failed where, and its exit code (on workers whose towers did
   not fail, the sentence alone, and 1: :mod:`towers.launching.exit_report`);
-- workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.rendezvous`).
+- workers that find each other before a deadline, and say which are missing (:mod:`towers.launching.workers`);
+- on request, another start after a failure (:mod:`towers.launching.restarts`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,11 @@ from towers.launching.attempt import Attempt
 from towers.launching.exit_report import make_exit_report
 from towers.launching.fork_server import fork_towers
 from towers.launching.job import Job
-from towers.launching.rendezvous import JobEndedError, Rendezvous
-from towers.launching.restarts import Restarts
+from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
 from towers.system.log import get_logger
-from towers.topology import AGENT, DEVICES, FEWER_WORKERS, JOB_TOKEN, MEMORY, STARTED_BY
+from towers.topology import AGENT, DEVICES, JOB_TOKEN, STARTED_BY
 
-_MEMORY_FILES = 8
 _FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 log = get_logger("towers")
@@ -85,7 +84,7 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
         _die_by(signal.SIGINT)
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
-        return error.code if isinstance(error, JobEndedError) else 1
+        return 1
     log.debug("worker %d of %d has ended with exit code %d", job.worker, job.workers, code)
     if code < 0:
         _die_by(-code)
@@ -119,56 +118,41 @@ def _set_environment(job: Job) -> None:
 
 
 def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
-    """Run attempts at the job until one is the last, see [Note: attempts] in :mod:`towers.launching.restarts`.
+    """Run the towers; returns the exit code and the text that is printed last.
 
     On return, all that towers have printed has been passed on.
     """
     token = os.environ.get(JOB_TOKEN, "")
-    restarts, rendezvous = Restarts(job), Rendezvous(job, token)
-    with console.Relay() as relay:
-        _offer_memory(relay.directory / "memory")
-        while True:
-            joinable = job.min_towers is not None
-            attempt = Attempt(relay.directory, restarts.number, token=token, groups=True, joinable=joinable)
-            _run_attempt(job, program, attempt, rendezvous, relay)
-            code, text = make_exit_report(job, attempt)
-            attempt.broadcast.leave()
-            if not restarts.goes_on(attempt, code, text):
-                break
-            print(f"{text}\n{restarts.begin_next(code)}", file=sys.stderr, flush=True)
-    failure = text.splitlines()[-1].removeprefix("towers: ") if text else "the job has ended"
-    if last := restarts.last_words():
-        text = f"{text}\ntowers: {last}"
-    rendezvous.end(f"{failure}; {last}" if last else failure, abs(code), given_up=bool(last))
-    return code, text
-
-
-def _offer_memory(folder: pathlib.Path) -> None:
-    """Let towers keep bytes in files that last until this process ends, and have no name in any file system."""
-    if hasattr(os, "memfd_create"):
-        folder.mkdir()
-        for number in range(_MEMORY_FILES):
-            descriptor = os.memfd_create("towers-memory", os.MFD_CLOEXEC)
-            (folder / f"file{number}").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-        os.environ[MEMORY] = str(folder)
-
-
-def _run_attempt(
-    job: Job, program: Sequence[str], attempt: Attempt, rendezvous: Rendezvous, relay: console.Relay
-) -> None:
-    """Start the towers and wait for their end."""
     # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
     words = tuple(word.replace("$", "$$") for word in program[1:])
-    spec = WorkerSpec(
-        role="tower",
-        local_world_size=job.towers,
-        rdzv_handler=rendezvous,
-        entrypoint=program[0],
-        args=words,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
+    with console.Relay() as relay:
+
+        def run_attempt(attempt: Attempt, rendezvous: Rendezvous) -> tuple[int, str]:
+            spec = WorkerSpec(
+                role="tower",
+                local_world_size=job.towers,
+                rdzv_handler=rendezvous,
+                entrypoint=program[0],
+                args=words,
+                max_restarts=0,
+                monitor_interval=0.1,
+            )
+            Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
+            result = make_exit_report(job, attempt)
+            attempt.broadcast.leave()
+            return result
+
+        if job.restarts:
+            from towers.launching.restarts import run_attempts
+
+            return run_attempts(job, token, relay.directory, run_attempt)
+        if job.addresses:
+            from towers.launching.failure_broadcast import FailureBroadcast
+            from towers.launching.workers import WorkersRendezvous
+
+            attempt = Attempt(relay.directory, broadcast=FailureBroadcast(token), groups=True)
+            return run_attempt(attempt, WorkersRendezvous(job, token))
+        return run_attempt(Attempt(relay.directory, groups=True), Rendezvous(job, token))
 
 
 class TowerLogs(LogsSpecs):
@@ -200,7 +184,6 @@ class TowerLogs(LogsSpecs):
         for local, variables in envs.items():
             tower = int(variables["RANK"])
             variables.update(self._attempt.file_variables(tower), TORCHELASTIC_RESTART_COUNT=str(number))
-            variables.update({FEWER_WORKERS: "1"} if self._rendezvous.leaves_out else {})
             error_files[local] = ""  # torch would end with an error where a report is none
             if local == 0:
                 stdouts[local] = stderrs[local] = ""  # as they are: the terminal

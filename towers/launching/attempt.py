@@ -30,11 +30,12 @@ import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from torch.distributed import Store
+
 from towers.health.failure import EXIT_PREEMPTED, SAVING_SECONDS, FailureReport, report_path
 from towers.health.peers import Status
 from towers.health.status import StatusRecord, record_path
 from towers.launching import console
-from towers.launching.failure_broadcast import FailureBroadcast
 from towers.system.text import name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import ERROR_FILE, STATUS_RECORD
@@ -43,6 +44,42 @@ LAST_WORDS = 1.5
 """Seconds between asking a tower to end and killing it."""
 
 _TOGETHER = 5.0  # seconds in which towers that were preempted end, after the first of them
+
+
+class Broadcast:
+    """What the workers of a job tell each other of its end. One worker alone tells nobody, as here.
+
+    Attributes:
+        received: the failure that was published first, once it has been received.
+    """
+
+    received: str | None = None
+
+    def listen(self, store: Store | None, worker: int, workers: int) -> None:
+        """Listen from now on.
+
+        Args:
+            store: the agents' own, of this attempt.
+            worker, workers: this one, and how many there are.
+        """
+
+    def first_failure(self, sentence: str | None) -> str | None:
+        """What was published first of all, by this worker or another one.
+
+        Args:
+            sentence: tells the others what has failed here; None: only what another worker brought about.
+        """
+        return sentence
+
+    def await_ends(self, sentence: str, seconds: float) -> None:
+        """Wait until the towers of all workers have ended well, or something has failed.
+
+        Args:
+            sentence: tells the others that the towers of this worker have, and what the first of them did last.
+        """
+
+    def leave(self) -> None:
+        """Where this worker serves the store, wait for a moment until all know how the job has ended."""
 
 
 class Attempt:
@@ -61,10 +98,9 @@ class Attempt:
     Args:
         directory: private to the process that starts the towers.
         number: counts the attempts at the job.
-        token: the job's, with which workers sign.
+        broadcast: to the other workers, if there are any.
         grace: seconds that the others get to end by themselves, once one has failed.
         groups: whether every tower has a process group of its own, which signals can reach.
-        joinable: whether workers may join the job later: then towers save and end, for another attempt.
     """
 
     def __init__(
@@ -72,14 +108,13 @@ class Attempt:
         directory: pathlib.Path,
         number: int = 0,
         *,
-        token: str = "",
+        broadcast: Broadcast | None = None,
         grace: float = 0.0,
         groups: bool = False,
-        joinable: bool = False,
     ) -> None:
         self.directory = directory / f"attempt{number}"
         self.directory.mkdir()
-        self.broadcast = FailureBroadcast(token, joinable)
+        self.broadcast = broadcast or Broadcast()
         self.processes: dict[int, int] = {}
         self.endings: dict[int, int] = {}
         self.forwarded: signal.Signals | None = None
@@ -179,10 +214,7 @@ class Attempt:
         After a failure ``grace`` goes by first; the agent's is 0.
         """
         deadline = Deadline(seconds)
-        wait_until(lambda: self._is_over() or self.broadcast.joins, seconds)
-        if self.broadcast.joins and any(record.restores for record in self.records()):
-            self.send(signal.SIGTERM)
-        wait_until(self._is_over, deadline.remaining())
+        wait_until(self._is_over, seconds)
         if self.preempted:
             wait_until(lambda: self.note_endings() or self.failed, self._grace or _TOGETHER)
             return
@@ -194,11 +226,6 @@ class Attempt:
 
     def _is_over(self) -> bool:
         return self.note_endings() or any(self.endings.values()) or bool(self.broadcast.received)
-
-    def records(self) -> list[StatusRecord]:
-        """The status records of the towers that have one."""
-        found = (StatusRecord.find(self.directory, tower) for tower in self.processes)
-        return [record for record in found if record is not None]
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
         """End the towers that live, and the processes that failed towers have started.

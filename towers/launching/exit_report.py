@@ -59,20 +59,11 @@ def _failure(job: Job, attempt: Attempt) -> tuple[int, str]:
         sentence = f"{name} ended with exit code {code} {status}{alone}"
     lines.append(f"towers: {sentence}")
     is_consequence = report is not None and report.consequence
-    cause = _cause(job, attempt) if is_consequence else attempt.broadcast.publish_failure(sentence)
+    # Towers that only report that another one is gone are not the first failure, but one that ended well may be.
+    cause = attempt.broadcast.first_failure(_first_good_end(job, attempt) if is_consequence else sentence)
     if cause not in (None, sentence):
         lines.append(f"towers: first of all, {cause}")
     return 1 if code == EXIT_PREEMPTED else code if code > 0 else 128 - code, "\n".join(lines)
-
-
-def _cause(job: Job, attempt: Attempt) -> str | None:
-    """The job's first failure, where the towers of this worker only report that another tower is gone."""
-    broadcast = attempt.broadcast
-    if (sentence := _first_good_end(job, attempt)) is not None:
-        return broadcast.publish_failure(sentence)
-    if (failure := broadcast.await_failure()) is not None:
-        return failure
-    return broadcast.publish_failure(ends[0]) if (ends := broadcast.ends()) else None
 
 
 def _first_good_end(job: Job, attempt: Attempt) -> str | None:

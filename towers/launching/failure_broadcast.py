@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch.distributed import Store
 
 from towers.errors import HandshakeError
 from towers.joining.store import TIMEOUT, SignedStore
+from towers.launching.attempt import Broadcast
 from towers.system.text import printable
 from towers.system.timeouts import clock, in_time, wait_until
 
@@ -33,19 +34,20 @@ _SECONDS = 1.5  # for the store to answer, and for the others to read what is pu
 T = TypeVar("T")
 
 
-def replace_worker(store: Store, token: str, worker: int) -> None:
+def replace_worker(store: Store, token: str, place: int, worker: int) -> None:
     """End an attempt that a worker takes part in, whose agent was killed, see [Note: a worker that is started anew].
 
     Args:
         store: of the attempt.
+        place, worker: its index among the workers of the attempt, and among those of the job.
 
     Raises:
         HandshakeError: the worker's agent lives.
     """
     signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
-    signed.write(f"{_ASKED}{worker}", {})
-    wait_until(lambda: signed.read(f"{_LIVES}{worker}") is not None, _ANSWER_SECONDS, _INTERVAL / 2)
-    if (living := signed.read(f"{_LIVES}{worker}")) is not None:
+    signed.write(f"{_ASKED}{place}", {})
+    wait_until(lambda: signed.read(f"{_LIVES}{place}") is not None, _ANSWER_SECONDS, _INTERVAL / 2)
+    if (living := signed.read(f"{_LIVES}{place}")) is not None:
         host = printable(living.get("host"), 64)
         raise HandshakeError(
             f"worker {worker} is already taken by a process on {host}: end that one, or wait for its end"
@@ -62,7 +64,7 @@ def ask_to_join(store: Store, token: str, worker: int) -> None:
     SignedStore(store, token).connect_again(_PREFIX, TIMEOUT).publish(_JOINS, {"worker": worker})
 
 
-class FailureBroadcast:
+class FailureBroadcast(Broadcast):
     """One worker's side of it, see [Note: failures of other workers]. With one worker there are no others.
 
     Args:
@@ -71,25 +73,17 @@ class FailureBroadcast:
 
     Attributes:
         joins: whether one has asked to.
-        received: the failure that was published first, once it has been received.
     """
 
     def __init__(self, token: str, joinable: bool = False) -> None:
         self.joins = False
-        self._joinable = joinable
-        self.received: str | None = None
-        self._token = token
+        self._joinable, self._token = joinable, token
         self._store: SignedStore | None = None
         self._worker, self._workers = 0, 1
         self._knows = False  # how the job has ended, as the others are to know, too
 
     def listen(self, store: Store | None, worker: int, workers: int) -> None:
-        """Listen from now on, in a thread: a store whose host is gone may not answer.
-
-        Args:
-            store: the agents' own, of this attempt.
-            worker, workers: this one, and how many there are.
-        """
+        """In a thread: a store whose host is gone may not answer."""
         if store is None or (workers == 1 and not self._joinable):
             return
         self._store = signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
@@ -121,41 +115,33 @@ class FailureBroadcast:
         """Whether a worker has asked to join, by now."""
         return self.joins or (self._joinable and self._ask(lambda store: store.read(_JOINS)) is not None)
 
-    def publish_failure(self, sentence: str) -> str:
-        """Tell the others what has failed here; returns what was published first, perhaps by another worker.
-
-        It counts as received only when the listener has read it back, so worker 0 can wait until all know.
-        """
-        if self._store is not None and self.received is None:
+    def first_failure(self, sentence: str | None) -> str | None:
+        """It counts as received only when the listener has read it back, so worker 0 can wait until all know."""
+        sentence = sentence or self._await_failure() or next(iter(self._ends()), None)
+        if sentence is not None and self._store is not None and self.received is None:
             self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
             wait_until(lambda: self.received is not None, _SECONDS)
         return self.received or sentence
 
-    def await_failure(self) -> str | None:
+    def _await_failure(self) -> str | None:
         """What another worker publishes as the first failure; None when none does for a moment."""
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received
 
-    def ends(self) -> Sequence[str]:
+    def _ends(self) -> list[str]:
         """What the other workers have published of towers that have ended well."""
         keys = [f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker]
         messages = self._ask(lambda store: [store.read(key) for key in keys]) or []
         return [printable(message.get("sentence")) for message in messages if message is not None]
 
     def await_ends(self, sentence: str, seconds: float) -> None:
-        """Wait until the towers of all workers have ended well, or something has failed.
-
-        Args:
-            sentence: tells the others that the towers of this worker have, and what the first of them did last.
-        """
         self._ask(lambda store: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
         others = self._workers - 1
-        wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
+        wait_until(lambda: self.received is not None or len(self._ends()) >= others, seconds, pause=_INTERVAL / 2)
         if self.received is None:
             self._ask(self._acknowledge)
 
     def leave(self) -> None:
-        """Where this worker serves the store, wait for a moment until all know how the job has ended."""
         if self._knows and self._worker == 0:
             keys = [f"{_KNOWN}{worker}" for worker in range(self._workers)]
             wait_until(lambda: bool(self._ask(lambda store: store.read_all(keys))), _SECONDS)

@@ -144,24 +144,18 @@ def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
     stream = connection.makefile("rw")
     while line := _readline(stream):
         args, variables, streams = json.loads(line)
-        reader, writer = os.pipe()
         if (child := os.fork()) == 0:
             child = os.getpid()
-            if pid := os.fork():
-                os.write(writer, str(pid).encode())
+            if os.fork():
                 os._exit(0)
-            for file in (reader, writer):
-                os.close(file)
-            stream.close()
-            connection.close()
             while os.getppid() == child:
                 clock.sleep(0.001)
+            with contextlib.suppress(OSError):
+                print(os.getpid(), file=stream, flush=True)
+            stream.close()
+            connection.close()
             _become(args, variables, streams, path)
-        os.close(writer)
         os.waitpid(child, 0)
-        with contextlib.suppress(OSError):
-            print(os.read(reader, 20).decode(), file=stream, flush=True)
-        os.close(reader)
     os._exit(0)
 
 

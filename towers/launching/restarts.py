@@ -1,88 +1,122 @@
-"""When the towers of a job are started again after a failure.
+"""Towers that are started again after a failure: what the agent of a job with ``restarts`` does beyond others.
 
 [Note: attempts] The agent runs one attempt after the other, each of new processes, until one ends well or is preempted,
-a signal ends the agent itself, or :class:`Restarts` gives up. The script restores the newest checkpoint that all towers
-have, as when a person starts it again. The agent of worker 0 decides, and says so in the store that it serves for all
-attempts: the others wait there for its next one, or for what it has given up with.
-
-An agent that a scheduler has started in place of a killed one finds that its worker takes part in an attempt already.
-It asks for the next one, which ends the present attempt on all workers. Where it was worker 0's, a new store listens at
-its address, and the others find the first attempt of it there.
+a signal ends the agent itself, or it gives up. The script restores the newest checkpoint that all towers have, as when
+a person starts it again. With several workers the chief's agent decides, and the others follow it
+(:mod:`towers.launching.attempts`).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import pathlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
 from towers.health.failure import EXIT_PREEMPTED
+from towers.health.status import StatusRecord
 from towers.launching.attempt import Attempt
+from towers.launching.attempts import AttemptsRendezvous, JobEndedError
+from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
+from towers.launching.rendezvous import Rendezvous
+from towers.system.timeouts import Deadline, wait_until
+from towers.topology import MEMORY
+
+_MEMORY_FILES = 8
 
 
-class Restarts:
-    """Counts the attempts at a job, and decides whether there is another one.
+def run_attempts(
+    job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Attempt, Rendezvous], tuple[int, str]]
+) -> tuple[int, str]:
+    """Run attempts at a job until one is the last, see [Note: attempts].
 
     Args:
-        job: says how many there may be.
+        token: the job's.
+        directory: private to this process.
+        run_attempt: runs one to its end; returns how it has ended, as this function does.
 
-    Attributes:
-        number: of the present attempt on this worker, from 0.
+    Returns:
+        The exit code, and the text that is printed last.
     """
-
-    def __init__(self, job: Job) -> None:
-        self.number = 0
-        self._job = job
-        self._failures: list[str] = []  # of the attempts, the last line of each
-        self._against: str | None = None
-
-    def goes_on(self, attempt: Attempt, code: int, text: str) -> bool:
-        """Whether there is another attempt after this one, or this worker has to ask the chief.
-
-        Args:
-            code, text: how it has ended.
-        """
-        if code == EXIT_PREEMPTED and attempt.forwarded is None and attempt.broadcast.is_joined():
-            return True
-        if self._job.restarts == 0 or code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
-            return False
-        self._failures.append(text.splitlines()[-1].removeprefix("towers: "))
-        self._against = self._reason_against(attempt)
-        return self._against is None
-
-    def _reason_against(self, attempt: Attempt) -> str | None:
-        if self._job.worker > 0:  # worker 0 decides
-            return None
-        if len(self._failures) > self._job.restarts:
-            return f"it was, {self._job.restarts} times"
-        if self._failures[-1:] == self._failures[-2:-1]:
-            return "it was, and has failed in the same way at the same step"
-        if not self._job.from_the_start and (steps := _steps_to_lose(attempt)):
-            return (
-                f"the script restores no checkpoint, so its {steps} steps would be lost. Let a CheckpointManager save "
-                "and resume them; or say --from-the-start to mirrored run"
-            )
-        return None
-
-    def last_words(self) -> str:
-        """Why the job is not started again after a failure, and what the first one was; empty where none is awaited."""
-        if self._against is None:
-            return ""
-        first = f"; first of all, {self._failures[0]}" if self._failures[0] != self._failures[-1] else ""
-        return f"not started again: {self._against}{first}"
-
-    def begin_next(self, code: int) -> str:
-        """Count the next attempt; returns what is said of it.
-
-        Args:
-            code: how the one before has ended.
-        """
-        self.number += 1
-        if code == EXIT_PREEMPTED:
-            return "towers: all start again, with a worker that has come"
-        if self._job.worker > 0:
-            return "towers: worker 0 decides whether all start again"
-        return f"towers: all start again ({len(self._failures)} of {self._job.restarts} restarts)"
+    _offer_memory(directory / "memory")
+    rendezvous = AttemptsRendezvous(job, token) if job.addresses else Rendezvous(job, token)
+    failures: list[str] = []  # of the attempts, the last line of each
+    against = ""
+    try:
+        for number in itertools.count():
+            broadcast = FailureBroadcast(token, joinable=job.min_towers is not None)
+            attempt = RestartableAttempt(directory, number, broadcast=broadcast, groups=True)
+            code, text = run_attempt(attempt, rendezvous)
+            then = f"all start again ({len(failures) + 1} of {job.restarts} restarts)"
+            if code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
+                then = "all start again, with a worker that has come"
+            elif code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
+                break
+            elif job.worker > 0:
+                then = "worker 0 decides whether all start again"
+            else:
+                failures.append(_last_line(text))
+                if against := _reason_against(job, attempt, failures):
+                    break
+            print(f"{text}\ntowers: {then}", file=sys.stderr, flush=True)
+    except JobEndedError as error:
+        return error.code, f"towers: {error}"
+    end = _last_line(text) if text else "the job has ended"
+    if against:
+        text, end = f"{text}\ntowers: not started again: {against}", f"{end}; not started again: {against}"
+    if isinstance(rendezvous, AttemptsRendezvous):
+        rendezvous.end(end, abs(code), given_up=bool(against))
+    return code, text
 
 
-def _steps_to_lose(attempt: Attempt) -> int:
-    """How many steps the script would make once more, all of which a person would want to be asked about."""
+def _last_line(text: str) -> str:
+    return text.splitlines()[-1].removeprefix("towers: ")
+
+
+def _offer_memory(folder: pathlib.Path) -> None:
+    """Let towers keep bytes in files that last until this process ends, and have no name in any file system."""
+    if hasattr(os, "memfd_create"):
+        folder.mkdir()
+        for number in range(_MEMORY_FILES):
+            descriptor = os.memfd_create("towers-memory", os.MFD_CLOEXEC)
+            (folder / f"file{number}").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        os.environ[MEMORY] = str(folder)
+
+
+class RestartableAttempt(Attempt):
+    """An attempt whose towers save and end when a worker asks to join, for the next one."""
+
+    broadcast: FailureBroadcast
+
+    def wait(self, seconds: float = math.inf) -> None:
+        deadline = Deadline(seconds)
+        wait_until(lambda: self._is_over() or self.broadcast.joins, seconds)
+        if self.broadcast.joins and any(record.restores for record in self.records()):
+            self.send(signal.SIGTERM)
+        super().wait(deadline.remaining())
+
+    def records(self) -> list[StatusRecord]:
+        """The status records of the towers that have one."""
+        found = (StatusRecord.find(self.directory, tower) for tower in self.processes)
+        return [record for record in found if record is not None]
+
+
+def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[str]) -> str:
+    """Why the towers are not started again after these failures, as part of a sentence; empty: they are."""
+    first = f"; first of all, {failures[0]}" if failures[0] != failures[-1] else ""
+    if len(failures) > job.restarts:
+        return f"it was, {job.restarts} times{first}"
+    if failures[-1:] == failures[-2:-1]:
+        return f"it was, and has failed in the same way at the same step{first}"
     records = attempt.records()
-    return 0 if any(record.restores for record in records) else min((each.read().step for each in records), default=0)
+    steps = min((record.read().step for record in records), default=0)  # which a person would want to be asked about
+    if job.from_the_start or not steps or any(record.restores for record in records):
+        return ""
+    return (
+        f"the script restores no checkpoint, so its {steps} steps would be lost. Let a CheckpointManager save and "
+        f"resume them; or say --from-the-start to mirrored run{first}"
+    )

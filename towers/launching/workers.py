@@ -1,0 +1,98 @@
+"""How workers (machines) find each other, with a deadline and names.
+
+The chief worker serves a store at its own address of the cluster. Every worker publishes the cluster as it was given to
+it, and all compare. The same store then serves the agents and the towers, so one address is enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+from towers.errors import StartupError
+from towers.joining.participant import Participant
+from towers.joining.store import Message
+from towers.launching.job import Job
+from towers.launching.rendezvous import Rendezvous
+from towers.system import machine
+from towers.system.log import get_logger
+from towers.system.text import canonical_address, split_address
+
+log = get_logger("towers")
+
+
+class WorkersRendezvous(Rendezvous):
+    """Meets the workers whose addresses a job lists."""
+
+    def __init__(self, job: Job, token: str) -> None:
+        super().__init__(job, token)
+        self._doubt = ""  # whether others find the chief, as a sentence
+        self._worker = Participant(
+            kind="worker",
+            index=job.worker,
+            names=job.addresses,
+            address=split_address(job.addresses[0]),
+            chief_serves=True,
+            origin=job.origin,
+            token=token,
+            seconds=job.startup_seconds,
+        )
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet all workers.
+
+        Raises:
+            StartupError: the address cannot be used, the chief does not answer, or workers are missing.
+            HandshakeError: the workers' clusters, versions or job tokens differ, or two claim one index.
+        """
+        seconds = self._job.startup_seconds
+        tcp = self._open_store(seconds)
+        self.attempt += 1
+        return self._meet(tcp, seconds)
+
+    def _open_store(self, seconds: float) -> TCPStore:
+        """The store, which the chief serves and the others join within so many seconds."""
+        if self._worker.serves and self._tcp is not None:
+            return self._tcp
+        hosts = [split_address(address)[0] for address in self._job.addresses[1:]]
+        self._tcp = dataclasses.replace(self._worker, seconds=seconds).open_store(hosts)
+        if self._worker.serves and not machine.is_reached_at(*self._worker.address):
+            self._doubt = (
+                f"the address of worker 0, {self._job.addresses[0]} (from {self._job.origin}), does not lead to this "
+                "machine, which is worker 0"
+            )
+            print(f"towers: {self._doubt}: no other worker will find it there", file=sys.stderr, flush=True)
+        return self._tcp
+
+    def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:
+        """Wait so many seconds for the workers of the present attempt, and compare their clusters."""
+        job, info = self._job, self._info(tcp)
+        if info.world_size > 1:
+            names = [job.addresses[member] for member in self.members]
+            worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
+            try:
+                worker.handshake(info.store, {"addresses": list(job.addresses), "origin": job.origin}, compare_clusters)
+            except StartupError as error:
+                raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
+        log.debug("worker %d of %d has joined the others at %s:%d", job.worker, job.workers, tcp.host, tcp.port)
+        return info
+
+
+def compare_clusters(index: int, message: Message, other: int, reference: Message) -> str | None:
+    """What differs between two workers' descriptions of their cluster, or None."""
+    if other > index:
+        return compare_clusters(other, reference, index, message)
+    addresses, others = message["addresses"], reference["addresses"]
+    text = f"the workers were given different clusters (worker {index} by {message['origin']}): "
+    if len(addresses) != len(others):
+        return (
+            f"{text}worker {index} knows {len(addresses)} workers {addresses}, worker {other} knows {len(others)} "
+            f"{others}"
+        )
+    for i, (a, b) in enumerate(zip(addresses, others, strict=True)):
+        if canonical_address(a) != canonical_address(b):
+            return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
+    return None
