@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--towers", type=int, help="how many; default: one per device, else per visible GPU, else one")
     run.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
     run.add_argument("--restarts", type=int, default=0, help="how often all start again after a failure (default 0)")
+    run.add_argument(
+        "--min-towers", type=int, help="restart with so many at least where devices are lost; default: all"
+    )
     run.add_argument("--from-the-start", action="store_true", help="restart also where no checkpoint is restored")
     run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
@@ -61,16 +64,18 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
         parsed.towers = parsed.towers or (None if parsed.devices else 1)
     try:
         names = _devices(parsed.towers, parsed.devices)
+        if parsed.restarts or parsed.min_towers is not None:
+            from towers.launching.members import check_restarts
+
+            check_restarts(parsed.restarts, parsed.min_towers, None)
     except ValueError as error:
         parser.error(str(error))
-    if parsed.restarts < 0:
-        parser.error(f"--restarts is {parsed.restarts}, but must be at least 0")
     program = _program(parser, parsed)
     from towers.launching import agent
     from towers.launching.job import Job
 
     kind, by = names[0].partition(":")[0], f"mirrored {parsed.command}"
-    again = {"restarts": parsed.restarts, "from_the_start": parsed.from_the_start}
+    again = {name: getattr(parsed, name) for name in ("restarts", "min_towers", "from_the_start")}
     job = Job(towers=len(names), devices=tuple(names), kind=kind, started_by=by, log_dir=parsed.log_dir, **again)
     return agent.run(job, program, sys.path[not getattr(sys.flags, "safe_path", False) :])
 

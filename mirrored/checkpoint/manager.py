@@ -131,7 +131,7 @@ class CheckpointManager:
         self._requested_save = False
         self._saver = Saver(strategy, self._folder, tracked)
         self._restorer = Restorer(strategy, self._folder, tracked, self._saver.writes)
-        every = memory_every_steps
+        every = None if interceptor().compares else memory_every_steps
         self._snapshots = None if every is None else keep_snapshots(strategy, self.folder, tracked, every)
 
     def step(self) -> None:

@@ -70,6 +70,7 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         folder: is made when it is missing. One run at a time writes there.
         every_steps: saves after so many batches; default: when the run ends, or a signal asks for it.
         every_seconds: saves when so much time has passed.
+        memory_every_steps: keeps a snapshot in memory after so many batches, for jobs with ``restarts``.
         keep: how many of the newest are kept, at least 2.
 
     Attributes:
@@ -82,11 +83,17 @@ class Checkpoints(keras.callbacks.Callback):  # type: ignore[misc]
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
+        memory_every_steps: int | None = None,
         keep: int = 2,
     ) -> None:
         super().__init__()
         self._folder = folder
-        self._settings: dict[str, Any] = {"every_steps": every_steps, "every_seconds": every_seconds, "keep": keep}
+        self._settings: dict[str, Any] = {
+            "every_steps": every_steps,
+            "every_seconds": every_seconds,
+            "memory_every_steps": memory_every_steps,
+            "keep": keep,
+        }
         self._stack: contextlib.ExitStack | None = None
         self.manager: CheckpointManager | None = None
         self._resumes = False

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -85,7 +86,8 @@ class MirroredStrategy(Strategy):
             its newest checkpoint. A failure that comes back at the same step is the last.
         min_towers: with so many towers a job of several workers goes on where not all of them have come back within
             ``rejoin_timeout_seconds`` after a failure, and with more when they have come; with ``virtual_towers``, with
-            the largest number that divides these, to the same bits. None: with all of them only.
+            the largest number that divides these, to the same bits. On one machine, with the devices that are left.
+            None: with all of them only.
         seed: seeds Python's, NumPy's and torch's generators; also the default seed of ``distribute_dataset``.
             With and without it, the generators give equal numbers on all towers outside ``run`` (without it, as
             tower 0's happen to be) and different numbers inside. With it, the numbers outside ``run`` do not depend on
@@ -208,7 +210,7 @@ def _start_towers(
     resolver: ClusterResolver,
     named: Sequence[Device] | None,
     options: CommunicationOptions,
-    again: Mapping[str, int | None],
+    again: Mapping[str, Any],
 ) -> torch.device:
     """No launcher has started towers: replace this process by an agent that runs this program once per tower.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 from typing import Any
 
 import pytest
@@ -43,6 +45,21 @@ def test_two_towers_share_a_device() -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("devices [0, 0], loss ")
     assert result.stderr.count("gradients go through the hosts' memory: so it was asked, or towers share a dev") == 1
+
+
+def test_a_job_goes_on_without_a_device_that_is_lost(tmp_path: pathlib.Path) -> None:
+    """The device is one that torch loads by itself, as others have to be found by the agent, too."""
+    (tmp_path / "sim-1.dist-info").mkdir()
+    (tmp_path / "sim-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: sim\nVersion: 1\n")
+    (tmp_path / "sim-1.dist-info/entry_points.txt").write_text("[torch.backends]\nsim = tests.simulated_device:load\n")
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    variables = {"PYTHONPATH": paths, "SIMULATED_LOST": str(tmp_path / "lost")}
+    words = ["-m", "mirrored", "run", "--restarts", "1", "--min-towers", "1"]
+    script = str(ROOT / "tests" / "programs" / "simulated_restarts.py")
+    result = run_program([*words, script, str(tmp_path)], env=variables, timeout=HANG)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "2 after step 0\n1 after step 2\nhas ended after step 6\n"
+    assert "towers: 1 of 2 towers go on, on the devices that are left\n" in result.stderr
 
 
 def test_verify() -> None:

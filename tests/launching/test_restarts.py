@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 import signal
-from collections.abc import Sequence
 
 import pytest
 
 import mirrored
 from tests.support import shared_memory
-from tests.support.clusters import free_ports, start_agent, tf_configs
 from tests.support.commands import Command, run_command
-from tests.support.jobs import ROOT, run_program
+from tests.support.jobs import run_program
 from tests.support.patience import PATIENT_AGENTS
+from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import wait_until
 from towers.launching.job import Job
+from towers.launching.members import choose_members, on_devices_left
 
-PROGRAM = str(ROOT / "tests/programs/restarts.py")
 RUN = ["mirrored", "run", "--towers", "2"]
 
 
@@ -115,43 +113,6 @@ def _run(*words: str) -> int | None:
     return command_line("mirrored", *RUN[1:], *words)
 
 
-class Workers:
-    """The two workers of a cluster, whose agents are started, killed and started again."""
-
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        towers: int = 1,
-        min_towers: int | None = None,
-        words: Sequence[str] = (),
-        **variables: str,
-    ) -> None:
-        self.folder = folder
-        self._towers, self._min_towers, self._words = towers, min_towers, words
-        self._addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
-        # Agents that are killed have nothing to say, however long others wait for it.
-        self._variables = {"TOWERS": str(towers), PATIENT_AGENTS: "", **variables}
-        self.agents = [self.start(0), self.start(1)]
-
-    def start(self, index: int, *more: str, **variables: str) -> Command:
-        config = tf_configs(self._addresses)[index]
-        job = Job(self._towers, index, 2, self._addresses, "TF_CONFIG", restarts=2)
-        if self._min_towers is not None:
-            job = dataclasses.replace(job, min_towers=self._min_towers, virtual_towers=4, rejoin_seconds=2.0)
-        words = (PROGRAM, str(self.folder), *self._words, *more)
-        return start_agent(job, *words, TF_CONFIG=config, **{**self._variables, **variables})
-
-    def replace(self, index: int, *more: str) -> None:
-        """Kill a worker's agent, and with it its towers; start another one in its place, as a scheduler does."""
-        self.agents[index].kill()
-        self.agents[index].communicate()
-        self.agents[index] = self.start(index, *more)
-
-    def end(self) -> list[tuple[str, str, int | None]]:
-        """What each agent has printed, and its exit code."""
-        return [(*agent.communicate(), agent.returncode) for agent in self.agents]
-
-
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize(
     ("words", "disk", "step"), [([], {}, 2), (["memory"], {"DISK": "100"}, 3)], ids=["disk", "memory"]
@@ -167,6 +128,18 @@ def test_a_worker_that_is_started_anew_joins_the_others(
     ends = workers.end()
     assert [code for *_, code in ends] == [0, 0], ends
     assert ends[0][0].splitlines()[-2:] == [f"goes on after step {step}", undisturbed]
+
+
+def test_a_worker_is_started_anew_again_and_again(undisturbed: str, tmp_path: pathlib.Path) -> None:
+    """At other steps, the same words are another failure."""
+    workers = Workers(tmp_path, FAIL="4:wait:0,10:wait:0")
+    for step in (4, 10):
+        wait_until((tmp_path / f"failed{step}").exists)
+        workers.replace(1)
+        (tmp_path / f"go{step}").touch()
+    (output, errors, code), (_, _, other) = workers.end()
+    assert (code, other) == (0, 0), errors
+    assert output.splitlines()[1:] == ["goes on after step 2", "goes on after step 8", undisturbed]
 
 
 @pytest.mark.row(71)
@@ -198,6 +171,34 @@ def test_what_the_chief_gives_up_with_is_known_on_all_workers(tmp_path: pathlib.
 def test_min_towers_that_cannot_be(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="min_towers"):
         mirrored.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+
+
+@pytest.mark.row(72)
+@pytest.mark.parametrize("words", [["--min-towers", "2"], ["--restarts", "1", "--min-towers", "0"], ["--restarts=-1"]])
+def test_restarts_that_cannot_be(words: list[str]) -> None:
+    result = run_command([*RUN, *words, PROGRAM, "nowhere"], code=2)
+    assert re.search(r"mirrored: error: (min_towers|restarts)", result.stderr), result.stderr
+
+
+def test_where_too_few_devices_are_left_the_job_ends() -> None:
+    job = Job(2, devices=("cuda:7777", "cuda:8888"), kind="cuda", restarts=1, min_towers=2)
+    with pytest.raises(mirrored.TowersError, match="0 of 2 devices are left, which are too few for min_towers=2"):
+        on_devices_left(job)
+
+
+@pytest.mark.parametrize(
+    ("present", "options", "members"),
+    [
+        ([0, 2], {}, [0, 2]),
+        ([0, 1, 3], {"virtual_towers": 8}, [0, 1]),
+        ([0, 1], {"min_towers": 5}, []),
+        ([0, 1, 3], {"min_towers": 5, "virtual_towers": 8}, []),
+        ([0, 1, 2, 3], {"min_towers": 8, "virtual_towers": 8}, [0, 1, 2, 3]),
+    ],
+)
+def test_who_goes_on(present: list[int], options: dict[str, int], members: list[int]) -> None:
+    """Of four workers with two towers each."""
+    assert choose_members(Job(2, 0, 4, restarts=1, **options), present) == members
 
 
 def test_a_job_goes_on_with_fewer_towers_and_with_all_again(tmp_path: pathlib.Path) -> None:
@@ -276,6 +277,9 @@ def test_without_memory_there_is_the_disk(undisturbed: str, tmp_path: pathlib.Pa
     assert re.search(r"no snapshot is kept in memory: tower 1: .*/step-00000003 could not be written", errors)
 
 
-def test_without_an_agent_snapshots_are_no_error(tmp_path: pathlib.Path) -> None:
-    result = run_command(["torchrun", "--nproc-per-node", "2", PROGRAM, str(tmp_path), "memory"], code=0)
-    assert "memory_every_steps is without effect" in result.stderr
+@pytest.mark.row(77)
+@pytest.mark.parametrize("launcher", [RUN, ["torchrun", "--nproc-per-node", "2"]], ids=["no restarts", "torchrun"])
+def test_snapshots_that_would_be_lost_are_not_kept(launcher: list[str], tmp_path: pathlib.Path) -> None:
+    result = run_command([*launcher, PROGRAM, str(tmp_path), "memory"], code=0)
+    assert result.stderr.count("memory_every_steps is without effect, checkpoints are on the disk only") == 1
+    assert "Say restarts= to the strategy, or --restarts to mirrored run" in result.stderr

@@ -1,15 +1,17 @@
-"""``restarts.py FOLDER [forgets|memory|full]``: trains, fails where FAIL says so, and goes on after a restart.
+"""``restarts.py FOLDER [forgets|memory|full|…]``: trains, fails where FAIL says so, and goes on after a restart.
 
-FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, ``wait`` for the file "go", or
-``told`` to wait for a signal to save, or ``damage`` to raise after a byte of the snapshot has changed. With VIRTUAL it
-has as many virtual towers. DISK is the number of steps between checkpoints, default 2; "memory" keeps snapshots of
-every step, and "full" leaves no memory for them.
+FAIL lists STEP:HOW:TOWER, or STEP:HOW:TOWER:once; HOW is ``raise``, a signal's number, ``wait`` for the file "go" or
+"go" and the step, ``told`` to wait for a signal to save, or ``damage`` to raise after a byte of the snapshot has
+changed. With VIRTUAL it has as many virtual towers. DISK is the number of steps between checkpoints, default 2;
+"memory" keeps snapshots of every step, and "full" leaves no memory for them. With "ends its agent" a tower does that
+before its strategy is made.
 """
 
 import contextlib
 import hashlib
 import os
 import pathlib
+import signal
 import sys
 import time
 
@@ -18,6 +20,9 @@ from torch import nn
 
 import mirrored
 
+if "ends its agent" in sys.argv:
+    os.kill(int(os.environ["TOWERS_AGENT_PID"]), signal.SIGKILL)
+    os._exit(0)
 kind = mirrored.MultiWorkerMirroredStrategy if "TF_CONFIG" in os.environ else mirrored.MirroredStrategy
 devices = ["cpu:0", "cpu:1"][: int(os.environ.get("TOWERS", "2"))]
 virtual = int(os.environ.get("VIRTUAL", "0")) or None
@@ -68,7 +73,7 @@ def fail(step: int) -> None:
         if how in ("raise", "damage"):
             raise ValueError("planned failure")
         if how == "wait":
-            while not (folder / "go").exists():
+            while not (folder / "go").exists() and not (folder / f"go{at}").exists():
                 time.sleep(0.01)
         elif how == "told":
             while checkpoints._signals.received is None:

@@ -1,5 +1,6 @@
 """An accelerator that is simulated on the CPU: ``load()`` gives torch the devices ``sim:0`` and ``sim:1``.
 
+A process that starts when the file of SIMULATED_LOST is there finds one only.
 Where MIRRORED_TEST_DEVICE is "tpu" it is a TPU as torch_tpu shows it, which ``tpu.py`` says more of.
 ``device.cpp`` says how it behaves. It is compiled at first use (half a minute), by a compiler that has to be there.
 """
@@ -104,11 +105,12 @@ def _module(sim: Any) -> types.ModuleType:
         for device in range(DEVICES):
             sim.manual_seed(device, seed)
 
+    count = 1 if os.path.exists(os.environ.get("SIMULATED_LOST", "")) else DEVICES
     module = types.ModuleType("torch.sim")
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: DEVICES,
+        "device_count": lambda: count,
         "current_device": sim.current_device,
         "set_device": lambda device: sim.set_device(index(device)),
         "device": lambda device: torch.accelerator.device_index(index(device)),

@@ -162,6 +162,15 @@ kept = (torch.rand(len(x), 1) < 0.9).float()""",
     "compression": RIGHT.but(
         strategy="mirrored.MirroredStrategy(communication=mirrored.CommunicationOptions(compression=mirrored.PowerSGD()))"
     ),
+    "restarts": RIGHT.but(
+        strategy="mirrored.MirroredStrategy(restarts=2, min_towers=1)",
+        after="""\
+checkpoints = mirrored.CheckpointManager(
+    strategy, "checkpoints", {"model": model, "train": train}, every_steps=2, memory_every_steps=1
+)
+checkpoints.restore_newest()""",
+        run="loss = strategy.run(train_step, args=batch)\ncheckpoints.step()",
+    ),
     "virtual towers": RIGHT.but(
         strategy="mirrored.MirroredStrategy(virtual_towers=4, seed=0)",
         model="nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))",

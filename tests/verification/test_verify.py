@@ -135,6 +135,7 @@ def test_two_mistakes_are_both_named(tmp_path: pathlib.Path) -> None:
         ("right_everything", 5, 5, "Dropout is left out of both runs"),
         ("two models", 5, 10, "Adam 1"),
         ("padded", 5, 5, "The same"),
+        ("restarts", 5, 5, "The same"),
         ("noise", 5, 5, "Random numbers that run draws come from one stream"),
     ],
 )

@@ -160,19 +160,22 @@ class Participant:
         except RuntimeError as error:
             raise StartupError(f"{self.server} went away during the start-up: {printable(str(error))}") from None
 
-    def handshake(self, store: Store, message: Message, compare: Compare) -> list[Message]:
+    def handshake(
+        self, store: Store, message: Message, compare: Compare, lost: Callable[[], str] = str
+    ) -> list[Message]:
         """Publish ``message``, wait for everybody's, and return all of them in order.
 
         Args:
             store: where all processes meet, and no others of this job.
             message: JSON values. All processes of a version have the same fields, with values of one type or None.
             compare: what is wrong between two messages; versions and fields are compared before.
+            lost: why waiting is vain; empty as long as it is not.
 
         Raises:
-            StartupError: not all came in time; the text lists those that are missing.
+            StartupError: not all came in time, and the text lists those that are missing; or waiting is vain.
             HandshakeError: ``index`` is taken by another process, or two messages do not fit together.
         """
-        handshake = _Handshake(self, SignedStore(store, self.token), compare)
+        handshake = _Handshake(self, SignedStore(store, self.token), compare, lost)
         with self.needs_server():
             try:
                 return handshake.run({"host": socket.gethostname(), "versions": versions(), **message})
@@ -185,8 +188,8 @@ class Participant:
 class _Handshake:
     """One handshake, as ``process`` takes part in it."""
 
-    def __init__(self, process: Participant, store: SignedStore, compare: Compare) -> None:
-        self._process, self._store, self._compare = process, store, compare
+    def __init__(self, process: Participant, store: SignedStore, compare: Compare, lost: Callable[[], str]) -> None:
+        self._process, self._store, self._compare, self._lost = process, store, compare, lost
         self._messages: dict[int, Message] = {}  # that have been read, by the process's index
 
     def run(self, message: Message) -> list[Message]:
@@ -204,6 +207,8 @@ class _Handshake:
             missing = [i for i in range(len(names)) if i not in self._messages] or self._unconfirmed(late=late)
             if not missing:
                 return self._in_order()
+            if lost := self._lost():
+                self._fail_together(lost, StartupError)
             if late:
                 reasons = {i: self._store.rejected.get(self._key(i)) for i in missing}
                 described = ", ".join(

@@ -16,6 +16,7 @@ standard output only into files, and meets workers with a time-out that names no
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import pathlib
@@ -123,25 +124,8 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
     On return, all that towers have printed has been passed on.
     """
     token = os.environ.get(JOB_TOKEN, "")
-    # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
-    words = tuple(word.replace("$", "$$") for word in program[1:])
     with console.Relay() as relay:
-
-        def run_attempt(attempt: Attempt, rendezvous: Rendezvous) -> tuple[int, str]:
-            spec = WorkerSpec(
-                role="tower",
-                local_world_size=job.towers,
-                rdzv_handler=rendezvous,
-                entrypoint=program[0],
-                args=words,
-                max_restarts=0,
-                monitor_interval=0.1,
-            )
-            Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
-            result = make_exit_report(job, attempt)
-            attempt.broadcast.leave()
-            return result
-
+        run_attempt = functools.partial(_run_attempt, program, relay)
         if job.restarts:
             from towers.launching.restarts import run_attempts
 
@@ -151,8 +135,28 @@ def _run(job: Job, program: Sequence[str]) -> tuple[int, str]:
             from towers.launching.workers import WorkersRendezvous
 
             attempt = Attempt(relay.directory, broadcast=FailureBroadcast(token), groups=True)
-            return run_attempt(attempt, WorkersRendezvous(job, token))
-        return run_attempt(Attempt(relay.directory, groups=True), Rendezvous(job, token))
+            return run_attempt(job, attempt, WorkersRendezvous(job, token))
+        return run_attempt(job, Attempt(relay.directory, groups=True), Rendezvous(job, token))
+
+
+def _run_attempt(
+    program: Sequence[str], relay: console.Relay, job: Job, attempt: Attempt, rendezvous: Rendezvous
+) -> tuple[int, str]:
+    # torchrun fills in ${local_rank} and the like; the script's arguments are to arrive as they were typed.
+    words = tuple(word.replace("$", "$$") for word in program[1:])
+    spec = WorkerSpec(
+        role="tower",
+        local_world_size=job.towers,
+        rdzv_handler=rendezvous,
+        entrypoint=program[0],
+        args=words,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    Supervisor(attempt, spec, TowerLogs(relay, attempt, rendezvous, job.log_dir)).run()
+    result = make_exit_report(job, attempt)
+    attempt.broadcast.leave()
+    return result
 
 
 class TowerLogs(LogsSpecs):

@@ -4,30 +4,36 @@
 for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
 those that have come in time, and the others ask to join; without, it takes all, and the handshake waits for them.
 
-An agent that a scheduler has started in place of a killed one finds that its worker takes part in an attempt already.
-It asks for the next one, which ends the present attempt on all workers. Where it was the chief's, a new store listens
-at its address, and the others find the first attempt of it there.
+The chief learns at once of an agent that ends before its towers have met the others, and begins the next attempt
+(:mod:`towers.launching.lifelines`). An agent that a scheduler has started in place of a killed one finds that its
+worker takes part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where
+it was the chief's, a new store listens at its address, and the others find the first attempt of it there.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import uuid
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
 
 from towers.errors import StartupError, TowersError
-from towers.joining.store import Message, SignedStore
+from towers.joining.store import Message, SignedStore, listen
 from towers.launching.failure_broadcast import ask_to_join, replace_worker
 from towers.launching.job import Job
+from towers.launching.lifelines import Lifelines, connect_lifeline
 from towers.launching.members import choose_members
 from towers.launching.workers import WorkersRendezvous
-from towers.system.text import printable
+from towers.system.text import printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
 from towers.topology import FEWER_WORKERS
 
-_ATTEMPT, _PRESENT = "towers/attempt", "towers/present"  # keys: of the present attempt, and of workers that wait
+_ATTEMPT, _LIFELINES, _PRESENT = "towers/attempt", "towers/lifelines", "towers/present"
+"""Keys: of the present attempt; of the port for lifelines; of workers that wait, with their index."""
+
 _PAUSE, _READ_SECONDS = 0.1, 10.0
 
 
@@ -44,40 +50,58 @@ class JobEndedError(StartupError):
 
 
 class AttemptsRendezvous(WorkersRendezvous):
-    """Meets the workers of each attempt, see [Note: who takes part]."""
+    """Meets the workers of each attempt; what the chief and the others do alike."""
+
+    def _deadline(self) -> Deadline:
+        """How long workers wait, for an attempt to begin and then for each other."""
+        return Deadline(self._job.startup_seconds if self.attempt < 0 else self._job.rejoin_seconds)
+
+    def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:
+        os.environ.pop(FEWER_WORKERS, None)
+        if len(self.members) < self._job.workers:
+            os.environ[FEWER_WORKERS] = "1"
+        return super()._meet(tcp, seconds)
+
+
+class ChiefRendezvous(AttemptsRendezvous):
+    """Begins each attempt, see [Note: who takes part]."""
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
-        self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
+        self._lifelines: Lifelines | None = None
+        self._names: dict[int, str] = {}  # of the lifelines of the present attempt's workers
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the workers of the next attempt.
+        """Begin the next attempt, and meet its workers; begin another one where one of them is lost meanwhile.
 
         Raises:
-            JobEndedError: the chief has given up, or the job has ended without this worker.
             StartupError, HandshakeError: see :meth:`WorkersRendezvous.next_rendezvous`.
         """
-        job = self._job
+        job, losses = self._job, 0
         while True:
-            deadline = Deadline(job.startup_seconds if self.attempt < 0 else job.rejoin_seconds)
-            tcp = self._begin(deadline) if self._worker.serves else self._follow(deadline)
-            os.environ.pop(FEWER_WORKERS, None)
-            if len(self.members) < job.workers:
-                os.environ[FEWER_WORKERS] = "1"
+            deadline = self._deadline()
+            tcp = self._open_store(deadline.seconds)
+            self._begin(tcp, deadline)
             try:
                 return self._meet(tcp, deadline.seconds)
             except StartupError as error:
-                if job.min_towers is None or self.attempt == 0:
+                losses += 1
+                with_fewer = job.min_towers is not None and self.attempt > 0
+                if not with_fewer and not (self.lost() and losses <= job.restarts):
                     raise
                 print(f"towers: {error}", file=sys.stderr, flush=True)
 
-    def _begin(self, deadline: Deadline) -> TCPStore:
-        """Write the next attempt into the chief's store; returns that.
+    def _begin(self, tcp: TCPStore, deadline: Deadline) -> None:
+        """Write the next attempt into the store.
 
         Raises:
             StartupError: too few workers have come.
         """
-        tcp, job = self._open_store(deadline.seconds), self._job
+        job = self._job
+        if self._lifelines is None:
+            hosts = [split_address(address)[0] for address in job.addresses]
+            self._lifelines = Lifelines(listen(hosts[0], 0, job.origin, hosts[1:])[0])
+            SignedStore(tcp, self._token).write(_LIFELINES, {"port": self._lifelines.port})
         if job.min_towers is not None:
             everybody = list(range(job.workers))
             wait_until(lambda: self._present(tcp) == everybody, deadline.remaining(), _PAUSE)
@@ -92,15 +116,73 @@ class AttemptsRendezvous(WorkersRendezvous):
                 text = f"towers: {count * job.towers} towers on {count} of {job.workers} workers go on"
                 print(text, file=sys.stderr, flush=True)
         self.attempt += 1
+        self._names = {}
         self._say(tcp, {"members": self.members})
-        return tcp
 
     def _present(self, tcp: TCPStore) -> list[int]:
-        """The chief, and the workers that wait for another attempt than the present one and those before."""
-        signed = SignedStore(tcp, self._token)
-        messages = {worker: signed.read(f"{_PRESENT}{worker}") for worker in range(1, self._job.workers)}
-        waiting = [worker for worker, message in messages.items() if message and int(message["after"]) >= self.attempt]
-        return [0, *waiting]
+        """This worker, and those that wait for another attempt than the present one and those before."""
+        closed = self._lifelines.closed() if self._lifelines is not None else ()
+        workers = range(1, self._job.workers)
+        return [0, *(worker for worker in workers if self._waits(tcp, worker, self.attempt) not in (None, *closed))]
+
+    def _waits(self, tcp: TCPStore, worker: int, after: int) -> str | None:
+        """The name of a worker's lifeline, if it waits for an attempt after this one; else None."""
+        message = SignedStore(tcp, self._token).read(f"{_PRESENT}{worker}")
+        return message["lifeline"] if message is not None and int(message["after"]) >= after else None
+
+    def lost(self) -> str:
+        if self._lifelines is None or self._tcp is None:
+            return ""
+        closed = self._lifelines.closed()
+        for worker in self.members[1:]:
+            name = self._names.get(worker) or self._waits(self._tcp, worker, self.attempt - 1)
+            if name is not None:
+                self._names[worker] = name
+            if name in closed:
+                return f"the agent of worker {worker} ({self._job.addresses[worker]}) has ended"
+        return ""
+
+    def end(self, text: str, code: int, *, given_up: bool) -> None:
+        """The job ends: tell the workers that wait for another attempt, and wait until they know.
+
+        Args:
+            text, code: how.
+            given_up: those of this attempt will wait, too.
+        """
+        if (tcp := self._tcp) is not None:
+            workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
+            self._say(tcp, {"end": text, "code": code})
+            keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
+            wait_until(lambda: not keys or tcp.check(keys), _READ_SECONDS)
+
+    def _say(self, tcp: TCPStore, message: Message) -> None:
+        SignedStore(tcp, self._token).write(_ATTEMPT, {"number": self.attempt, **message})
+
+
+class FollowerRendezvous(AttemptsRendezvous):
+    """Waits for the chief's next attempt, see [Note: who takes part]."""
+
+    def __init__(self, job: Job, token: str) -> None:
+        super().__init__(job, token)
+        self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
+        self._name = uuid.uuid4().hex  # of the lifeline
+        self._lifeline: socket.socket | None = None
+        self._leads_to: Message | None = None  # what the chief has written of its port, with a nonce
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the workers of the chief's next attempt.
+
+        Raises:
+            JobEndedError: the chief has given up, or the job has ended without this worker.
+            StartupError, HandshakeError: see :meth:`WorkersRendezvous.next_rendezvous`.
+        """
+        while True:
+            deadline = self._deadline()
+            tcp = self._follow(deadline)
+            try:
+                return self._meet(tcp, deadline.seconds)
+            except StartupError as error:  # the chief decides
+                print(f"towers: {error}", file=sys.stderr, flush=True)
 
     def _follow(self, deadline: Deadline) -> TCPStore:
         """Wait for an attempt that this worker has no part in yet; returns the chief's store.
@@ -125,8 +207,11 @@ class AttemptsRendezvous(WorkersRendezvous):
     def _await_attempt(self, tcp: TCPStore, deadline: Deadline) -> None:
         job, signed, waits = self._job, SignedStore(tcp, self._token), True
         while True:
-            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt})
-            message = signed.read(_ATTEMPT)
+            message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
+            if port is not None and port != self._leads_to:
+                self._leads_to = port
+                self._lifeline = connect_lifeline(self._worker.address[0], int(port["port"]), self._name)
+            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._name})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 raise JobEndedError(printable(message["end"]), int(message["code"]))
@@ -143,20 +228,3 @@ class AttemptsRendezvous(WorkersRendezvous):
             if waits and deadline.has_passed():
                 raise StartupError(f"the chief began no attempt within {deadline.elapsed():.0f} s")
             clock.sleep(_PAUSE)
-
-    def end(self, text: str, code: int, *, given_up: bool) -> None:
-        """The job ends: tell the workers that wait for another attempt, and wait until they know.
-
-        Args:
-            text, code: how.
-            given_up: those of this attempt will wait, too.
-        """
-        tcp = self._tcp
-        if self._worker.serves and tcp is not None:
-            workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
-            self._say(tcp, {"end": text, "code": code})
-            keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
-            wait_until(lambda: not keys or tcp.check(keys), _READ_SECONDS)
-
-    def _say(self, tcp: TCPStore, message: Message) -> None:
-        SignedStore(tcp, self._token).write(_ATTEMPT, {"number": self.attempt, **message})

@@ -46,7 +46,8 @@ def replace_worker(store: Store, token: str, place: int, worker: int) -> None:
     """
     signed = SignedStore(store, token).connect_again(_PREFIX, TIMEOUT)
     signed.write(f"{_ASKED}{place}", {})
-    wait_until(lambda: signed.read(f"{_LIVES}{place}") is not None, _ANSWER_SECONDS, _INTERVAL / 2)
+    answers = (f"{_LIVES}{place}", _FAILURE)
+    wait_until(lambda: any(signed.read(key) is not None for key in answers), _ANSWER_SECONDS, _INTERVAL / 2)
     if (living := signed.read(f"{_LIVES}{place}")) is not None:
         host = printable(living.get("host"), 64)
         raise HandshakeError(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
 from collections.abc import Sequence
 
+from towers.errors import StartupError
 from towers.launching.job import Job
 
 
@@ -30,8 +34,32 @@ def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | 
 
 def choose_members(job: Job, present: Sequence[int]) -> list[int]:
     """As many of the workers that have come as can take part; empty: they are too few for ``min_towers``."""
-    for count in range(len(present), 0, -1):
-        towers = count * job.towers
-        if towers >= (job.min_towers or 1) and (job.virtual_towers or towers) % towers == 0:
-            return list(present[:count])
-    return []
+    count = next((count for count in range(len(present), 0, -1) if _fits(job, count * job.towers)), 0)
+    return list(present[:count])
+
+
+def on_devices_left(job: Job) -> Job:
+    """A single worker's job on the devices that a new process sees, where some may have been lost.
+
+    Raises:
+        StartupError: they are too few for ``min_towers``.
+    """
+    program = "import torch; print(torch.accelerator.device_count())"
+    answer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False).stdout
+    count = int(answer) if answer.strip().isdecimal() else 0
+    named = tuple(device for device in job.devices if int(device.partition(":")[2]) < count)
+    left = len(named) if job.devices else min(job.towers, count)
+    towers = next((towers for towers in range(left, 0, -1) if _fits(job, towers)), 0)
+    if not towers:
+        raise StartupError(
+            f"{left} of {job.towers} devices are left, which are too few for min_towers={job.min_towers}"
+        )
+    if towers < job.towers:
+        print(
+            f"towers: {towers} of {job.towers} towers go on, on the devices that are left", file=sys.stderr, flush=True
+        )
+    return dataclasses.replace(job, towers=towers, devices=named[:towers])
+
+
+def _fits(job: Job, towers: int) -> bool:
+    return towers >= (job.min_towers or 1) and (job.virtual_towers or towers) % towers == 0

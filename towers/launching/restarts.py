@@ -16,21 +16,23 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
-from towers.health.status import StatusRecord
+from towers.health.status import JOINING, StatusRecord
 from towers.launching.attempt import Attempt
-from towers.launching.attempts import AttemptsRendezvous, JobEndedError
+from towers.launching.attempts import ChiefRendezvous, FollowerRendezvous, JobEndedError
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
+from towers.launching.members import on_devices_left
 from towers.launching.rendezvous import Rendezvous
 from towers.system.timeouts import Deadline, wait_until
-from towers.topology import MEMORY
+from towers.topology import DEVICES, MEMORY
 
 _MEMORY_FILES = 8
 
 
 def run_attempts(
-    job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Attempt, Rendezvous], tuple[int, str]]
+    job: Job, token: str, directory: pathlib.Path, run_attempt: Callable[[Job, Attempt, Rendezvous], tuple[int, str]]
 ) -> tuple[int, str]:
     """Run attempts at a job until one is the last, see [Note: attempts].
 
@@ -43,14 +45,19 @@ def run_attempts(
         The exit code, and the text that is printed last.
     """
     _offer_memory(directory / "memory")
-    rendezvous = AttemptsRendezvous(job, token) if job.addresses else Rendezvous(job, token)
-    failures: list[str] = []  # of the attempts, the last line of each
+    several = ChiefRendezvous if job.worker == 0 else FollowerRendezvous
+    rendezvous: Rendezvous = several(job, token) if job.addresses else Rendezvous(job, token)
+    failures: list[tuple[str, int]] = []  # of the attempts, the last line of each and the step that it has come to
     against = ""
     try:
         for number in itertools.count():
             broadcast = FailureBroadcast(token, joinable=job.min_towers is not None)
-            attempt = RestartableAttempt(directory, number, broadcast=broadcast, groups=True)
-            code, text = run_attempt(attempt, rendezvous)
+            attempt = RestartableAttempt(directory, number, broadcast, rendezvous)
+            part = job
+            if number and job.min_towers is not None and job.kind != "cpu" and not job.addresses:
+                part = on_devices_left(job)
+                os.environ[DEVICES] = ",".join(part.devices)
+            code, text = run_attempt(part, attempt, rendezvous)
             then = f"all start again ({len(failures) + 1} of {job.restarts} restarts)"
             if code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
                 then = "all start again, with a worker that has come"
@@ -59,16 +66,20 @@ def run_attempts(
             elif job.worker > 0:
                 then = "worker 0 decides whether all start again"
             else:
-                failures.append(_last_line(text))
+                failures.append((_last_line(text), attempt.step))
                 if against := _reason_against(job, attempt, failures):
                     break
             print(f"{text}\ntowers: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
         return error.code, f"towers: {error}"
+    except StartupError as error:
+        if isinstance(rendezvous, ChiefRendezvous):
+            rendezvous.end(str(error), 1, given_up=True)
+        raise
     end = _last_line(text) if text else "the job has ended"
     if against:
         text, end = f"{text}\ntowers: not started again: {against}", f"{end}; not started again: {against}"
-    if isinstance(rendezvous, AttemptsRendezvous):
+    if isinstance(rendezvous, ChiefRendezvous):
         rendezvous.end(end, abs(code), given_up=bool(against))
     return code, text
 
@@ -88,35 +99,63 @@ def _offer_memory(folder: pathlib.Path) -> None:
 
 
 class RestartableAttempt(Attempt):
-    """An attempt whose towers save and end when a worker asks to join, for the next one."""
+    """An attempt before which others were, and after which others may come.
+
+    Its towers save and end when a worker asks to join, for the next one. When the agent of a worker ends before this
+    one's towers have met the others, it fails.
+    """
 
     broadcast: FailureBroadcast
 
+    def __init__(
+        self, directory: pathlib.Path, number: int, broadcast: FailureBroadcast, rendezvous: Rendezvous
+    ) -> None:
+        super().__init__(directory, number, broadcast=broadcast, groups=True)
+        self._rendezvous = rendezvous
+
     def wait(self, seconds: float = math.inf) -> None:
         deadline = Deadline(seconds)
-        wait_until(lambda: self._is_over() or self.broadcast.joins, seconds)
-        if self.broadcast.joins and any(record.restores for record in self.records()):
+        wait_until(lambda: self._is_over() or self.broadcast.joins or self._have_met(), seconds)
+        wait_until(lambda: self._is_over() or self.broadcast.joins, deadline.remaining())
+        if self.broadcast.joins and self.restores:
             self.send(signal.SIGTERM)
         super().wait(deadline.remaining())
 
-    def records(self) -> list[StatusRecord]:
-        """The status records of the towers that have one."""
+    def _have_met(self) -> bool:
+        """Whether the towers have met all others; tells all workers where they cannot any more."""
+        statuses = [self.status_of(tower) for tower in self.processes]
+        if all(status is not None and status.phase != JOINING for status in statuses):
+            return True
+        if isinstance(self._rendezvous, ChiefRendezvous) and (lost := self._rendezvous.lost()):
+            self.broadcast.first_failure(lost)
+        return False
+
+    @property
+    def step(self) -> int:
+        """The step that all towers have come to."""
+        return min((record.read().step for record in self._records()), default=0)
+
+    @property
+    def restores(self) -> bool:
+        """Whether the script restores the newest checkpoint when it is started again."""
+        return any(record.restores for record in self._records())
+
+    def _records(self) -> list[StatusRecord]:
         found = (StatusRecord.find(self.directory, tower) for tower in self.processes)
         return [record for record in found if record is not None]
 
 
-def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[str]) -> str:
+def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[str, int]]) -> str:
     """Why the towers are not started again after these failures, as part of a sentence; empty: they are."""
-    first = f"; first of all, {failures[0]}" if failures[0] != failures[-1] else ""
+    first, last = failures[0][0], failures[-1][0]
+    first = f"; first of all, {first}" if first != last else ""
     if len(failures) > job.restarts:
         return f"it was, {job.restarts} times{first}"
     if failures[-1:] == failures[-2:-1]:
         return f"it was, and has failed in the same way at the same step{first}"
-    records = attempt.records()
-    steps = min((record.read().step for record in records), default=0)  # which a person would want to be asked about
-    if job.from_the_start or not steps or any(record.restores for record in records):
+    if job.from_the_start or attempt.restores or not attempt.step:
         return ""
     return (
-        f"the script restores no checkpoint, so its {steps} steps would be lost. Let a CheckpointManager save and "
-        f"resume them; or say --from-the-start to mirrored run{first}"
+        f"the script restores no checkpoint, so its {attempt.step} steps would be lost. Let a CheckpointManager save "
+        f"and resume them; or say --from-the-start to mirrored run{first}"
     )

@@ -74,11 +74,16 @@ class WorkersRendezvous(Rendezvous):
             names = [job.addresses[member] for member in self.members]
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
             try:
-                worker.handshake(info.store, {"addresses": list(job.addresses), "origin": job.origin}, compare_clusters)
+                message = {"addresses": list(job.addresses), "origin": job.origin}
+                worker.handshake(info.store, message, compare_clusters, self.lost)
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
         log.debug("worker %d of %d has joined the others at %s:%d", job.worker, job.workers, tcp.host, tcp.port)
         return info
+
+    def lost(self) -> str:
+        """Why waiting for the workers of the present attempt is vain, as a sentence; empty: nothing is known."""
+        return ""
 
 
 def compare_clusters(index: int, message: Message, other: int, reference: Message) -> str | None:
