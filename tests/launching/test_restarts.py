@@ -277,7 +277,7 @@ def test_without_memory_there_is_the_disk(undisturbed: str, tmp_path: pathlib.Pa
     assert re.search(r"no snapshot is kept in memory: tower 1: .*/step-00000003 could not be written", errors)
 
 
-@pytest.mark.row(77)
+@pytest.mark.row(78)
 @pytest.mark.parametrize("launcher", [RUN, ["torchrun", "--nproc-per-node", "2"]], ids=["no restarts", "torchrun"])
 def test_snapshots_that_would_be_lost_are_not_kept(launcher: list[str], tmp_path: pathlib.Path) -> None:
     result = run_command([*launcher, PROGRAM, str(tmp_path), "memory"], code=0)
