@@ -80,12 +80,12 @@ class Monitor:
     ) -> None:
         _check(strategy, loss, every=every, total=total or 1, flops=flops or 1, peak_flops=peak_flops or 1)
         settings = {"every": every, "loss": loss, "gradient_norm": gradient_norm, "flops": flops}
-        self._comm = comm = strategy.communicator
+        comm = strategy.communicator
         agree(comm, "mirrored.Monitor", settings)
         self._strategy = strategy
         self._every = every
         self._averages = loss == "mean"
-        self.steps = self._examples = 0
+        self.steps = self._reported = self._examples = 0
         self.report: Report | None = None
         self._peak = peak_flops or measuring.peak_of(strategy.device)
         self._flops = 0.0 if isinstance(flops, bool) else float(flops) / comm.size  # of a step of this tower
@@ -190,9 +190,9 @@ class Monitor:
             own = [float(self._loss), self._losses, *measuring.memory(self._strategy.device), self._flops]
             own += [self._examples, math.nan if norm is None else norm]
             self._loss.zero_()
-            self._losses = self._examples = 0
+            self._losses, self._examples, self._reported = 0, 0, self.steps
             body = np.concatenate([own, sums(rows)]).tobytes()
-            replies = announce(self._comm, f"the monitor's report of step {self.steps}", body=body)
+            replies = announce(self._strategy.communicator, f"the monitor's report of step {self.steps}", body=body)
             towers = np.stack([np.frombuffer(reply.body, dtype=np.float64) for reply in replies])
             self.report = report = self._summary(towers, len(rows))
             for output in self._outputs:
@@ -224,7 +224,7 @@ class Monitor:
         """Report the steps since the last report, and follow the strategy no longer; all towers call it."""
         if not self._detach.alive:
             return
-        if self.steps % self._every:
+        if self.steps > self._reported:
             self._make_report()
         self.stop()
 
@@ -255,7 +255,7 @@ class Monitor:
         """Go on counting where :meth:`state_dict` was taken."""
         if self._screen is not None:
             self._screen.advance(state["steps"] - self.steps)
-        self.steps = state["steps"]
+        self.steps = self._reported = state["steps"]
 
 
 def _check(strategy: Any, loss: str, **positive: Any) -> None:

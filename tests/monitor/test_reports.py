@@ -213,7 +213,14 @@ def resumed(strategy: mirrored.Strategy, folder: str) -> int:
     for batch in training.data:
         monitor.step(strategy.run(training.step, args=(batch,)))
     manager.save()
-    return monitor.steps
+    steps, report = monitor.steps, monitor.report
+    monitor.close()
+    assert (report, monitor.report.step) == (None, steps)
+    restored = mirrored.Monitor(strategy, every=100, show=False)
+    restored.load_state_dict(monitor.state_dict())
+    restored.close()
+    assert (restored.steps, restored.report) == (steps, None)  # there is nothing new to report
+    return steps
 
 
 def test_a_checkpoint_keeps_the_count_of_steps(tmp_path: pathlib.Path) -> None:
