@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pathlib
 import re
 import runpy
 import sys
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +20,7 @@ from tests.support.jobs import ROOT, end_of, run_program
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ROOT / "examples"
+HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 
 
 def is_png(path: pathlib.Path) -> bool:
@@ -89,6 +92,24 @@ def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
     assert load_file(tmp_path / "evaluation" / "best" / "model.safetensors")["0.weight"].shape == (32, 1, 3, 3)
     rows = [json.loads(line) for line in (tmp_path / "evaluation" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 69
+
+
+def test_the_digits_are_served_without_mirrored(tmp_path: pathlib.Path) -> None:
+    training = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "digits.py"), "--epochs", "2"]
+    saved, serving = ["--output", str(tmp_path), "--checkpoints", str(tmp_path)], [str(EXAMPLES / "serve.py")]
+    accuracy = re.findall(r"test accuracy \S+ on 360", run_command([*training, *saved], code=0).stdout)[0]
+    for weights in (tmp_path / "model.safetensors", tmp_path / "step-00000046"):
+        output = tmp_path / f"from-{weights.name}"
+        words = ["--weights", str(weights), "--output", str(output)]
+        lines = run_program([*serving, *words], code=0).stdout.splitlines()
+        assert lines[-1] == "without mirrored"
+        kinds = [name for name in ("torch.export", "ONNX") if f"{name}: {accuracy}" in "\n".join(lines)]
+        assert kinds == ["torch.export", "ONNX"][: 1 + HAS_ONNX], lines
+    with numpy.load(output / "expected.npz") as file:
+        expected = dict(file)
+    numpy.savez(output / "expected.npz", **{**expected, "logits": expected["logits"] + 0.01})
+    result = run_program([*serving, "--serve", "--output", str(output)], code=1)
+    assert "torch.export computes something else than the model that was trained" in result.stderr
 
 
 def run_example(name: str, *words: str) -> None:
