@@ -57,3 +57,20 @@ def test_an_agent_that_ends_before_its_towers_have_met_the_others(tmp_path: path
     ended = f"towers: the agent of worker 1 ({workers.addresses[1]}) has ended\n"
     assert f"{ended}towers: all start again (1 of 2 restarts)\n" in errors
     assert output.startswith("goes on after step 0\n")
+
+
+def test_an_agent_that_is_killed_while_its_towers_train(tmp_path: pathlib.Path) -> None:
+    """The chief begins the next attempt before anybody asks for it, and though its own tower waits for nobody."""
+    workers = Workers(tmp_path, FAIL="4:wait:0")
+    wait_until((tmp_path / "failed4").exists)
+    workers.agents[1].kill()
+    workers.agents[1].communicate()
+    host, port = workers.addresses[0].split(":")
+    store = PrefixStore("workers/1", TCPStore(host, int(port), None, False, timedelta(seconds=HANG)))
+    wait_until(lambda: store.check(["worker/0"]))
+    workers.agents[1] = workers.start(1)
+    (tmp_path / "go").touch()
+    (output, errors, code), (_, _, other) = workers.end()
+    assert (code, other) == (0, 0), errors
+    assert f"the agent of worker 1 ({workers.addresses[1]}) has ended\n" in errors
+    assert output.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]

@@ -4,10 +4,10 @@
 for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
 those that have come in time, and the others ask to join; without, it takes all, and the handshake waits for them.
 
-The chief learns at once of an agent that ends before its towers have met the others, and begins the next attempt
-(:mod:`towers.launching.lifelines`). An agent that a scheduler has started in place of a killed one finds that its
-worker takes part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where
-it was the chief's, a new store listens at its address, and the others find the first attempt of it there.
+The chief learns at once of an agent that is killed, and begins the next attempt (:mod:`towers.launching.lifelines`).
+An agent that a scheduler has started in place of one of which the chief has not learned finds that its worker takes
+part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where the chief's
+was killed, a new store listens at its address, and the others find the first attempt of it there.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class FailureBroadcast(Broadcast):
 
     def first_failure(self, sentence: str | None) -> str | None:
         """It counts as received only when the listener has read it back, so worker 0 can wait until all know."""
-        sentence = sentence or self._await_failure() or next(iter(self._ends()), None)
+        sentence = sentence or self._await_failure() or next(iter(self.ends()), None)
         if sentence is not None and self._store is not None and self.received is None:
             self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
             wait_until(lambda: self.received is not None, _SECONDS)
@@ -129,7 +129,7 @@ class FailureBroadcast(Broadcast):
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
         return self.received
 
-    def _ends(self) -> list[str]:
+    def ends(self) -> list[str]:
         """What the other workers have published of towers that have ended well."""
         keys = [f"{_ENDED}{worker}" for worker in range(self._workers) if worker != self._worker]
         messages = self._ask(lambda store: [store.read(key) for key in keys]) or []
@@ -138,7 +138,7 @@ class FailureBroadcast(Broadcast):
     def await_ends(self, sentence: str, seconds: float) -> None:
         self._ask(lambda store: store.write(f"{_ENDED}{self._worker}", {"sentence": sentence}))
         others = self._workers - 1
-        wait_until(lambda: self.received is not None or len(self._ends()) >= others, seconds, pause=_INTERVAL / 2)
+        wait_until(lambda: self.received is not None or len(self.ends()) >= others, seconds, pause=_INTERVAL / 2)
         if self.received is None:
             self._ask(self._acknowledge)
 

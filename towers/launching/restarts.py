@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
-from towers.health.status import JOINING, StatusRecord
+from towers.health.status import StatusRecord
 from towers.launching.attempt import Attempt
 from towers.launching.attempts import ChiefRendezvous, FollowerRendezvous, JobEndedError
 from towers.launching.failure_broadcast import FailureBroadcast
@@ -101,8 +101,7 @@ def _offer_memory(folder: pathlib.Path) -> None:
 class RestartableAttempt(Attempt):
     """An attempt before which others were, and after which others may come.
 
-    Its towers save and end when a worker asks to join, for the next one. When the agent of a worker ends before this
-    one's towers have met the others, it fails.
+    Its towers save and end when a worker asks to join, for the next one. When the agent of a worker is killed, it fails.
     """
 
     broadcast: FailureBroadcast
@@ -115,20 +114,18 @@ class RestartableAttempt(Attempt):
 
     def wait(self, seconds: float = math.inf) -> None:
         deadline = Deadline(seconds)
-        wait_until(lambda: self._is_over() or self.broadcast.joins or self._have_met(), seconds)
-        wait_until(lambda: self._is_over() or self.broadcast.joins, deadline.remaining())
+        wait_until(lambda: self._is_over() or self.broadcast.joins or self._has_lost_worker(), seconds)
         if self.broadcast.joins and self.restores:
             self.send(signal.SIGTERM)
         super().wait(deadline.remaining())
 
-    def _have_met(self) -> bool:
-        """Whether the towers have met all others; tells all workers where they cannot any more."""
-        statuses = [self.status_of(tower) for tower in self.processes]
-        if all(status is not None and status.phase != JOINING for status in statuses):
-            return True
-        if isinstance(self._rendezvous, ChiefRendezvous) and (lost := self._rendezvous.lost()):
-            self.broadcast.first_failure(lost)
-        return False
+    def _has_lost_worker(self) -> bool:
+        """Whether the agent of another worker was killed, as the chief knows; then it has told all workers."""
+        lost = self._rendezvous.lost() if isinstance(self._rendezvous, ChiefRendezvous) else ""
+        if not lost or self.broadcast.ends():  # agents end, too, when their towers ended well minutes ago
+            return False
+        self.broadcast.first_failure(lost)
+        return True
 
     @property
     def step(self) -> int:
