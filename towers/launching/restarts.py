@@ -101,7 +101,7 @@ def _offer_memory(folder: pathlib.Path) -> None:
 class RestartableAttempt(Attempt):
     """An attempt before which others were, and after which others may come.
 
-    Its towers save and end when a worker asks to join, for the next one. When the agent of a worker is killed, it fails.
+    Its towers save and end when a worker asks to join, for the next one. It fails when the agent of a worker is killed.
     """
 
     broadcast: FailureBroadcast
