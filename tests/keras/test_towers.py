@@ -11,7 +11,8 @@ import pytest
 
 import mirrored
 from tests.keras import behaviours, stopped
-from tests.support.jobs import launch
+from tests.support.commands import run_command
+from tests.support.jobs import ROOT, launch
 
 pytestmark = pytest.mark.slow
 
@@ -113,6 +114,20 @@ def test_a_killed_fit_goes_on_to_the_same_weights(
         assert resumed["epochs"] == whole["epochs"]
         assert resumed["history"] == whole["history"]
         assert_same(resumed["weights"], whole["weights"])
+
+
+def test_a_fit_goes_on_from_a_snapshot_in_memory(tmp_path: pathlib.Path) -> None:
+    """Nothing is on the disk then."""
+    script = str(ROOT / "tests" / "programs" / "keras_restarts.py")
+    ends = []
+    for name, variables in (("whole", {}), ("killed", {"KILLED": "6"})):
+        (tmp_path / name).mkdir()
+        words = ["mirrored", "run", "--towers", "2", "--restarts", "1", script, str(tmp_path / name)]
+        ends.append(run_command(words, env=variables, code=0).stdout.splitlines())
+    whole, killed = ends
+    assert whole[0] == killed[0] == "goes on after batch 0"
+    assert killed[1:] in [[f"goes on after batch {batch}", whole[1]] for batch in (5, 6)]  # 6 is being written
+    assert whole[1].startswith("has ended after batch 14 ")
 
 
 def test_an_evaluator_stops_fit(tmp_path: pathlib.Path) -> None:
