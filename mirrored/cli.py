@@ -41,14 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
     _add_cluster(commands)
     _add_verify(commands)
+    _add_trace(commands)
     _add_checkpoint(commands)
     _add_doctor(commands)
     _add_new(commands)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    words, others = _split(words) if words[:1] == ["verify"] else (words, [])
+    words, others = _split(words) if words[:1] in (["verify"], ["trace"]) else (words, [])
     parsed = parser.parse_args(words)
     if parsed.command == "verify":
         return _verify(parser, parsed, others)
+    if parsed.command == "trace":
+        return _trace(parser, parsed, others)
     if parsed.command == "doctor":
         return _doctor(parsed)
     if parsed.command == "checkpoint":
@@ -158,19 +161,56 @@ def _inspect(path: str) -> int:
     return 0
 
 
-_VALUES = ("--towers", "--steps", "--tolerance", "--devices", "--timeout")
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="one trace of all towers for Perfetto, and where each tower's time went",
+        usage="mirrored trace [options] [-m] SCRIPT [ARGUMENT …] [-- ARGUMENT …]",
+        description="Runs a script as 'python SCRIPT' does, traces some of its training steps on all towers, and ends "
+        "it after them. All workers of a TF_CONFIG cluster, and all ranks of torchrun or srun, run the same command. "
+        "What follows SCRIPT and is not listed here, and all behind --, is the script's.",
+        allow_abbrev=False,
+    )
+    trace.add_argument("--steps", default="10:13", help="START:STOP, from 1; default 10:13, which are 10, 11 and 12")
+    trace.add_argument("--output", default="trace.json", help="the file (default trace.json); packed if it ends in .gz")
+    trace.add_argument("--towers", type=int, help="start so many, as 'mirrored run' does; default: the script decides")
+    trace.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
+    trace.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    trace.add_argument("script", help="the script, or with -m the module")
+    trace.set_defaults(restarts=0, from_the_start=False, min_towers=None, log_dir=None)
+
+
+def _trace(parser: argparse.ArgumentParser, parsed: argparse.Namespace, arguments: list[str]) -> int:
+    """Trace a script; without towers or devices to start, it takes this process's place."""
+    start, _, stop = parsed.steps.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and 1 < int(start) < int(stop)):
+        parser.error(f"--steps is {parsed.steps}, but must be START:STOP with 1 < START < STOP, such as 10:13")
+    parsed.rest = arguments
+    os.environ["MIRRORED_TRACE"] = f"{start}:{stop}:{os.path.abspath(parsed.output)}"
+    if parsed.towers is None and parsed.devices is None:
+        program = _program(parser, parsed)
+        os.execv(program[0], program)
+    return _run(parser, parsed)
+
+
+_VALUES = {
+    "verify": ("--towers", "--steps", "--tolerance", "--devices", "--timeout"),
+    "trace": ("--steps", "--output", "--towers", "--devices"),
+}
+_FLAGS = {"verify": ("--exact", "--show-output", "--help"), "trace": ("--help",)}
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of ``verify``, and those for the script: behind SCRIPT all but verify's own long options."""
+    """The words of ``verify`` or ``trace``, and those for the script: behind SCRIPT all but our long options."""
+    values, flags = _VALUES[words[0]], _FLAGS[words[0]]
     ours, others, known = [words[0]], list[str](), False
     rest = iter(words[1:])
     for word in rest:
         if word == "--":
             others += rest
-        elif word in _VALUES:
+        elif word in values:
             ours += [word, *itertools.islice(rest, 1)]
-        elif not known or word in ("--exact", "--show-output", "--help") or word.split("=")[0] in _VALUES:
+        elif not known or word in flags or word.split("=")[0] in values:
             ours.append(word)
             known = known or not word.startswith("-")
         else:

@@ -18,10 +18,13 @@ from towers.system.profiling import range_
 
 
 class Moment(list[Callable[..., object]]):
-    """The listeners of one moment; a call tells all of them, in their order."""
+    """The listeners of one moment; a call tells all of them, in their order.
+
+    A listener that is added or removed by another one is so from the next call on.
+    """
 
     def __call__(self, *what: Any) -> None:
-        for listener in self:
+        for listener in tuple(self):
             listener(*what)
 
 

@@ -14,6 +14,7 @@ loading of its batch. Runs that evaluate lie in the step that follows them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gzip
@@ -21,6 +22,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -108,17 +110,21 @@ class Tracing:
             raise RuntimeError(f"{self._call} was called inside strategy.run(...): call it outside of it")
         if profiler_runs():
             raise RuntimeError(f"{self._call} was called while another trace or profiler runs: end that one first")
-        self._say("", self._touch)
+        self._say("", self._try_file)
         self._compare_clocks()
         self._timeline = Timeline(self._comm.health, self._events, self._comm.device)
         self._profiler.start()
         self._events.end_run.append(self._end_run)
         self._begin_step()
 
-    def _touch(self) -> None:
-        pathlib.Path(self.trace.path).parent.mkdir(parents=True, exist_ok=True)
-        with open(self.trace.path, "ab"):
+    def _try_file(self) -> None:
+        path = pathlib.Path(self.trace.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("ab"):
             pass
+        if is_new:
+            path.unlink()
 
     def _say(self, what: str, on_chief: Callable[[], object]) -> None:
         """Announce it to all towers, on which an OSError of the chief becomes a ValueError."""
@@ -223,6 +229,52 @@ class Tracing:
                 event["id"] += self._comm.index << 32
             events.append(event)
         return events
+
+
+class TracedSteps(Tracing):
+    """Traces the training steps that ``mirrored trace`` wants, and ends the script after them.
+
+    Args:
+        comm, events: the strategy's.
+        wanted: the first step, the one after the last, and the file, with colons between them. Steps count from 1 where
+            the script begins.
+    """
+
+    def __init__(self, comm: Communicator, events: Events, wanted: str) -> None:
+        first, end, path = wanted.split(":", 2)
+        super().__init__(comm, events, path)
+        self._first, self._end = int(first), int(end)
+        self._count = 0
+        events.end_run.append(self._count_run)
+        atexit.register(self._explain)
+
+    def _count_run(self) -> None:
+        if self._comm.health.evaluates:
+            return
+        self._count += 1
+        if self._count == self._first - 1:
+            self.start()
+        elif self._count == self._end - 1:
+            trace = self.stop()
+            self._events.end_run.remove(self._count_run)
+            atexit.unregister(self._explain)
+            if self._comm.index == 0:
+                print_while_terminal_lasts(trace)
+            raise SystemExit(0)
+
+    def start(self) -> None:
+        """Begin; the own range of a step ends before steps are counted."""
+        self._events.end_run.remove(self._count_run)
+        super().start()
+        self._events.end_run.append(self._count_run)
+
+    def _explain(self) -> None:
+        if self._count >= self._first - 1:
+            self.abandon()  # a profiler that runs to the end of the process crashes it (torch 2.13)
+        if self._comm.index == 0:
+            steps = f"steps {self._first} to {self._end - 1}"
+            text = f"the script ended after {self._count} training steps, so {steps} have not been traced"
+            print(f"mirrored trace: {text}", file=sys.stderr)
 
 
 def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[float, float]:

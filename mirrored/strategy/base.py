@@ -94,6 +94,7 @@ class Strategy(Records):
         if self._several:
             kinds.models = self.engine.recorder.models
             note_towers_of(self)
+        self._trace_on_request()
 
     # -- creating the model ------------------------------------------------------------------------------
 

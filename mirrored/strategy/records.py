@@ -12,6 +12,9 @@ from mirrored.strategy.gradients import Gradients
 if TYPE_CHECKING:
     from mirrored.monitor.tracing import Trace
 
+TRACED_STEPS = "MIRRORED_TRACE"
+"""Environment variable with the steps that ``mirrored trace`` wants, and the file: ``10:13:/home/me/trace.json``."""
+
 
 class Records(Gradients):
     """The methods of a strategy that write a training down; see :class:`mirrored.Strategy`."""
@@ -51,3 +54,10 @@ class Records(Gradients):
 
         self._check_here("trace()")
         return trace(self.communicator, self.events, path, show=show, **profiler)
+
+    def _trace_on_request(self) -> None:
+        """Let the steps be traced that ``mirrored trace`` wants."""
+        if wanted := os.environ.get(TRACED_STEPS):
+            from mirrored.monitor.tracing import TracedSteps
+
+            TracedSteps(self.communicator, self.events, wanted)
