@@ -205,7 +205,6 @@ class Tracing:
             self._profiler.export_chrome_trace(str(file))
             recorded = json.loads(file.read_text(errors="replace"), strict=False)
         (begin, at_begin), (end, at_end) = self._clocks
-        drift = (at_end - at_begin) / max(end - begin, 1e-9)
         base = (recorded.get("baseTimeNanoseconds", 0) - self._origin * 10**9) / 1e3
         unfinished = _step_name(self._last + 1)
         found = [e for e in recorded["traceEvents"] if isinstance(e["pid"], int) and e["name"] != unfinished]
@@ -224,7 +223,7 @@ class Tracing:
                 event.pop("ts", None)
             else:
                 at = base + event["ts"]
-                event["ts"] = round(at + 1e6 * at_begin + drift * (at - 1e6 * begin), 3)
+                event["ts"] = round(at + 1e6 * float(np.interp(at / 1e6, (begin, end), (at_begin, at_end))), 3)
             if isinstance(event.get("id"), int):  # of an arrow
                 event["id"] += self._comm.index << 32
             events.append(event)
