@@ -133,9 +133,6 @@ class Replica:
             self._known |= versions
             self._take(changed)
         self._pulled = age
-        for index, variable in enumerate(self.variables):
-            if variable.kind == "buffer":
-                self._buffers[index] = self.tensors[index].clone()
 
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = args[0] if args else kwargs["input"]
@@ -163,6 +160,8 @@ class Replica:
     def _take(self, values: Values) -> None:
         for part, value in values.items():
             part.of(self.tensors[part.variable].data).copy_(value)
+            if self.variables[part.variable].kind == "buffer":
+                self._buffers[part.variable] = value
 
     def settle(self) -> None:
         """Wait until servers have taken what was pushed."""
@@ -192,7 +191,7 @@ class Replica:
     def add_buffers(self) -> None:
         """Push what has been added to buffers since they were pulled; what is no number, as it is."""
         differences = Values()
-        for index, before in [*self._buffers.items()]:
+        for index, before in self._buffers.items():
             tensor = self.tensors[index]
             self._noted[index] = tensor._version
             if torch.equal(tensor, before):

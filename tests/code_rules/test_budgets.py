@@ -15,7 +15,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 23_201, 8_779
+PRODUCT, CORE = 23_200, 8_779
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 24_208, "scripts": 3_006}
