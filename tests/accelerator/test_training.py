@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import mirrored
 from tests.accelerator import cases, keras_cases, stream_cases
 from tests.accelerator.server import Server
 
@@ -35,6 +36,13 @@ def test_two_towers_give_the_numbers_of_one_on_the_cpu(
     backend, *numbers = on_both(cases.train, SMALL, way=way, **settings)
     assert backend == ("shared memory, staged by the host" if way == "host" else server.collectives)
     torch.testing.assert_close(numbers, numbers_of_the_cpu(server, **ordinary), rtol=0, atol=1e-12)
+
+
+def test_compressed_gradients_are_those_of_two_towers_on_the_cpu(way: str, server: Server, on_both: OnBoth) -> None:
+    options = {**SMALL, "compression": mirrored.PowerSGD(rank=1, start_step=2)}
+    _, *numbers = on_both(cases.train, options, way=way)
+    [_, *expected], _ = server.towers(cases.train, options, devices=["cpu:0", "cpu:1"])
+    torch.testing.assert_close(numbers, expected, rtol=0, atol=1e-12)
 
 
 def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
