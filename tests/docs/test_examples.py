@@ -81,6 +81,16 @@ def test_ngrams_in_central_storage() -> None:
     assert "the table of 134 MB is on cpu, once for all towers" in result.stdout
 
 
+def test_gpt_on_two_towers(tmp_path: pathlib.Path) -> None:
+    words = ["mirrored", "run", "--towers", "2", str(EXAMPLES / "gpt.py"), "--files", "20", "--epochs", "1"]
+    result = run_command([*words, "--output", str(tmp_path)], code=0)
+    match = re.search(r"^([0-9.]+) bits for each byte of \d{2,} held-out functions$", result.stdout, re.MULTILINE)
+    assert match, result.stdout
+    assert float(match[1]) < 6  # of 7 that say nothing
+    assert "slowest: tower " in result.stdout
+    assert is_png(tmp_path / "gpt.png")
+
+
 def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
     words = [str(EXAMPLES / "evaluate_digits.py"), "--epochs", "3", "--output", str(tmp_path)]
     evaluator = start_command(["mirrored", "evaluate", *words])
@@ -119,7 +129,8 @@ def run_example(name: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["digits.py", "dcgan.py", "evaluate_digits.py", "keras_digits.py", "keras_transfer.py", "ngrams.py"]
+    "name",
+    ["digits.py", "dcgan.py", "evaluate_digits.py", "keras_digits.py", "keras_transfer.py", "ngrams.py", "gpt.py"],
 )
 def test_help(name: str) -> None:
     command = Command(run_example, name, "--help")
