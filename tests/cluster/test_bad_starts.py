@@ -7,6 +7,7 @@ import pathlib
 import re
 import socket
 import sys
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -17,7 +18,7 @@ from tests.support.handshakes import together, tower
 from tests.support.jobs import run_program
 from tests.support.waiting import HANG, wait_until
 from towers import HandshakeError, PortInUseError, StartupError
-from towers.joining.participant import Compare, Participant, versions
+from towers.joining.participant import Participant, versions
 from towers.joining.store import Message, serve_store
 from towers.launching import agent
 from towers.launching.job import Job
@@ -71,9 +72,9 @@ def wait_for_a_worker_at_first(job: Job) -> int:
     """The agent of worker 0, whose seconds begin when worker 2 has come."""
     handshake = Participant.handshake
 
-    def wait_at_first(worker: Participant, store: Store, message: Message, compare: Compare) -> list[Message]:
+    def wait_at_first(worker: Participant, store: Store, *others: Any) -> list[Message]:
         wait_until(lambda: store.check(["worker/2"]))
-        return handshake(worker, store, message, compare)
+        return handshake(worker, store, *others)
 
     Participant.handshake = wait_at_first  # type: ignore[method-assign]
     return agent.run(job, [sys.executable, "-c", "print('ran')"])

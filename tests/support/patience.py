@@ -34,7 +34,7 @@ def make_agent_patient() -> None:
 
     def await_failure(broadcast: failure_broadcast.FailureBroadcast) -> str | None:
         """What another worker has published, a failure or that its towers have ended well; None for the latter."""
-        wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast._ends()))
+        wait_until(lambda: broadcast._store is None or broadcast.received is not None or bool(broadcast.ends()))
         return broadcast.received
 
     attempt._TOGETHER = exit_report._OTHERS_TOGETHER = HANG
