@@ -36,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run.add_argument("--from-the-start", action="store_true", help="restart also where no checkpoint is restored")
     run.add_argument("--log-dir", help="keep the output of the towers other than the first in files there")
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    run.add_argument("script", help="the script, or with -m the module")
-    run.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    _add_script(run)
     _add_cluster(commands)
     _add_verify(commands)
     _add_trace(commands)
@@ -59,6 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "new":
         return _new(parser, parsed.folder)
     return _play_cluster(parser, parsed) if parsed.command == "cluster" else _run(parser, parsed)
+
+
+def _add_script(
+    command: argparse.ArgumentParser, script: str = "the script, or with -m the module", rest: bool = True
+) -> None:
+    command.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    command.add_argument("script", help=script)
+    if rest:
+        command.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
 
 
 def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -101,9 +108,7 @@ def _add_cluster(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     cluster.add_argument("--workers", type=int, default=2, help="how many (default 2)")
     cluster.add_argument("--ps", type=int, default=0, help="parameter servers, and a chief (default: neither)")
-    cluster.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    cluster.add_argument("script", help="the script, whose strategy reads TF_CONFIG; or with -m the module")
-    cluster.add_argument("rest", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="the script's own arguments")
+    _add_script(cluster, "the script, whose strategy reads TF_CONFIG; or with -m the module")
 
 
 def _play_cluster(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
@@ -133,8 +138,7 @@ def _add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     verify.add_argument("--devices", type=lambda text: text.split(","), help="one per tower; default: GPUs, else CPUs")
     verify.add_argument("--timeout", type=float, default=600.0, help="seconds for each run (default 600)")
     verify.add_argument("--show-output", action="store_true", help="show what the script prints in each run")
-    verify.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    verify.add_argument("script", help="the script, or with -m the module")
+    _add_script(verify, rest=False)
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -172,11 +176,10 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         allow_abbrev=False,
     )
     trace.add_argument("--steps", default="10:13", help="START:STOP, from 1; default 10:13, which are 10, 11 and 12")
-    trace.add_argument("--output", default="trace.json", help="the file (default trace.json); packed if it ends in .gz")
+    trace.add_argument("--output", default="trace.json", help="the file (default trace.json); .gz compresses it")
     trace.add_argument("--towers", type=int, help="start so many, as 'mirrored run' does; default: the script decides")
     trace.add_argument("--devices", type=lambda text: text.split(","), help="one per tower, such as cuda:2,cuda:3")
-    trace.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
-    trace.add_argument("script", help="the script, or with -m the module")
+    _add_script(trace, rest=False)
     trace.set_defaults(restarts=0, from_the_start=False, min_towers=None, log_dir=None)
 
 

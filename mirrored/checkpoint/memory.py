@@ -3,7 +3,8 @@
 [Note: snapshots in memory] The agent of a host opens a few files that have no name in any file system (``memfd``), and
 offers links to them in its private folder. A snapshot is a checkpoint in that folder, except that its tensors lie in
 one of these files. So it outlives the towers, and its memory is free when the agent has ended, however that ends.
-Format, checksums and who writes are a checkpoint's. The newest is kept; the one before it is removed after it is there.
+Format, checksums and the towers that write are a checkpoint's. The newest is kept; the one before it is removed after
+it is there.
 
 The towers of an agent that has lost its own, or has an older one, get the newest from the first tower that has it, by
 broadcasts.

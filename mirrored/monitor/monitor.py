@@ -59,7 +59,7 @@ class Monitor:
     Raises:
         TypeError: ``strategy`` is no strategy whose towers are in step.
         ValueError: a number is not positive.
-        RuntimeError: the strategy has a monitor that is not closed.
+        RuntimeError: the strategy has a monitor that is not closed, or a trace goes on.
         DisagreementError: on all towers, when their settings differ.
     """
 
@@ -263,7 +263,7 @@ def _check(strategy: Any, loss: str, **positive: Any) -> None:
     if not isinstance(getattr(strategy, "communicator", None), Communicator):
         raise TypeError(f"mirrored.Monitor takes a strategy that trains in step, not a {type(strategy).__name__}")
     if any(isinstance(getattr(each, "__self__", None), Timeline) for each in strategy.communicator.health.followers):
-        raise RuntimeError("this strategy has a monitor already: close it first, or give it all that is to be reported")
+        raise RuntimeError("this strategy has a monitor or a trace already: close it first")
     if loss not in ("sum", "mean"):
         raise ValueError(f"loss is {loss!r}, but must be 'sum' or 'mean'")
     for name, number in positive.items():

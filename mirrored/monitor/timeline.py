@@ -28,7 +28,7 @@ from towers.system import cuda
 from towers.system.timeouts import clock
 
 DATA, COMPUTE, COLLECTIVE, OPTIMIZER, OTHER = range(5)
-"""The parts of a step. What is no phase of a training step is the script's own."""
+"""The parts of a step. Time outside of all phases of a training step is the script's own."""
 
 _PART_OF = {
     status.LOADING: DATA,

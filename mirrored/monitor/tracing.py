@@ -1,7 +1,8 @@
 """One trace of all towers for Perfetto, and where each tower's time went: ``with strategy.trace("trace.json"):``.
 
-Each tower profiles itself by ``torch.profiler``, moves its events onto tower 0's clock and sends them to all, packed;
-the chief writes one file. The summary comes from the stamps that the monitor takes, too (:mod:`.timeline`).
+Each tower profiles itself by ``torch.profiler``, moves its events onto tower 0's clock and sends them to all, in
+compressed form; the chief writes one file. The summary comes from the stamps that the monitor takes, too
+(:mod:`.timeline`).
 
 [Note: one clock] Towers of one host share its clock. For those of another host a barrier bounds the difference: tower
 0 has begun it before this tower leaves it, and this tower has begun it before tower 0 leaves it. Of many barriers the
@@ -89,7 +90,7 @@ class Tracing:
 
     Args:
         comm, events: the strategy's.
-        path: the file, which is packed where it ends in ``.gz``.
+        path: the file, compressed where it ends in ``.gz``.
         profiler: arguments of ``torch.profiler.profile``.
     """
 
@@ -100,6 +101,7 @@ class Tracing:
         self._profiler = profile(**profiler)
         self._call = f"strategy.trace({self.trace.path!r})"
         self._step = contextlib.ExitStack()  # the range of the step that goes on
+        self._undo = contextlib.ExitStack()  # ends what runs
         self._last = 0
         self._clocks: list[tuple[float, float]] = []  # when, and how far tower 0's is ahead: seconds
         self._origin = 0  # of the trace's times, in seconds since 1970
@@ -113,8 +115,12 @@ class Tracing:
         self._say("", self._try_file)
         self._compare_clocks()
         self._timeline = Timeline(self._comm.health, self._events, self._comm.device)
+        self._undo.callback(self._timeline.stop)
         self._profiler.start()
+        self._undo.callback(self._profiler.stop)
+        self._undo.callback(self._step.close)
         self._events.end_run.append(self._end_run)
+        self._undo.callback(self._events.end_run.remove, self._end_run)
         self._begin_step()
 
     def _try_file(self) -> None:
@@ -147,11 +153,8 @@ class Tracing:
             self._begin_step()
 
     def abandon(self) -> None:
-        """End without a file, and without the other towers."""
-        self._events.end_run.remove(self._end_run)
-        self._timeline.stop()
-        self._step.close()
-        self._profiler.stop()
+        """End without a file, and without the other towers; nothing where it has not begun, or has ended."""
+        self._undo.close()
 
     def stop(self) -> Trace:
         """End it, and write the file.
@@ -254,9 +257,9 @@ class TracedSteps(Tracing):
         if self._count == self._first - 1:
             self.start()
         elif self._count == self._end - 1:
+            atexit.unregister(self._explain)
             trace = self.stop()
             self._events.end_run.remove(self._count_run)
-            atexit.unregister(self._explain)
             if self._comm.index == 0:
                 print_while_terminal_lasts(trace)
             raise SystemExit(0)
@@ -268,8 +271,7 @@ class TracedSteps(Tracing):
         self._events.end_run.append(self._count_run)
 
     def _explain(self) -> None:
-        if self._count >= self._first - 1:
-            self.abandon()  # a profiler that runs to the end of the process crashes it (torch 2.13)
+        self.abandon()  # a profiler that runs to the end of the process crashes it (torch 2.13)
         if self._comm.index == 0:
             steps = f"steps {self._first} to {self._end - 1}"
             text = f"the script ended after {self._count} training steps, so {steps} have not been traced"
@@ -293,9 +295,9 @@ def _step_name(step: int) -> str:
     return f"mirrored::step {step}"
 
 
-def _write(path: str, packed: Sequence[bytes]) -> None:
+def _write(path: str, compressed: Sequence[bytes]) -> None:
     """Write the events of all towers as one JSON object."""
-    lists = [zlib.decompress(each)[1:-1] for each in packed]
+    lists = [zlib.decompress(each)[1:-1] for each in compressed]
     with gzip.open(path, "wb") if path.endswith(".gz") else open(path, "wb") as file:
         file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n' + b",\n".join(lists) + b"\n]}\n")
 

@@ -22,7 +22,7 @@ class Records(Gradients):
     events: Events
     is_chief: bool
 
-    def summary_writer(self, folder: str, **options: Any) -> Any:
+    def summary_writer(self, folder: str | os.PathLike[str], **options: Any) -> Any:
         """torch's ``SummaryWriter``, of tensorboard, on the chief; elsewhere an object whose methods do nothing."""
         from mirrored.summaries import summary_writer
 
@@ -38,7 +38,7 @@ class Records(Gradients):
         When it is left by an exception, nothing is written.
 
         Args:
-            path: the file; packed where it ends in ``.gz``. Its folder is made.
+            path: the file; compressed where it ends in ``.gz``. Its folder is made.
             show: let the chief print what the towers' steps were spent on.
             profiler: arguments of ``torch.profiler.profile``, such as ``with_stack=True``.
 

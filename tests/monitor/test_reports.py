@@ -251,7 +251,7 @@ def test_a_monitor_refuses_what_it_cannot_follow() -> None:
     for settings in ({"every": 0}, {"every": 1.5}, {"total": -1}, {"loss": "max"}, {"flops": -1.0}):
         assert f"{next(iter(settings))} is" in text_of(ValueError, mirrored.Monitor, strategy, **settings)
     monitor = mirrored.Monitor(strategy, show=False)
-    assert "has a monitor already" in text_of(RuntimeError, mirrored.Monitor, strategy)
+    assert "has a monitor or a trace already" in text_of(RuntimeError, mirrored.Monitor, strategy)
     assert "not a str" in text_of(TypeError, monitor.step, "0.1")
     assert "of shape (2,)" in text_of(ValueError, monitor.step, torch.ones(2))
     assert "inside strategy.run" in text_of(RuntimeError, strategy.run, monitor.step, (0.1,))

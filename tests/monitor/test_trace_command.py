@@ -61,6 +61,17 @@ def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == ["train.py"]
 
 
+@pytest.mark.slow
+@pytest.mark.row(77)
+@pytest.mark.parametrize("output", ["train.py/trace.json", "."])
+def test_a_file_that_cannot_be_written_is_the_only_error(output: str, tmp_path: pathlib.Path) -> None:
+    path = script(tmp_path, "MirroredStrategy(devices=['cpu:0'])")
+    words = ["-m", "mirrored", "trace", "--steps", "3:5", "--output", output, path, "1"]
+    errors = run_program(words, cwd=str(tmp_path), code=1).stderr
+    assert "ValueError: " in errors
+    assert "in _explain" not in errors
+
+
 @pytest.mark.row(77)
 @pytest.mark.parametrize("steps", ["13:10", "10", "1:3", "10:x", ":", "-3:5"])
 def test_wrong_steps_are_refused(steps: str, capsys: pytest.CaptureFixture[str]) -> None:

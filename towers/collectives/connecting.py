@@ -19,7 +19,7 @@ from towers.collectives.process_group import ProcessGroupCommunicator, failures,
 from towers.collectives.shared_memory import communicator as shared_memory
 from towers.errors import StartupError
 from towers.health import heartbeat
-from towers.health.status import JOINING, Health
+from towers.health.status import Health
 from towers.joining.participant import Participant
 from towers.joining.store import Message
 from towers.options import CommunicationOptions
@@ -52,7 +52,7 @@ def connect(topology: Topology, device: torch.device, options: CommunicationOpti
         ValueError: an existing default group has another size, or the options do not fit the device.
     """
     assert topology.address is not None
-    health = Health.of_this_tower(JOINING)
+    health = Health.of_this_tower("joining the other towers")
     backend, where = _backend_or_host(options.implementation, device), device
     if staged := backend == "host":
         backend, where = "gloo", torch.device("cpu")

@@ -1,7 +1,7 @@
 """PowerSGD (arXiv:1905.13727): gradients that travel as products of two thin matrices.
 
 A gradient is a matrix of shape (rows, columns), transposed where it has more rows. Its product is that of P, of shape
-(rows, rank), and Q, of shape (rank, columns) when transposed. What the product lacks is the tower's *error*, which is
+(rows, rank), and Q, of shape (rank, columns) when transposed. The rest of the gradient is the tower's *error*, which is
 added to its next gradient. One average goes like this::
 
     start     error += gradient;  P = error · orthogonalized Q of the last time
@@ -129,7 +129,7 @@ class LowRankAverage(AllReduce):
     def finish(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         tails = super().finish(buckets)
         running, self._running = self._running, []
-        for _ in ("P is there", "Q is there"):
+        for _ in range(2):  # P is there, then Q
             for average in running:
                 next(average, None)
         self.step += 1

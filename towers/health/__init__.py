@@ -11,7 +11,7 @@ a tower is killed, or calls ``os._exit``   no report: ``exit_report._failure`` t
                                            was from its ``status.StatusRecord``
 a tower waits for one that is gone         a ``PeerLostError`` (``shared_memory/barrier.py``, or
                                            ``timeout_messages.connection_lost``), a consequence: it is reported two
-                                           seconds late; ``Broadcast.first_failure`` says what was first
+                                           seconds late; ``Broadcast.first_failure`` finds the first one
 a collective passes its deadline           ``timeout_messages.timeout_error`` queries the others by ``heartbeat.py``;
                                            the tower raises a ``CollectiveTimeoutError``
 a tower loops for ever                     the same: a collective of the others passes its deadline (600 s)

@@ -28,7 +28,6 @@ from towers.system.newest import Newest
 from towers.system.timeouts import clock
 from towers.topology import STATUS_RECORD
 
-JOINING = "joining the other towers"
 IN_STEP = "in the step's function"
 IN_EVALUATION = "in the evaluation's function"
 LOADING = "loading data"

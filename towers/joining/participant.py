@@ -161,7 +161,7 @@ class Participant:
             raise StartupError(f"{self.server} went away during the start-up: {printable(str(error))}") from None
 
     def handshake(
-        self, store: Store, message: Message, compare: Compare, lost: Callable[[], str] = str
+        self, store: Store, message: Message, compare: Compare, lost: Callable[[], str] = lambda: ""
     ) -> list[Message]:
         """Publish ``message``, wait for everybody's, and return all of them in order.
 

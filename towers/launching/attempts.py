@@ -1,6 +1,6 @@
 """Attempts at a job of several workers: the chief begins each, with all workers or some, and the others follow it.
 
-[Note: who takes part] The chief writes every attempt, with its number and its workers, into the store that it serves
+[Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves
 for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
 those that have come in time, and the others ask to join; without, it takes all, and the handshake waits for them.
 
@@ -64,7 +64,7 @@ class AttemptsRendezvous(WorkersRendezvous):
 
 
 class ChiefRendezvous(AttemptsRendezvous):
-    """Begins each attempt, see [Note: who takes part]."""
+    """Begins each attempt, see [Note: members]."""
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
@@ -160,7 +160,7 @@ class ChiefRendezvous(AttemptsRendezvous):
 
 
 class FollowerRendezvous(AttemptsRendezvous):
-    """Waits for the chief's next attempt, see [Note: who takes part]."""
+    """Waits for the chief's next attempt, see [Note: members]."""
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)

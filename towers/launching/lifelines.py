@@ -1,9 +1,9 @@
 """Connections that tell the chief's agent at once which worker's agent has ended, while it waits for that.
 
-[Note: lifelines] A store does not tell who has left it. So each worker's agent also connects to a port of the chief's
-agent, and sends the name by which its signed messages call that connection; nothing else is sent. When the agent ends,
-however that happens, its system closes the connection. Where a firewall or a host that is gone leaves none to close,
-the chief waits for the deadline.
+[Note: lifelines] They are the agents' failure detector: torch's store does not know which of its clients have left. So
+each worker's agent also connects to a port of the chief's agent, and sends the name by which its signed messages call
+that connection; nothing else is sent. When the agent ends, however that happens, its system closes the connection.
+Where a firewall or a host that is gone leaves none to close, the chief waits for the deadline.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from towers.errors import StartupError
 from towers.launching.job import Job
 
+_COUNT_SECONDS = 300.0  # in which a new process loads torch and counts devices; a driver may hang
+
 
 def check_restarts(restarts: int, min_towers: int | None, virtual_towers: int | None) -> None:
     """Check that a strategy's options, or those of ``mirrored run``, fit each other.
@@ -42,10 +44,14 @@ def on_devices_left(job: Job) -> Job:
     """A single worker's job on the devices that a new process sees, where some may have been lost.
 
     Raises:
-        StartupError: they are too few for ``min_towers``.
+        StartupError: they are too few for ``min_towers``, or cannot be counted.
     """
     program = "import torch; print(torch.accelerator.device_count())"
-    answer = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False).stdout
+    command = [sys.executable, "-c", program]
+    try:
+        answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=_COUNT_SECONDS).stdout
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"a new process could not count the devices within {_COUNT_SECONDS:.0f} s") from None
     count = int(answer) if answer.strip().isdecimal() else 0
     named = tuple(device for device in job.devices if int(device.partition(":")[2]) < count)
     left = len(named) if job.devices else min(job.towers, count)

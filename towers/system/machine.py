@@ -117,7 +117,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def can_look_up(host: str) -> bool:
-    """Whether a name leads to an address now. What can be no name counts too: to wait for it would not help."""
+    """Whether a name leads to an address now. An invalid name counts, too: it never will be found."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except (OSError, UnicodeError) as error:
