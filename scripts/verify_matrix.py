@@ -40,6 +40,8 @@ def cases(folder: pathlib.Path) -> list[Case]:
         (EXAMPLES / "digits.py", output, ()),
         (EXAMPLES / "digits.py", (*output, "--checkpoints", f"{folder}/checkpoints"), ()),
         (EXAMPLES / "dcgan.py", output, ()),
+        (EXAMPLES / "autoencoder.py", output, ()),
+        (EXAMPLES / "unet.py", output, ()),
         (PROGRAMS.parent / "train.py", (), ()),
         (PROGRAMS.parent / "drifts.py", ("same",), ()),
         (PROGRAMS.parent / "unwell.py", ("none", "0", "0", "optimizer"), ()),
