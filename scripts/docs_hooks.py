@@ -1,8 +1,8 @@
 """What mkdocs does beside what mkdocs.yml says: README, CHANGELOG and SECURITY become pages of the site.
 
 On GitHub every link works as it is written. In the site, whose pages are those of docs/ only, the links to these three
-lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference. The search works
-without a network.
+lead to their pages. Roles in docstrings (``:class:`Strategy```) become links into the reference. Long names in tables
+may be broken between their words, and output in columns is never broken. The search works without a network.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Make links of the roles in docstrings, where the reference has what they name."""
-    return re.sub(r":(?:class|func|meth|mod|attr|exc|data):<code>([\w.]+)</code>", _link, html)
+    """Make links of the roles in docstrings, where the reference has what they name; say where lines may be broken."""
+    html = re.sub(r":(?:class|func|meth|mod|attr|exc|data):<code>([\w.]+)</code>", _link, html)
+    html = re.sub(r"<td.*?</td>", _breakable, html, flags=re.DOTALL)
+    return re.sub(r'<div class="(language-text highlight)">(.*?)</div>', _in_columns, html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -56,6 +58,20 @@ def on_post_template(output_content: str, **_: Any) -> str:
 
 def _without_network(html: str, root: str) -> str:
     return html.replace("https://unpkg.com/iframe-worker/shim", f"{root}file_worker.js")
+
+
+def _breakable(cell: re.Match[str]) -> str:
+    return re.sub(r"(?<=<code>)[^<]{16,}(?=</code>)", _with_places, cell[0])
+
+
+def _with_places(name: re.Match[str]) -> str:
+    humps = re.sub(r"(?<=[a-z])(?=[A-Z])", '<wbr class="narrow">', name[0])
+    return re.sub(r"(?<=[._(=/])(?=\w)", "<wbr>", humps)
+
+
+def _in_columns(output: re.Match[str]) -> str:
+    kind = " columns" if re.search(r"\w {3,}\w", output[2]) else ""
+    return f'<div class="{output[1]}{kind}">{output[2]}</div>'
 
 
 def _link(role: re.Match[str]) -> str:

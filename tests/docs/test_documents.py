@@ -343,6 +343,8 @@ def test_the_site_builds(tmp_path: pathlib.Path) -> None:
     assert not [name for name, text in reference.items() if re.search(r":(?:class|func|meth|mod):", text)], "a role"
     assert "compute_average_loss" in (tmp_path / "site/search/search_index.json").read_text()
     assert 'src="../file_worker.js"' in reference["strategies"]
+    assert "<code>torch.<wbr>set_<wbr>num_<wbr>threads</code>" in (tmp_path / "site/how-to.html").read_text()
+    assert '<div class="language-text highlight columns">' in (tmp_path / "site/scaling.html").read_text()
     needed = {address for page in (tmp_path / "site").rglob("*.html") for address in Needs(page.read_text()).addresses}
     assert {address for address in needed if re.match(r"(?:\w+:)?//", address)} == set(), "of the network"
     assert any(re.search(r"assets/javascripts/bundle\.\w+\.min\.js$", address) for address in needed), needed
