@@ -42,6 +42,8 @@ def cases(folder: pathlib.Path) -> list[Case]:
         (EXAMPLES / "dcgan.py", output, ()),
         (EXAMPLES / "autoencoder.py", output, ()),
         (EXAMPLES / "unet.py", output, ()),
+        (EXAMPLES / "lstm.py", (*output, "--files", "12"), ()),
+        (EXAMPLES / "word2vec.py", (*output, "--files", "12"), ()),
         (PROGRAMS.parent / "train.py", (), ()),
         (PROGRAMS.parent / "drifts.py", ("same",), ()),
         (PROGRAMS.parent / "unwell.py", ("none", "0", "0", "optimizer"), ()),

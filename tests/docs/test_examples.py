@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import mirrored
 from tests.support.commands import Command, run_command, start_command
-from tests.support.jobs import ROOT, end_of, run_program
+from tests.support.jobs import ROOT, end_of, launch, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +109,81 @@ def test_two_towers_end_where_one_does(name: str, size: tuple[str, str], tmp_pat
     assert resumed == alone
     numbers = [[float(number) for number in re.findall("[0-9.]+", line)] for line in (alone, together)]
     assert numbers[1] == pytest.approx(numbers[0], rel=1e-2)
+
+
+def result_of(name: str, words: list[str], towers: int, output: pathlib.Path, line: str) -> float:
+    """The number that ``line``, a regular expression, finds in what an example prints on so many towers."""
+    program = [str(EXAMPLES / name), *words, "--output", str(output)]
+    result = run_command(["mirrored", "run", "--towers", str(towers), *program], code=0)
+    match = re.search(line, result.stdout, re.MULTILINE)
+    assert match, result.stdout
+    return float(match[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("lstm.py", ["--files", "6"], r"^perplexity ([0-9.]+) of \d{2,} held-out pieces$"),
+        ("word2vec.py", ["--files", "1", "--words", "300"], r"of \d{4,} held-out pairs ([0-9.]+)% right$"),
+    ],
+)
+def test_two_towers_then_one(name: str, words: list[str], line: str, tmp_path: pathlib.Path) -> None:
+    alone = result_of(name, [*words, "--epochs", "2"], 1, tmp_path / "alone", line)
+    first = result_of(name, [*words, "--epochs", "1"], 2, tmp_path / "both", line)
+    assert first != pytest.approx(alone, rel=1e-3)
+    assert result_of(name, [*words, "--epochs", "2"], 1, tmp_path / "both", line) == pytest.approx(alone, rel=1e-3)
+    assert is_png((tmp_path / "both" / name).with_suffix(".png"))
+
+
+def carried_on(path: pathlib.Path) -> list[list[float]]:
+    """What a tower's columns of a saved state are, as it saves it (tower 0 to ``path``), and as it loads it."""
+    from lstm import Carried
+
+    strategy = mirrored.MirroredStrategy()
+    carried = Carried(strategy)
+    found = []
+    if not path.exists():
+        columns = torch.arange(5.0).tensor_split(strategy.num_replicas_in_sync)[strategy.topology.index]
+        carried.state = columns.view(1, -1, 1), columns.view(1, -1, 1) + 10
+        found.append(columns.tolist())
+        saved = carried.state_dict()
+        if strategy.is_chief:
+            torch.save(saved, path)
+        strategy.gather(columns)
+    carried.load_state_dict(torch.load(path))
+    assert carried.state is not None
+    hidden, cell = carried.state
+    assert torch.equal(hidden + 10, cell)
+    return [*found, hidden.flatten().tolist()]
+
+
+def test_a_carried_state_goes_on_with_other_towers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    for saved, loaded in launch(carried_on, tmp_path / "state", count=2):
+        assert saved == loaded
+    assert launch(carried_on, tmp_path / "state", count=3) == [[[0, 1]], [[2, 3]], [[4]]]
+
+
+def test_digits_by_towers_alone(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import towers_digits
+
+    results = []
+    for devices, epochs in (("cpu:0", "2"), ("cpu:0,cpu:1,cpu:2", "1"), ("cpu:0,cpu:1", "2")):
+        output = tmp_path / str(devices == "cpu:0")
+        words = ["--devices", devices, "--epochs", epochs, "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", ["towers_digits.py", *words])
+        towers_digits.main()
+        line = r"final loss ([0-9.]+), test accuracy ([0-9.]+)%; towers with the same bits: (\d)$"
+        found = re.match(line, capsys.readouterr().out)
+        assert found
+        results.append([float(number) for number in found.groups()])
+    alone, first, both = results
+    assert both == pytest.approx([*alone[:2], 2], rel=1e-4)
+    assert alone[0] < first[0]
+    assert is_png(output / "towers_digits.png")
 
 
 def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
