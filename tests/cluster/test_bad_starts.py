@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from tests.support.clusters import free_port, start_agent, torchrun_variables
-from tests.support.commands import Command
+from tests.support.commands import Command, run_script
 from tests.support.handshakes import together, tower
 from tests.support.jobs import run_program
 from tests.support.waiting import HANG, wait_until
@@ -145,7 +145,7 @@ def test_a_chief_whose_address_is_another_machines_says_so_at_once(tmp_path: pat
     script = tmp_path / "script.py"
     options = "mirrored.CommunicationOptions(startup_timeout_seconds=3)"
     script.write_text(f"import mirrored; mirrored.MultiWorkerMirroredStrategy(communication={options})")
-    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
+    result = run_script([str(script)], env={"TF_CONFIG": json.dumps(config)}, code=1)
     doubt = "the address of worker 0, 192.0.2.7:2222 (from TF_CONFIG), does not lead to this machine, which is worker 0"
     said = result.stderr.splitlines()
     assert f"towers: {doubt}: no other worker will find it there" in said

@@ -22,18 +22,16 @@ import pytest
 import mirrored
 from mirrored import ClusterError
 from tests.launching.test_start import TRAIN, train
-from tests.support.commands import run_command
+from tests.support.commands import Command, run_command, start_script
 from tests.support.controllers import CLUSTERS, Pod, pods_of, pytorch_job, read, slurm_tasks, words_for
 from tests.support.jobs import ROOT, start_program, variables_with
-from tests.support.two_hosts import two_hosts, write_hosts
+from tests.support.two_hosts import enter_container, two_hosts, write_hosts
 from tests.support.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
 
 FILES = ["tfjob.yaml", "pytorchjob.yaml", "trainjob.yaml", "compose.yaml"]
 RESTARTS = str(ROOT / "tests" / "programs" / "restarts.py")
-IN_A_CONTAINER = ["unshare", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
-AS = ["sh", "-c", 'hostname "$0" && exec "$@"']
 
 Hosts = list[tuple[str, str]]
 
@@ -79,15 +77,17 @@ class Containers:
     def __init__(self, hosts: Hosts, pods: Sequence[Pod], words: Sequence[Sequence[str]], **variables: str) -> None:
         self.ended: list[list[tuple[int, str, str]]] = [[] for _ in pods]
         self._hosts, self._pods, self._words, self._variables = hosts, pods, words, variables
-        self._running: list[subprocess.Popen[str]] = [self._start(index) for index in range(len(pods))]
+        self._running: list[Command] = [self._start(index) for index in range(len(pods))]
         self._keepers = [threading.Thread(target=self._keep, args=(index,)) for index in range(len(pods))]
         for keeper in self._keepers:
             keeper.start()
 
-    def _start(self, index: int) -> subprocess.Popen[str]:
+    def _start(self, index: int) -> Command:
         pod = self._pods[index]
-        before = ["ip", "netns", "exec", self._hosts[index][0], *IN_A_CONTAINER, *AS, pod.name]
-        return start_program(self._words[index], before=before, env={**self._variables, **pod.variables})
+        where = (self._hosts[index][0], pod.name)
+        return start_script(
+            self._words[index], env={**self._variables, **pod.variables}, enter=enter_container, args=where
+        )
 
     def _keep(self, index: int) -> None:
         while True:

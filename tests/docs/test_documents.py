@@ -32,8 +32,8 @@ import torch
 import mirrored
 import towers
 from mirrored import cli
+from tests.support.commands import run_script
 from tests.support.jobs import ROOT, assert_close, run_program
-from tests.support.waiting import HANG
 
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")],
@@ -125,7 +125,7 @@ def test_a_program_runs(program: Program, tmp_path: pathlib.Path, monkeypatch: p
         return
     if words.get("run by") == "python":
         (tmp_path / "program.py").write_text(program.source())
-        result = run_program(["program.py"], timeout=HANG, cwd=str(tmp_path), code=0)
+        result = run_script(["program.py"], cwd=str(tmp_path), code=0)
         assert words.get("prints", "") in result.stdout
         return
     (first, printed), (second, _) = run_on(2, program, tmp_path)

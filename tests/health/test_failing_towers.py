@@ -13,7 +13,8 @@ import torch
 
 import mirrored
 from tests.support.clusters import start_workers
-from tests.support.jobs import run_program, towers
+from tests.support.commands import run_script
+from tests.support.jobs import towers
 from tests.support.patience import patient_launch
 from tests.support.unwell import TORCHRUN, UNWELL, unwell
 from tests.support.waiting import HANG, wait_until
@@ -123,7 +124,7 @@ def test_a_call_that_the_chief_alone_makes_is_said_to_be_one(tmp_path: pathlib.P
         "if strategy.is_chief:\n"
         "    strategy.reduce('sum', 1)\n"
     )
-    result = run_program([str(script)], code=1)
+    result = run_script([str(script)], code=1)
     last = result.stderr.splitlines()[-1]
     assert last.startswith(
         "towers: first of all, tower 1 ended with exit code 0 after step 1, while others went on and"

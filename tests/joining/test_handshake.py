@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from mirrored import TorchrunClusterResolver
 from tests.support.clusters import free_port, start_agent, torchrun_variables
+from tests.support.commands import run_script, start_script
 from tests.support.handshakes import KEYS, TOKEN, TOWER, both_meet, join, meet, serve, together
 from tests.support.jobs import ROOT, end_of, run_program, start_program
 from tests.support.sockets import family, listening
@@ -34,9 +35,9 @@ def store() -> TCPStore:
 @pytest.mark.slow
 def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
     variables = torchrun_variables(MASTER_PORT=str(free_port()), **{JOB_TOKEN: "right"})
-    first = start_program([WAITS, "end"], env=variables)
+    first = start_script([WAITS, "end"], env=variables)
     try:
-        refused = run_program([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"}, code=1)
+        refused = run_script([WAITS], env={**variables, "RANK": "1", JOB_TOKEN: "wrong"}, code=1)
         last = refused.stderr.strip().splitlines()[-1]
         host = f"(on {os.uname().nodename})"
         assert last.startswith(
@@ -44,7 +45,7 @@ def test_a_tower_with_another_token_is_refused_and_the_job_goes_on() -> None:
         )
         assert f"a message of a process on {os.uname().nodename} with another job token" in last
         assert "wrong" not in refused.stderr
-        run_program([WAITS, "end"], env={**variables, "RANK": "1"}, code=0)
+        run_script([WAITS, "end"], env={**variables, "RANK": "1"}, code=0)
         assert first.communicate(timeout=HANG)[0] == "ready\n"
         assert first.returncode == 0
     finally:

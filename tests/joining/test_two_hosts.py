@@ -12,9 +12,10 @@ import pytest
 
 from tests.faults.play import DEADLINE, PROGRAM, differences, launched
 from tests.support.clusters import tf_configs
+from tests.support.commands import Command, start_script
 from tests.support.jobs import ROOT, start_program
 from tests.support.sockets import family, ip, listening
-from tests.support.two_hosts import two_hosts, write_hosts
+from tests.support.two_hosts import enter_host, two_hosts, write_hosts
 from tests.support.waiting import HANG, wait_until
 from towers.launching.job import Job, agent_command
 
@@ -71,13 +72,18 @@ def test_two_workers_on_two_hosts(hosts: list[tuple[str, str]], named: bool, tmp
     assert "mirrored:" not in outputs[1][1]
 
 
-def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[subprocess.Popen[str]]:
+def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> list[Command]:
     """Start the agents that tests/faults/program.py becomes as the workers of a cluster, one tower on each host."""
     addresses = tuple(f"{address}:4001" for _, address in hosts)
     program = [sys.executable, *PROGRAM, str(folder), "--towers", "1", "--deadline", str(DEADLINE), *words]
     jobs = [Job(1, index, 2, addresses, "TF_CONFIG") for index in range(2)]
     return [
-        start_on(name, agent_command(jobs[index], program)[1:], tf_configs(addresses)[index])
+        start_script(
+            agent_command(jobs[index], program)[1:],
+            env={"TF_CONFIG": tf_configs(addresses)[index], "NCCL_HOSTID": name},
+            enter=enter_host,
+            args=[name],
+        )
         for index, (name, _) in enumerate(hosts)
     ]
 

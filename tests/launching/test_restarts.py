@@ -10,8 +10,7 @@ import pytest
 
 import mirrored
 from tests.support import shared_memory
-from tests.support.commands import Command, run_command
-from tests.support.jobs import run_program
+from tests.support.commands import Command, command_line, run_command, run_script
 from tests.support.patience import PATIENT_AGENTS
 from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import wait_until
@@ -52,7 +51,7 @@ def test_after_failures_a_job_goes_on_to_the_same_bits(undisturbed: str, tmp_pat
 
 def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_path: pathlib.Path) -> None:
     """Also on one tower, for which there would be no agent."""
-    result = run_program([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
+    result = run_script([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
     assert result.stdout.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
     assert "towers: all start again (1 of 2 restarts)" in result.stderr
 
@@ -108,7 +107,6 @@ def test_a_signal_to_the_agent_is_no_failure(tmp_path: pathlib.Path) -> None:
 
 
 def _run(*words: str) -> int | None:
-    from tests.support.commands import command_line
 
     return command_line("mirrored", *RUN[1:], *words)
 

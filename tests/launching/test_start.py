@@ -19,7 +19,7 @@ import torch
 import mirrored
 from mirrored import cli
 from tests.support.clusters import free_port, torchrun_variables
-from tests.support.commands import run_command
+from tests.support.commands import Command, run_command, run_script, start_script
 from tests.support.jobs import ROOT, end_of, run_program, start_program
 from tests.support.waiting import HANG, wait_until
 from towers import CannotStartError
@@ -246,7 +246,7 @@ def test_srun(tmp_path: pathlib.Path) -> None:
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_ID": "0",
         }
-        processes.append(start_program([REPORT], env=variables))
+        processes.append(start_script([REPORT], env=variables))
     outputs = [process.communicate(timeout=HANG) for process in processes]
     assert [json.loads(out)["towers"] for out, _ in outputs] == [2, 2]
     assert outputs[0][1] == "mirrored: 2 towers on cpu, shared memory, 1 thread each, started by srun\n"
@@ -257,8 +257,8 @@ def test_srun(tmp_path: pathlib.Path) -> None:
 def test_a_second_process_with_the_same_rank_is_refused() -> None:
     port = str(free_port())
 
-    def start(rank: int) -> subprocess.Popen[str]:
-        return start_program([REPORT, "wait"], env=torchrun_variables(RANK=str(rank), MASTER_PORT=port))
+    def start(rank: int) -> Command:
+        return start_script([REPORT, "wait"], env=torchrun_variables(RANK=str(rank), MASTER_PORT=port))
 
     first, second = start(0), start(1)
     try:
@@ -336,7 +336,7 @@ strategy.print(strategy.reduce("sum", 1), strategy.cluster_resolver.__class__.__
 """
     )
     config = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
-    result = run_program([str(script)], env={"TF_CONFIG": json.dumps(config)})
+    result = run_script([str(script)], env={"TF_CONFIG": json.dumps(config)})
     assert result.stdout == f"2 {kind}\n", result.stderr
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import mirrored
 from mirrored.checkpoint.errors import CheckpointError
 from mirrored.checkpoint.manifest import name_of
-from tests.support.jobs import all_raise, make_data, make_mlp, parameters_of, run_program, towers
+from tests.support.commands import run_script
+from tests.support.jobs import all_raise, make_data, make_mlp, parameters_of, towers
 from tests.support.steps import averaging_step
 
 pytestmark = pytest.mark.slow
@@ -87,11 +88,10 @@ if __name__ == "__main__":
 def test_a_killed_tower_costs_nothing(tmp_path: pathlib.Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = {"PYTHONPATH": os.getcwd()}
-    killed = run_program([str(script), str(tmp_path / "a"), "6"], env=env)
+    killed = run_script([str(script), str(tmp_path / "a"), "6"])
     assert killed.returncode == 128 + signal.SIGKILL
-    resumed = run_program([str(script), str(tmp_path / "a"), "0"], env=env, code=0)
-    whole = run_program([str(script), str(tmp_path / "b"), "0"], env=env, code=0)
+    resumed = run_script([str(script), str(tmp_path / "a"), "0"], code=0)
+    whole = run_script([str(script), str(tmp_path / "b"), "0"], code=0)
     assert "goes on from" in resumed.stderr
     assert sorted(resumed.stdout.split()) == sorted(whole.stdout.split())
 

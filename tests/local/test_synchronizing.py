@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
+from tests.support.commands import run_script
 from tests.support.jobs import (
     all_raise,
     launch,
     make_data,
     make_mlp,
     parameters_of,
-    run_program,
     seeded,
     text_of,
     towers,
@@ -263,7 +263,7 @@ for _ in range(5):
 def test_a_script_may_end_between_two_synchronisations(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(way="LocalSGD(every=2)"))
-    run_program([str(script)], code=0)
+    run_script([str(script)], code=0)
 
 
 @pytest.mark.row(68)

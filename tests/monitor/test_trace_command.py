@@ -9,7 +9,7 @@ import pytest
 
 from mirrored import cli
 from tests.monitor.test_traces import by_tower, named
-from tests.support.jobs import run_program
+from tests.support.commands import run_command
 from tests.verification.template import Script
 
 SCRIPT = Script(
@@ -37,8 +37,8 @@ def script(folder: pathlib.Path, strategy: str) -> str:
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_path: pathlib.Path) -> None:
     strategy, before, options = STRATEGIES[way]
-    words = ["-m", "mirrored", *before, "trace", *options, script(tmp_path, strategy), "2", "--steps", "3:5"]
-    ended = run_program([*words, "--output", "out.json"], cwd=str(tmp_path), code=0)
+    words = ["mirrored", *before, "trace", *options, script(tmp_path, strategy), "2", "--steps", "3:5"]
+    ended = run_command([*words, "--output", "out.json"], cwd=str(tmp_path), code=0)
     assert "trace of steps 3 to 4" in ended.stdout
     assert "slowest: tower" in ended.stdout
     assert "the end" not in ended.stdout
@@ -54,7 +54,7 @@ def test_the_steps_are_traced_on_both_towers_and_end_the_script(way: str, tmp_pa
 @pytest.mark.row(77)
 def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
     path = script(tmp_path, "MirroredStrategy(devices=['cpu:0', 'cpu:1'])")
-    ended = run_program(["-m", "mirrored", "trace", path, "1", "--steps=9:12"], cwd=str(tmp_path), code=0)
+    ended = run_command(["mirrored", "trace", path, "1", "--steps=9:12"], cwd=str(tmp_path), code=0)
     assert "the end" in ended.stdout
     said = "mirrored trace: the script ended after 8 training steps, so steps 9 to 11 have not been traced"
     assert ended.stderr.count(said) == 1
@@ -66,8 +66,8 @@ def test_steps_that_never_come_are_told(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("output", ["train.py/trace.json", "."])
 def test_a_file_that_cannot_be_written_is_the_only_error(output: str, tmp_path: pathlib.Path) -> None:
     path = script(tmp_path, "MirroredStrategy(devices=['cpu:0'])")
-    words = ["-m", "mirrored", "trace", "--steps", "3:5", "--output", output, path, "1"]
-    errors = run_program(words, cwd=str(tmp_path), code=1).stderr
+    words = ["mirrored", "trace", "--steps", "3:5", "--output", output, path, "1"]
+    errors = run_command(words, cwd=str(tmp_path), code=1).stderr
     assert "ValueError: " in errors
     assert "in _explain" not in errors
 

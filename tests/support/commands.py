@@ -1,7 +1,8 @@
 """``mirrored`` and ``torchrun`` without waiting for Python to load torch: their process is forked from one that has.
 
-So are the towers that they start (:mod:`tests.support.forked_programs`). For the many tests that are about what a job
-does once it runs; what a user types is run by :mod:`tests.support.jobs`. Loading torch takes 1.3 s of CPU in each.
+So are the towers that they start (:mod:`tests.support.forked_programs`), and scripts in place of ``python script.py``.
+For the many tests that are about what a job does once it runs; what a user types is run by :mod:`tests.support.jobs`.
+Loading torch takes 1.3 s of CPU in each.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import threading
 from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
-from tests.support.forked_programs import fork_towers
+from tests.support.forked_programs import be, fork_towers
 from tests.support.jobs import check_code, variables_with
 from tests.support.patience import make_agent_patient
 from tests.support.waiting import HANG
@@ -107,6 +108,7 @@ def start_command(words: Sequence[str], *, env: dict[str, str] | None = None) ->
 def command_line(name: str, *words: str) -> int | None:
     """``mirrored …`` or ``torchrun …``, in this process; returns the exit code."""
     fork_towers()
+    os.execv = _exec
     if name == "mirrored":
         from mirrored import cli
 
@@ -120,6 +122,48 @@ def command_line(name: str, *words: str) -> int | None:
     return 0
 
 
+def _exec(_path: str, command: Sequence[str]) -> NoReturn:
+    """In place of ``os.execv`` with a new Python: what it would run, an agent or a script."""
+    from towers.launching import agent, job
+
+    _, program, *arguments = command
+    if program == job.agent_command(job.Job(1), [])[1]:
+        agent.main(arguments)
+    be(command, dict(os.environ))
+
+
+def start_script(
+    words: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    enter: Callable[..., None] | None = None,
+    args: Sequence[Any] = (),
+) -> Command:
+    """Start ``python …``.
+
+    Args:
+        words: a script and its arguments, or ``-m`` and a module with its own.
+        enter: is called with ``args`` in the process, before all else.
+    """
+    return Command(_python, enter, args, words, env=env, cwd=cwd)
+
+
+def _python(enter: Callable[..., None] | None, args: Sequence[Any], words: Sequence[str]) -> NoReturn:
+    if enter is not None:
+        enter(*args)
+    fork_towers()
+    os.execv = _exec
+    _exec(sys.executable, [sys.executable, *words])
+
+
+def run_script(
+    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, code: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python …`` to its end."""
+    return _to_its_end(start_script(words, env=env, cwd=cwd), words, HANG, code)
+
+
 def run_command(
     words: Sequence[str],
     *,
@@ -129,6 +173,11 @@ def run_command(
     code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mirrored …`` or ``torchrun …`` to its end, as :func:`tests.support.jobs.run_program` does."""
-    command = Command(command_line, *words, env=env, cwd=cwd)
+    return _to_its_end(Command(command_line, *words, env=env, cwd=cwd), words, timeout, code)
+
+
+def _to_its_end(
+    command: Command, words: Sequence[str], timeout: float, code: int | None
+) -> subprocess.CompletedProcess[str]:
     output, errors = command.communicate(timeout)
     return check_code(subprocess.CompletedProcess(words, command.returncode, output, errors), code)

@@ -45,11 +45,11 @@ def _start(args: Sequence[str], *, env: dict[str, str], **settings: Any) -> subp
     """As Popen does, for this Python without flags, or with ``-u``, as torchrun has it."""
     assert args[0] == sys.executable, args
     sys.stdout.flush()
-    return subprocess.Popen(args, env=env, preexec_fn=functools.partial(_be, args, env), **settings)
+    return subprocess.Popen(args, env=env, preexec_fn=functools.partial(be, args, env), **settings)
 
 
-def _be(args: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """In the fork, where its streams, its session and its directory are in place."""
+def be(args: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """In a fork, whose streams, session and directory are in place, be the program that a command line starts."""
     code = 1
     try:
         _forget_the_parent()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import shutil
+import signal
+import socket
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -41,3 +44,42 @@ def write_hosts(namespace: str, names: Sequence[tuple[str, str]]) -> None:
     folder = pathlib.Path("/etc/netns", namespace)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
+
+
+_NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000  # from <sched.h>, as what follows
+_MS_BIND, _MS_REC, _MS_SLAVE, _PR_SET_PDEATHSIG = 4096, 16384, 1 << 19, 1
+
+
+def enter_host(namespace: str) -> None:
+    """Put this process onto a host, as ``ip netns exec`` does."""
+    with open(f"/run/netns/{namespace}") as file:
+        _call("setns", file.fileno(), _NEWNET)
+    _call("unshare", _NEWNS)
+    _call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
+    for own in pathlib.Path("/etc/netns", namespace).glob("*"):
+        _call("mount", bytes(own), b"/etc/" + own.name.encode(), None, _MS_BIND, None)
+
+
+def enter_container(namespace: str, name: str) -> None:
+    """Go on as the first process of a container on a host, which ends with the process that called this.
+
+    Args:
+        name: the container's own host name.
+    """
+    enter_host(namespace)
+    _call("unshare", _NEWUTS | _NEWPID)
+    socket.sethostname(name)
+    if child := os.fork():
+        number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if number < 0:
+            signal.signal(-number, signal.SIG_DFL)
+            os.kill(os.getpid(), -number)
+        os._exit(number)
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call("mount", b"proc", b"/proc", b"proc", 0, None)
+
+
+def _call(name: str, *args: object) -> None:
+    """Call a function of the C library."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*args):
+        raise OSError(ctypes.get_errno(), f"{name}{args}: {os.strerror(ctypes.get_errno())}")
