@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Sequence
 from multiprocessing import process, resource_tracker, util
@@ -27,18 +28,20 @@ from typing import Any, NoReturn
 import torch
 
 from tests.support.patience import PATIENT_AGENTS
-from towers.launching import agent, fork_server
+from towers.launching import agent, fork_server, play_cluster
 from towers.system.torch_private import start_agents_processes_by
 
 
 def fork_towers() -> None:
-    """In the process of an agent: its towers are forks, but where seconds are promised, and where GPUs forbid it.
+    """In the process of an agent, or of a cluster's: what it starts are forks, but where seconds are promised, and
+    where GPUs forbid it.
 
     The product's own fork server would have the modules of the tests.
     """
     agent.fork_towers = lambda _path: None
     if PATIENT_AGENTS in os.environ and not torch.cuda.is_available():
         start_agents_processes_by(_start)
+        play_cluster.subprocess = types.SimpleNamespace(Popen=_start)
 
 
 def _start(args: Sequence[str], *, env: dict[str, str], **settings: Any) -> subprocess.Popen[Any]:
