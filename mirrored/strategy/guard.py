@@ -155,12 +155,6 @@ class OptimizerGuard:
                 "optimizer.step() before the gradients are averaged: inside backward(), or after a backward() that "
                 "ended in an exception. Step after backward() has returned, and let its exceptions end the step"
             )
-        unsynced = self._averager.unsynced()
-        if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
-            raise MirrorError(
-                f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
-                "under no_sync, and no backward() outside it has averaged them"
-            )
         if not _has_closure(args, kwargs):  # which is to compute the gradients
             self._check_averaged(optimizer)
         self._health.train()
@@ -191,10 +185,16 @@ class OptimizerGuard:
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
         averager = self._averager
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        unsynced = averager.unsynced()
+        if stale := [unsynced[id(p)] for p in parameters if id(p) in unsynced]:
+            raise MirrorError(
+                f"optimizer.step() on gradients that are this tower's own ({stale[0]}, …): they were accumulated "
+                "under no_sync, and no backward() outside it has averaged them"
+            )
         if self._comm.size == 1:
             return
         stepped, self._stepped[optimizer] = self._stepped.get(optimizer, 0), averager.averaged
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if averager.averaged_since(stepped, parameters):  # see [Note: an average, not a call]
             return
         if unaveraged := [p for p in parameters if self._recorder.is_mirrored(p) and _has_nonzero_gradient(p)]:

@@ -15,9 +15,10 @@ from towers.system import torch_private
 
 PACKAGES = ("mirrored", "towers")
 ELSEWHERE = {
-    # of Python, NumPy and torchmetrics, each explained where it is used
+    # of Python, NumPy, torchmetrics and Lightning, each explained where it is used
     *("_exit", "_current_frames", "_getframe", "_replace", "_SubParsersAction", "_fields"),
     *("_rand", "_bit_generator"),
+    *("_accelerator_connector", "_layer_sync", "_results"),
     *("_sync_dist", "_computed", "_defaults", "_reductions", "_update_count"),
     # what torchrun's LogsSpecs keeps for its subclasses, and a count in torch's documentation of in-place operations
     *("_root_log_dir", "_version"),

@@ -85,9 +85,16 @@ def _steps_that_are_right(strategy: mirrored.Strategy) -> list[Tensor]:
         _loss(model, strategy).backward()
         return loss
 
+    def last_of_several() -> None:
+        one.zero_grad()
+        with strategy.no_sync():
+            _loss(model, strategy).backward()
+        one.step(lambda: _loss(model, strategy).backward())
+
     for kind in range(4):
         strategy.run(step, args=(kind,))
     strategy.run(lambda: newton.step(closure))
+    strategy.run(last_of_several)
     strategy.check_mirrored()
     return parameters_of(model) + parameters_of(other)
 
