@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import re
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -90,6 +92,13 @@ def test_metrics_that_do_not_add_up_are_errors_of_several_towers_only(towers: in
             assert re.match(behaviours.MISTAKES[name][1] if towers > 1 else "nothing$", text), (name, text)
 
 
+@functools.cache
+def whole_fit(kind: str, towers: int) -> Any:
+    """What a fit is that nothing disturbs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return launch(behaviours.fit_with_checkpoints, folder, kind, -1, count=towers)[-1]
+
+
 # 10 is in the middle of an epoch, 14 its last batch; in 28 it is killed when the epoch is over.
 @pytest.mark.parametrize(
     ("kind", "killed_in", "towers"),
@@ -102,15 +111,15 @@ def test_metrics_that_do_not_add_up_are_errors_of_several_towers_only(towers: in
 def test_a_killed_fit_goes_on_to_the_same_weights(
     tmp_path: pathlib.Path, kind: str, killed_in: int, towers: int
 ) -> None:
-    def fit(folder: str, killed_in: int) -> Any:
-        return launch(behaviours.fit_with_checkpoints, str(tmp_path / folder), kind, killed_in, count=towers)[-1]
+    def fit(killed_in: int) -> Any:
+        return launch(behaviours.fit_with_checkpoints, str(tmp_path), kind, killed_in, count=towers)[-1]
 
-    whole = fit("whole", -1)
+    whole = whole_fit(kind, towers)
     assert len(whole["history"]["val_accuracy"]) == len(whole["epochs"])
     with pytest.raises(mirrored.TowerFailedError, match="SIGKILL"):
-        fit("killed", killed_in)
+        fit(killed_in)
     for _ in range(2):  # the second time there is nothing left to do
-        resumed = fit("killed", -1)
+        resumed = fit(-1)
         assert resumed["epochs"] == whole["epochs"]
         assert resumed["history"] == whole["history"]
         assert_same(resumed["weights"], whole["weights"])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import IO
 
 from tests.support.clusters import start_workers
-from tests.support.commands import Command, start_command
-from tests.support.jobs import ROOT, start_program
+from tests.support.commands import Command, start_command, start_script
+from tests.support.jobs import ROOT
 
 PREFETCHES = str(ROOT / "tests" / "programs" / "prefetches.py")
 
@@ -18,7 +18,7 @@ STARTERS: dict[str, Callable[[list[str]], list[Started]]] = {
     "run": lambda words: [start_command(["mirrored", "run", "--towers", "2", PREFETCHES, *words])],
     "torchrun": lambda words: [start_command(["torchrun", "--standalone", "--nproc-per-node=2", PREFETCHES, *words])],
     "TF_CONFIG": lambda words: [*start_workers(PREFETCHES, *words)],
-    "launch": lambda words: [start_program([PREFETCHES, *words, "launch"])],
+    "launch": lambda words: [start_script([PREFETCHES, *words, "launch"])],
 }
 """How two towers are started: the processes that a person, or a scheduler, tells to end."""
 
