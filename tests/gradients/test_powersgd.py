@@ -219,9 +219,9 @@ def _right(strategy: mirrored.Strategy, epochs: int) -> tuple[float, int]:
 
 
 def test_digits_are_learned_as_well_with_an_eighth_of_the_bytes() -> None:
-    exact, whole = towers(_right, 5, settings={"communication": mirrored.CommunicationOptions("gloo")})[0]
-    compressed, fewer = towers(_right, 5, settings=settings(rank=4, start_step=10))[0]
-    assert compressed > exact - 0.01 > 0.92
+    exact, whole = towers(_right, 8, settings={"communication": mirrored.CommunicationOptions("gloo")})[0]
+    compressed, fewer = towers(_right, 8, settings=settings(rank=4, start_step=10))[0]
+    assert compressed > exact - 0.01 > 0.96
     assert fewer < whole / 8
 
 
