@@ -44,6 +44,8 @@ def cases(folder: pathlib.Path) -> list[Case]:
         (EXAMPLES / "unet.py", output, ()),
         (EXAMPLES / "lstm.py", (*output, "--files", "12"), ()),
         (EXAMPLES / "word2vec.py", (*output, "--files", "12"), ()),
+        (EXAMPLES / "photographs.py", (*output, "--virtual-towers", "2"), ()),
+        (EXAMPLES / "fine_tuning.py", output, ()),
         (PROGRAMS.parent / "train.py", (), ()),
         (PROGRAMS.parent / "drifts.py", ("same",), ()),
         (PROGRAMS.parent / "unwell.py", ("none", "0", "0", "optimizer"), ()),

@@ -12,6 +12,7 @@ import sys
 import numpy
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import mirrored
@@ -184,6 +185,62 @@ def test_digits_by_towers_alone(
     assert both == pytest.approx([*alone[:2], 2], rel=1e-4)
     assert alone[0] < first[0]
     assert is_png(output / "towers_digits.png")
+
+
+def test_photographs_of_a_folder_have_the_same_bits_on_two_towers(tmp_path: pathlib.Path) -> None:
+    random = numpy.random.default_rng(0)
+    for name, brightness in (("night", 80), ("day", 200)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = random.integers(0, brightness, (40, 50, 3)).astype(numpy.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number:02}.png")
+    options = ["--virtual-towers", "2", "--epochs", "2"]
+    program = [str(EXAMPLES / "photographs.py"), "--images", str(tmp_path / "images"), *options]
+    states, lines = [], []
+    for folder in ("one", "two", "two"):
+        words = ["mirrored", "run", "--towers", "1" if folder == "one" else "2", *program]
+        result = run_command([*words, "--output", str(tmp_path / folder)], code=0)
+        states.append(load_file(tmp_path / folder / "checkpoints/step-00000002/tensors.safetensors"))
+        lines.append(result.stdout.splitlines()[-1])
+    assert "goes on from" in result.stderr
+    assert re.fullmatch(r"[0-9.]+% of 8 held-out images are right, with averaged weights [0-9.]+%", lines[0])
+    assert lines == [lines[0]] * 3
+    weights = [name for name in states[0] if name.startswith(("model/", "average/"))]
+    assert len(weights) > 80
+    assert all(torch.equal(states[0][name], states[1][name]) for name in weights)
+    assert is_png(tmp_path / "two" / "photographs.png")
+
+
+def test_photographs_that_come_with_packages() -> None:
+    program = runpy.run_path(str(EXAMPLES / "photographs.py"))
+    examples = list(program["cut_photographs"]())
+    classes = [{name for _, name, is_held_out in examples if is_held_out == kind} for kind in (False, True)]
+    assert classes == [set(program["PLACES"])] * 2
+    assert sum(is_held_out for _, _, is_held_out in examples) == 528
+
+
+def test_fine_tuning_keeps_what_is_frozen(tmp_path: pathlib.Path) -> None:
+    program = [str(EXAMPLES / "fine_tuning.py"), "--pretraining", "1", "--epochs", "3"]
+    found = []
+    for folder in ("one", "two", "two"):
+        words = ["mirrored", "run", "--towers", "1" if folder == "one" else "2", *program]
+        result = run_command([*words, "--output", str(tmp_path / folder)], code=0)
+        line = result.stdout.splitlines()[-1]
+        match = re.fullmatch(
+            r"5 to 9, from 50 pictures: fine-tuned (\S+)%, from scratch (\S+)% of 846 held-out .*", line
+        )
+        assert match, line
+        found.append([float(text) for text in match.groups()])
+    assert result.stderr.count("goes on from") == 3
+    assert found[0] == pytest.approx(found[1], abs=1)
+    assert found[1] == found[2]
+    before, after = (
+        load_file(tmp_path / "two" / name / "end" / "tensors.safetensors") for name in ("pretrained", "fine_tuned")
+    )
+    for name in ("0.weight", "1.running_mean", "5.bias"):
+        assert torch.equal(before[f"model/convolutions.{name}"], after[f"model/frozen.{name}"])
+    assert not torch.equal(before["model/head.1.weight"], after["model/head.1.weight"])
+    assert is_png(tmp_path / "two" / "fine_tuning.png")
 
 
 def test_an_evaluator_beside_the_digits(tmp_path: pathlib.Path) -> None:
