@@ -207,7 +207,6 @@ class Tracing:
             file = pathlib.Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(file))
             recorded = json.loads(file.read_text(errors="replace"), strict=False)
-        (begin, at_begin), (end, at_end) = self._clocks
         base = (recorded.get("baseTimeNanoseconds", 0) - self._origin * 10**9) / 1e3
         unfinished = _step_name(self._last + 1)
         found = [e for e in recorded["traceEvents"] if isinstance(e["pid"], int) and e["name"] != unfinished]
@@ -225,8 +224,10 @@ class Tracing:
             if event["ph"] == "M":
                 event.pop("ts", None)
             else:
-                at = base + event["ts"]
-                event["ts"] = round(at + 1e6 * float(np.interp(at / 1e6, (begin, end), (at_begin, at_end))), 3)
+                begin, end = by_clock_of_tower_0(base + event["ts"], event.get("dur", 0.0), self._clocks)
+                event["ts"] = begin
+                if "dur" in event:
+                    event["dur"] = round(end - begin, 3)
             if isinstance(event.get("id"), int):  # of an arrow
                 event["id"] += self._comm.index << 32
             events.append(event)
@@ -289,6 +290,19 @@ def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[fl
     low = float((begins[0] - ends[same]).max())
     high = float((ends[0] - begins[same]).min())
     return (low + high) / 2, (high - low) / 2
+
+
+def by_clock_of_tower_0(begin: float, duration: float, clocks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """When an event began and ended, in µs. Both ends are moved: what lay in another event lies in it then, too.
+
+    Args:
+        begin, duration: by this host's clock, in µs.
+        clocks: when they were compared, and how far tower 0's was ahead then: seconds.
+    """
+    times = np.array([begin, begin + duration])
+    ahead = np.interp(times / 1e6, [at for at, _ in clocks], [difference for _, difference in clocks])
+    first, last = np.round(times + 1e6 * ahead, 3)
+    return float(first), float(last)
 
 
 def _step_name(step: int) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 import mirrored
 from mirrored.monitor.report import PARTS
-from mirrored.monitor.tracing import Trace, difference_of_clocks
+from mirrored.monitor.tracing import Trace, by_clock_of_tower_0, difference_of_clocks
 from tests.support.jobs import all_raise, text_of, towers
 from towers.system.timeouts import clock
 
@@ -156,6 +156,14 @@ def test_the_narrowest_bounds_count() -> None:
     low, high = 20 - 15.5, 21 - 14.9
     expected = ((low + high) / 2, (high - low) / 2)
     assert difference_of_clocks(stamps, np.array([False, True, True])) == pytest.approx(expected)
+
+
+def test_what_lies_in_a_step_lies_in_it_by_another_clock_too() -> None:
+    clocks = [(1.0, 3600.0), (2.0, 3600.1)]  # tower 0's runs faster
+    step = by_clock_of_tower_0(1.5e6, 1000.0, clocks)
+    within = by_clock_of_tower_0(1.5e6 + 900, 100.0, clocks)
+    assert within == pytest.approx((step[0] + 990, step[1]))
+    assert step == pytest.approx((1.5e6 + 3600.05e6, 1.5e6 + 3600.05e6 + 1100))
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------
