@@ -48,7 +48,7 @@ Example = tuple[Image.Image, str, bool]  # an image, its class, and whether it i
 
 
 def cut_photographs() -> Iterator[Example]:
-    """Of every 160 columns of a photograph, 64 are held out; an image every 16 pixels, but for those in both kinds."""
+    """Images every 16 pixels; of each 160 columns, 64 are held out, and no image has columns of both kinds."""
     for name, ((package, path), boxes) in PLACES.items():
         photograph = Image.open(str(files(package) / path)).convert("RGB")
         corners = itertools.product(range(0, photograph.width - 31, 16), range(0, photograph.height - 31, 16))
@@ -124,7 +124,7 @@ def main() -> None:
     train = strategy.distribute_dataset(train_set, 64, shuffle=True)
     test = strategy.distribute_dataset(test_set, 256)
 
-    with strategy.scope(sync_batch_norm=not arguments.virtual_towers):  # else of each virtual tower
+    with strategy.scope(sync_batch_norm=not arguments.virtual_towers):  # statistics of the batch, or of virtual towers
         model = make_resnet(len(names))
         optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9, nesterov=True, weight_decay=5e-4)
     stairs = torch.optim.lr_scheduler.StepLR(optimizer, max(1, arguments.epochs * len(train) * 2 // 5), gamma=0.1)
