@@ -1,4 +1,4 @@
-"""Connections that tell the chief's agent at once which worker's agent has ended, while it waits for that.
+"""Connections that tell the chief's agent at once which worker's agent has ended.
 
 [Note: lifelines] They are the agents' failure detector: torch's store does not know which of its clients have left. So
 each worker's agent also connects to a port of the chief's agent, and sends the name by which its signed messages call
