@@ -1,8 +1,9 @@
 """Train an LSTM to write Python, piece by piece, on Python's own standard library, by truncated backpropagation.
 
-The files are one long text, cut into columns that are read side by side, 32 pieces at a time. The hidden state goes on
-from step to step, and gradients end where a step begins. Ready-made batches are cut in their order, so each tower keeps
-its columns, and their state. Gradients are clipped, and the learning rate goes down by a staircase.
+The files are one long text of words and signs, where all rare words are the same piece. It is cut into columns that are
+read side by side, 32 pieces in each step. The hidden state goes on from step to step, but gradients end where a step
+begins. Ready-made batches are cut in their order, so each tower keeps its columns, and their state. Gradients are
+clipped, and the learning rate goes down by a staircase.
 
     python examples/lstm.py                           every GPU of the machine, else one CPU tower
     python examples/lstm.py --devices cpu:0,cpu:1     two CPU towers
