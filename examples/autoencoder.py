@@ -57,16 +57,19 @@ class Autoencoder(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
             nn.Conv2d(3, 48, 4, stride=2, padding=1),
-            nn.ReLU(),
+            nn.LeakyReLU(0.1),
             nn.Conv2d(48, 96, 4, stride=2, padding=1),
-            nn.ReLU(),
+            nn.LeakyReLU(0.1),
             nn.Conv2d(96, 24, 3, padding=1),  # (n, 24, height / 4, width / 4)
             nn.Conv2d(24, 96, 3, padding=1),
-            nn.ReLU(),
+            nn.LeakyReLU(0.1),
             nn.ConvTranspose2d(96, 48, 4, stride=2, padding=1),
-            nn.ReLU(),
+            nn.LeakyReLU(0.1),
             nn.ConvTranspose2d(48, 3, 4, stride=2, padding=1),
         )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images - 0.5) + 0.5  # grey is zero
 
 
 def decibels(squared_error: float) -> float:
@@ -87,7 +90,7 @@ def main() -> None:
     photographs = load_photographs()
     train_set = Patches([*photographs[..., :240], *photographs[..., 320:]], arguments.patches)
     train = strategy.distribute_dataset(train_set, arguments.batch_size, shuffle=True)
-    held_out = Patches(photographs[..., 240:320], 250)  # half of the temple's front, and of the flower
+    held_out = Patches(list(photographs[..., 240:320]), 250)  # half of the temple's front, and of the flower
     # Drawn once, for all epochs. Outside of run all towers draw the same.
     test_set = TensorDataset(*default_collate([held_out[index] for index in range(len(held_out))]))
     test = strategy.distribute_dataset(test_set, arguments.batch_size)
@@ -150,11 +153,11 @@ def save_picture(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    noisy, patches = (tensor[:8] for tensor in test_set.tensors)
+    noisy, patches = (tensor[:6] for tensor in test_set.tensors)
     rows = patches, noisy, model(noisy.to(next(model.parameters()).device)).cpu()
-    sheet = torch.stack(rows).clamp(0, 1).permute(0, 3, 1, 4, 2).reshape(3 * SIDE, 8 * SIDE, 3)
+    sheet = torch.stack(rows).clamp(0, 1).permute(0, 3, 1, 4, 2).reshape(3 * SIDE, 6 * SIDE, 3)
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.2), width_ratios=(2, 5), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), width_ratios=(2, 4), layout="constrained")
     left.plot([decibels(loss) for loss in losses], color="lightgray", label="training, each step")
     left.plot(*zip(*history, strict=True), label="held out")
     left.axhline(before, color="tab:red", linestyle="--", label="the noise")
@@ -162,7 +165,7 @@ def save_picture(
     left.legend(loc="lower right")
     right.imshow(sheet, interpolation="nearest")
     right.set_xticks([])
-    right.set_yticks([SIDE * (row + 0.5) for row in range(3)], ["held out", "with noise", "without it"])
+    right.set_yticks([SIDE * (row + 0.5) for row in range(3)], ["held out", "with noise", "reconstruction"])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 

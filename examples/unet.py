@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -49,18 +50,18 @@ class Writing(Dataset[tuple[Tensor, Tensor]]):
     any number of towers.
     """
 
-    def __init__(self, digits: Tensor, photographs: Tensor) -> None:
-        self.digits, self.photographs = digits, photographs
+    def __init__(self, digits: Tensor, images: Sequence[Tensor]) -> None:
+        self.digits, self.images = digits, images
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        photograph, digit = self.photographs[index % len(self.photographs)], self.digits[index]
-        top, left = (int(torch.randint(size - SIDE + 1, ())) for size in photograph.shape[1:])
+        image, digit = self.images[index % len(self.images)], self.digits[index]
+        top, left = (int(torch.randint(size - SIDE + 1, ())) for size in image.shape[1:])
         down, right = torch.randint(SIDE - 32 + 1, (2,)).tolist()
         ink = F.pad(digit, (right, SIDE - 32 - right, down, SIDE - 32 - down)).unsqueeze(0)
-        picture = torch.lerp(photograph[:, top : top + SIDE, left : left + SIDE], torch.rand(3, 1, 1), ink)
+        picture = torch.lerp(image[:, top : top + SIDE, left : left + SIDE], torch.rand(3, 1, 1), ink)
         return picture, ink > 0.5
 
 
@@ -68,7 +69,7 @@ def convolutions(inputs: int, outputs: int) -> nn.Module:
     """Two of them. Group norm takes the statistics of each example by itself, so it does not matter who has which."""
     layers: list[nn.Module] = []
     for channels in (inputs, outputs):
-        layers += nn.Conv2d(channels, outputs, 3, padding=1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU()
+        layers += nn.Conv2d(channels, outputs, 3, padding=1, bias=False), nn.GroupNorm(4, outputs), nn.LeakyReLU(0.1)
     return nn.Sequential(*layers)
 
 
@@ -105,9 +106,9 @@ def main() -> None:
 
     digits, photographs = load_digits()[: arguments.digits], load_photographs()
     is_held_out = torch.arange(len(digits)) % 5 == 0
-    train_set = Writing(digits[~is_held_out], photographs[..., :480])
+    train_set = Writing(digits[~is_held_out], [*photographs[..., :240], *photographs[..., 320:]])
     train = strategy.distribute_dataset(train_set, arguments.batch_size, shuffle=True)
-    held_out = Writing(digits[is_held_out], photographs[..., 480:])
+    held_out = Writing(digits[is_held_out], list(photographs[..., 240:320]))
     # Drawn once, for all epochs. Outside of run all towers draw the same.
     test_set = TensorDataset(*default_collate([held_out[index] for index in range(len(held_out))]))
     test = strategy.distribute_dataset(test_set, arguments.batch_size)
