@@ -145,6 +145,7 @@ def save_picture(path: pathlib.Path, history: list[tuple[int, float]], text: str
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.plot(*zip(*history, strict=True), marker="o")
     left.set(xlabel="step", ylabel="bits for each byte", title="held-out functions")
