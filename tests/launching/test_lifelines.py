@@ -33,14 +33,21 @@ def test_where_nobody_listens_there_is_no_lifeline() -> None:
     assert connect_lifeline("127.0.0.1", free_port(), "a" * 32) is None
 
 
+def await_worker(workers: Workers, worker: int, attempt: int) -> None:
+    """Wait until a worker takes part in an attempt, of which the chief's store knows."""
+    host, port = workers.addresses[0].split(":")
+    store = PrefixStore(f"workers/{attempt}", TCPStore(host, int(port), None, False, timedelta(seconds=HANG)))
+    wait_until(lambda: store.check([f"worker/{worker}"]))
+
+
 def test_an_agent_that_ends_while_workers_are_missing(tmp_path: pathlib.Path) -> None:
     """The third worker comes late. The second has come, ends, and is started anew."""
     workers = Workers(tmp_path, count=3)
-    host, port = workers.addresses[0].split(":")
-    store = PrefixStore("workers/0", TCPStore(host, int(port), None, False, timedelta(seconds=HANG)))
-    wait_until(lambda: store.check(["worker/1"]))
-    workers.replace(1)
-    workers.agents.append(workers.start(2))
+    await_worker(workers, 1, attempt=0)
+    workers.agents[1].kill()
+    workers.agents[1].communicate()
+    await_worker(workers, 0, attempt=1)
+    workers.agents[1:] = [workers.start(1), workers.start(2)]
     ends = workers.end()
     assert [code for *_, code in ends] == [0, 0, 0], ends
     assert f"towers: the agent of worker 1 ({workers.addresses[1]}) has ended\n" in ends[0][1]
@@ -51,6 +58,7 @@ def test_an_agent_that_ends_before_its_towers_have_met_the_others(tmp_path: path
     workers = Workers(tmp_path, started=1)
     first = workers.start(1, "ends its agent")
     first.communicate()
+    await_worker(workers, 0, attempt=1)
     workers.agents.append(workers.start(1))
     (output, errors, code), (_, _, other) = workers.end()
     assert (code, other) == (0, 0), errors
@@ -65,9 +73,7 @@ def test_an_agent_that_is_killed_while_its_towers_train(tmp_path: pathlib.Path) 
     wait_until((tmp_path / "failed4").exists)
     workers.agents[1].kill()
     workers.agents[1].communicate()
-    host, port = workers.addresses[0].split(":")
-    store = PrefixStore("workers/1", TCPStore(host, int(port), None, False, timedelta(seconds=HANG)))
-    wait_until(lambda: store.check(["worker/0"]))
+    await_worker(workers, 0, attempt=1)
     workers.agents[1] = workers.start(1)
     (tmp_path / "go").touch()
     (output, errors, code), (_, _, other) = workers.end()

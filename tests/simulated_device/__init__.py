@@ -28,6 +28,8 @@ DEVICES = 2
 
 def why_not() -> str | None:
     """Why the simulated accelerator cannot be had here, or None."""
+    if importlib.util.find_spec("torch_tpu") is not None:
+        return "torch_tpu is installed, which takes the place that torch has for one other accelerator"
     _find_ninja()
     missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool) is None]
     return f"the simulated accelerator needs {' and '.join(missing)}" if missing else None
