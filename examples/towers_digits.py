@@ -1,6 +1,6 @@
 """Data parallelism by hand: scikit-learn's digits by the package ``towers`` alone, without ``mirrored``.
 
-So the first programs for several GPUs were written: every device holds a copy of the model, a *tower*, and computes the
+The first programs for several GPUs were written so: every device holds a copy of the model, a *tower*, and computes the
 gradients of its part of the batch. They are averaged, variable by variable, and every tower takes the same optimizer
 step. What ``mirrored`` adds to these lines: gradients in buckets, averaged beside the backward; data, evaluation and
 checkpoints for all towers; checks that nothing drifts apart.

@@ -178,7 +178,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         """Average the gradients of all towers' losses, each of which weighs as much as its examples.
 
         Raises:
-            ValueError: the loss is a share of the global mean already, or what it weighs is not known.
+            ValueError: the loss is a share of the global mean already, or its weight is not known.
         """
         if self._mean_loss and self.world_size > 1:
             if not self._looked_at_loss and any(term.share for term in terms_of(closure_loss)):
@@ -195,7 +195,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         return self.towers.run(call, (closure_loss, optimizer, *args), kwargs)
 
     def _weight(self) -> float:
-        """What a mean over this tower's share weighs in a mean over towers that is one over the global batch.
+        """The weight of a mean over this tower's share, so that the mean over towers is one over the global batch.
 
         Raises:
             ValueError: the step has several batches, of which this tower has different fractions.
@@ -203,7 +203,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         if len(self._weights) > 1:
             raise ValueError(
                 f"this step has batches of several loaders, of which tower {self.global_rank} has different fractions, "
-                "so what its mean weighs is not known: take batch sizes that the number of towers divides and "
+                "so the weight of its mean is not known: take batch sizes that the number of towers divides and "
                 "drop_last=True, or compute_average_loss(…, batch=…) and MirroredLightningStrategy(mean_loss=False)"
             )
         return next(iter(self._weights))
@@ -213,7 +213,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         with self.towers.no_sync():
             yield
 
-    # -- what towers do together -------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
         self.towers.barrier()

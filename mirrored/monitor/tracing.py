@@ -293,7 +293,7 @@ def difference_of_clocks(stamps: Array, same: npt.NDArray[np.bool_]) -> tuple[fl
 
 
 def by_clock_of_tower_0(begin: float, duration: float, clocks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """When an event began and ended, in µs. Both ends are moved: what lay in another event lies in it then, too.
+    """When an event began and ended, in µs. Both ends are moved, so nested events stay nested.
 
     Args:
         begin, duration: by this host's clock, in µs.

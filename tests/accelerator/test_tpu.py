@@ -32,9 +32,9 @@ simulated = pytest.mark.skipif(bool(simulated_device.why_not()), reason=str(simu
 
 @simulated
 @pytest.mark.slow
-def test_every_tpu_is_used() -> None:
-    """By MirroredStrategy; by TPUStrategy they are in the next test."""
-    result = run_program([SCRIPT], env={**variables_of("tpu"), "STRATEGY": "MirroredStrategy"}, timeout=HANG, code=0)
+@pytest.mark.parametrize("strategy", ["MirroredStrategy", "TPUStrategy"])
+def test_every_tpu_is_used(strategy: str) -> None:
+    result = run_program([SCRIPT], env={**variables_of("tpu"), "STRATEGY": strategy}, timeout=HANG, code=0)
     assert result.stdout.startswith("devices [0, 0], loss ")  # as each tower numbers its own
     assert "2 towers on TPU v4, tpu_dist" in result.stderr
 

@@ -84,10 +84,8 @@ class Containers:
 
     def _start(self, index: int) -> Command:
         pod = self._pods[index]
-        where = (self._hosts[index][0], pod.name)
-        return start_script(
-            self._words[index], env={**self._variables, **pod.variables}, enter=enter_container, args=where
-        )
+        enter = functools.partial(enter_container, self._hosts[index][0], pod.name)
+        return start_script(self._words[index], env={**self._variables, **pod.variables}, enter=enter)
 
     def _keep(self, index: int) -> None:
         while True:

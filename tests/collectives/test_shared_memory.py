@@ -222,7 +222,7 @@ def across_hosts(strategy: mirrored.Strategy, fn: Callable[..., Any], *args: obj
 
 @pytest.mark.parametrize("hosts", ["aab", "abba", "abbbc"])
 def test_any_mix_of_towers_per_host(hosts: str) -> None:
-    first, *others = towers(across_hosts, reduce_at_random, 10, count=len(hosts), hosts=hosts)
+    first, *others = towers(across_hosts, reduce_at_random, 20, count=len(hosts), hosts=hosts)
     assert all(other == first for other in others)
     assert all(towers(across_hosts, average_regions, None, count=len(hosts), hosts=hosts))
 

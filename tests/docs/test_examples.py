@@ -31,28 +31,28 @@ def is_png(path: pathlib.Path) -> bool:
 
 @pytest.mark.slow
 def test_digits_on_two_towers(tmp_path: pathlib.Path) -> None:
-    words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--epochs", "6", "--output", str(tmp_path)]
+    words = [str(EXAMPLES / "digits.py"), "--devices", "cpu:0,cpu:1", "--output", str(tmp_path)]
     result = run_program([*words, "--checkpoints", str(tmp_path / "checkpoints")], code=0)
     match = re.search(r"test accuracy ([0-9.]+)% on 360 held-out digits", result.stdout)
     assert match, result.stdout
-    assert float(match[1]) >= 95  # 98.9 after all 20 epochs
+    assert float(match[1]) >= 97
     assert is_png(tmp_path / "digits.png")
     state = load_file(tmp_path / "model.safetensors")
     assert state["0.weight"].shape == (32, 1, 3, 3)
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
-    for part in ("8622/8622", "example/s", "loss=", "accuracy="):
+    for part in ("28740/28740", "example/s", "loss=", "accuracy="):
         assert part in result.stderr, "the progress bar shows loss, accuracy and examples per second"
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000100", "step-00000138"]
+    assert saved == ["step-00000400", "step-00000460"]
 
 
 @pytest.mark.slow
 def test_dcgan_on_two_workers(tmp_path: pathlib.Path) -> None:
     words = ["mirrored", "cluster", str(EXAMPLES / "dcgan.py")]
-    result = run_command([*words, "--epochs", "1", "--every", "1", "--output", str(tmp_path)], code=0)
+    result = run_command([*words, "--epochs", "2", "--every", "1", "--output", str(tmp_path)], code=0)
     assert re.search(r"final losses: discriminator [0-9.]+, generator [0-9.]+", result.stdout)
     assert "2 towers of 2 workers on cpu" in result.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch0001.png", "epoch0002.png"]
 
 
 def test_keras_digits_on_two_towers(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import subprocess
@@ -81,8 +82,7 @@ def train(hosts: list[tuple[str, str]], folder: pathlib.Path, *words: str) -> li
         start_script(
             agent_command(jobs[index], program)[1:],
             env={"TF_CONFIG": tf_configs(addresses)[index], "NCCL_HOSTID": name},
-            enter=enter_host,
-            args=[name],
+            enter=functools.partial(enter_host, name),
         )
         for index, (name, _) in enumerate(hosts)
     ]

@@ -107,7 +107,6 @@ def test_a_signal_to_the_agent_is_no_failure(tmp_path: pathlib.Path) -> None:
 
 
 def _run(*words: str) -> int | None:
-
     return command_line("mirrored", *RUN[1:], *words)
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pathlib
+import select
 import struct
 import termios
 from typing import Any
@@ -19,6 +20,7 @@ import mirrored
 from mirrored.monitor.report import PARTS, Report
 from tests.support.commands import run_script
 from tests.support.jobs import WAYS, Settings, all_raise, text_of, towers
+from tests.support.waiting import HANG
 from tests.verification.template import Script
 
 MORE: dict[str, Settings] = {
@@ -199,6 +201,7 @@ def test_a_terminal_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
         terminal.flush()
         shown = ""
         while "4/4" not in shown:  # a terminal hands on what it is given piece by piece
+            assert select.select([ours], [], [], HANG)[0], shown
             shown += os.read(ours, 2**16).decode()
     os.close(ours)
     assert [line.split()[1:4] for line in capsys.readouterr().out.splitlines()] == [

@@ -158,7 +158,7 @@ def test_the_narrowest_bounds_count() -> None:
     assert difference_of_clocks(stamps, np.array([False, True, True])) == pytest.approx(expected)
 
 
-def test_what_lies_in_a_step_lies_in_it_by_another_clock_too() -> None:
+def test_nested_events_stay_nested_by_another_clock() -> None:
     clocks = [(1.0, 3600.0), (2.0, 3600.1)]  # tower 0's runs faster
     step = by_clock_of_tower_0(1.5e6, 1000.0, clocks)
     within = by_clock_of_tower_0(1.5e6 + 900, 100.0, clocks)

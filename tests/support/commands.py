@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from tests.support.forked_programs import be, fork_towers
+from tests.support.forked_programs import exec_python, fork_towers
 from tests.support.jobs import check_code, variables_with
 from tests.support.patience import make_agent_patient
 from tests.support.waiting import HANG
@@ -123,13 +123,13 @@ def command_line(name: str, *words: str) -> int | None:
 
 
 def _exec(_path: str, command: Sequence[str]) -> NoReturn:
-    """In place of ``os.execv`` with a new Python: what it would run, an agent or a script."""
+    """Replaces ``os.execv`` of a new Python: runs its agent or its script in this process."""
     from towers.launching import agent, job
 
     _, program, *arguments = command
     if program == job.agent_command(job.Job(1), [])[1]:
         agent.main(arguments)
-    be(command, dict(os.environ))
+    exec_python(command, dict(os.environ))
 
 
 def start_script(
@@ -137,21 +137,20 @@ def start_script(
     *,
     env: dict[str, str] | None = None,
     cwd: str | None = None,
-    enter: Callable[..., None] | None = None,
-    args: Sequence[Any] = (),
+    enter: Callable[[], None] | None = None,
 ) -> Command:
     """Start ``python …``.
 
     Args:
         words: a script and its arguments, or ``-m`` and a module with its own.
-        enter: is called with ``args`` in the process, before all else.
+        enter: is called in the process, before all else.
     """
-    return Command(_python, enter, args, words, env=env, cwd=cwd)
+    return Command(_python, enter, words, env=env, cwd=cwd)
 
 
-def _python(enter: Callable[..., None] | None, args: Sequence[Any], words: Sequence[str]) -> NoReturn:
+def _python(enter: Callable[[], None] | None, words: Sequence[str]) -> NoReturn:
     if enter is not None:
-        enter(*args)
+        enter()
     fork_towers()
     os.execv = _exec
     _exec(sys.executable, [sys.executable, *words])

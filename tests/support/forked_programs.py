@@ -33,8 +33,7 @@ from towers.system.torch_private import start_agents_processes_by
 
 
 def fork_towers() -> None:
-    """In the process of an agent, or of a cluster's: what it starts are forks, but where seconds are promised, and
-    where GPUs forbid it.
+    """Let the agent, or ``mirrored cluster``, in this process start forks, but where seconds are promised or GPUs are.
 
     The product's own fork server would have the modules of the tests.
     """
@@ -48,11 +47,11 @@ def _start(args: Sequence[str], *, env: dict[str, str], **settings: Any) -> subp
     """As Popen does, for this Python without flags, or with ``-u``, as torchrun has it."""
     assert args[0] == sys.executable, args
     sys.stdout.flush()
-    return subprocess.Popen(args, env=env, preexec_fn=functools.partial(be, args, env), **settings)
+    return subprocess.Popen(args, env=env, preexec_fn=functools.partial(exec_python, args, env), **settings)
 
 
-def be(args: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """In a fork, whose streams, session and directory are in place, be the program that a command line starts."""
+def exec_python(args: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """In a fork, whose streams, session and directory are in place: become the program of a command line of Python."""
     code = 1
     try:
         _forget_the_parent()

@@ -46,7 +46,7 @@ def write_hosts(namespace: str, names: Sequence[tuple[str, str]]) -> None:
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in names))
 
 
-_NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000  # from <sched.h>, as what follows
+_NEWNS, _NEWUTS, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x20000000, 0x40000000  # <sched.h>, <sys/mount.h>, …
 _MS_BIND, _MS_REC, _MS_SLAVE, _PR_SET_PDEATHSIG = 4096, 16384, 1 << 19, 1
 
 
