@@ -16,6 +16,10 @@ from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
 from towers.launching import play_cluster
 from towers.launching.attempt import Attempt
+from towers.launching.failure_broadcast import FailureBroadcast
+from towers.launching.job import Job
+from towers.launching.rendezvous import Rendezvous
+from towers.launching.restarts import RestartableAttempt
 from towers.topology import ERROR_FILE, STATUS_RECORD
 
 
@@ -43,6 +47,29 @@ def test_towers_that_go_on_after_a_failure_are_ended(tmp_path: pathlib.Path) -> 
     assert attempt.living() == []
     assert attempt.endings == {1: 3}, "tower 0 has not ended by itself"
     assert [process.wait() for process in processes] == [-signal.SIGTERM, 3]
+
+
+@pytest.mark.parametrize(("restores", "ending"), [(False, 7), (True, -signal.SIGKILL)])
+def test_towers_that_would_save_are_killed_where_another_attempt_follows(
+    restores: bool, ending: int, tmp_path: pathlib.Path
+) -> None:
+    rendezvous = Rendezvous(Job(2), "")
+    attempt = RestartableAttempt(tmp_path, 0, FailureBroadcast(""), rendezvous)
+    handles = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+        for program in (handles, "import sys; sys.exit(3)")
+    ]
+    attempt.processes = {tower: process.pid for tower, process in enumerate(processes)}
+    record = StatusRecord(attempt.file_variables(0)[STATUS_RECORD], create=True)
+    if restores:
+        record.set_restores()
+    assert processes[0].stdout.readline() == b"\n"
+    attempt.wait()
+    attempt.end()
+    assert [process.wait() for process in processes] == [ending, 3]
+    for process in processes:
+        process.stdout.close()
 
 
 SAVES = r"""

@@ -28,7 +28,8 @@ from towers.system.timeouts import clock, in_time, wait_until
 _PREFIX = "towers/failures"
 _FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES, _JOINS = "failure", "ended", "known", "asked", "lives", "joins"
 _ANSWER_SECONDS = 5.0  # in which the living agent of a worker answers another one
-_INTERVAL = 0.5  # seconds between two reads
+_INTERVAL = 0.5  # seconds between two reads, at most
+_INTERVAL_PER_WORKER = 0.05  # the same for each worker: so many reads are served at once
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class FailureBroadcast(Broadcast):
             return
         self._store = signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
         self._worker, self._workers = worker, workers
+        interval = min(_INTERVAL, _INTERVAL_PER_WORKER * workers)
 
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
@@ -96,7 +98,7 @@ class FailureBroadcast(Broadcast):
                     if signed.read(f"{_ASKED}{worker}") is not None:
                         signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
                     self.joins = self._joinable and signed.read(_JOINS) is not None
-                    clock.sleep(_INTERVAL)
+                    clock.sleep(interval)
                 in_time(_SECONDS, lambda: self._acknowledge(signed))
                 self.received = printable(message.get("sentence"))
 

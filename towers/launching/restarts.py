@@ -102,6 +102,10 @@ class RestartableAttempt(Attempt):
     """An attempt before which others were, and after which others may come.
 
     Its towers save and end when a worker asks to join, for the next one. It fails when the agent of a worker is killed.
+
+    [Note: no last words] A CheckpointManager takes SIGTERM for the wish to save after this step, which towers of an
+    attempt that has failed never end. So towers that restore the newest checkpoint are killed where they would be asked
+    to end. What exit handlers would do there is left undone, as it is by SIGTERM where nothing handles it.
     """
 
     broadcast: FailureBroadcast
@@ -118,6 +122,10 @@ class RestartableAttempt(Attempt):
         if self.broadcast.joins and self.restores:
             self.send(signal.SIGTERM)
         super().wait(deadline.remaining())
+
+    def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
+        """See [Note: no last words]."""
+        super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
 
     def _has_lost_worker(self) -> bool:
         """Whether the agent of another worker was killed, as the chief knows; then it has told all workers."""
