@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -42,20 +43,28 @@ def pytest_configure() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
+_LARGE_PAGES = "tests.support.large_pages"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def loaded_towers() -> None:
-    """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself."""
+    """The server that ``launch`` forks towers from loads what tests import once, instead of each tower for itself.
+
+    What it and this process have loaded is on large pages: both fork.
+    """
     modules = ["towers.launching.launch", "torch._dynamo", "mirrored.strategy.kinds", "mirrored.checkpoint"]
     modules += ["hypothesis", "pytest"]
     modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["tests.support.inductor", "torchmetrics", "keras"]
+    modules += ["tests.support.jobs", _LARGE_PAGES]
     forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("KERAS_BACKEND", "torch")
         first = multiprocessing.get_context("forkserver").Process(target=int)
         first.start()
+        importlib.import_module(_LARGE_PAGES)
         first.join(HANG)  # no test's seconds are spent on the loading
         assert first.exitcode == 0, "the server that towers are forked from has not loaded what the tests import"
 
