@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -30,8 +31,9 @@ def pytest_configure() -> None:
     project compiled, whatever the environment says: each of thousands of processes would compile it anew, which takes
     most of the time of a small job. Inductor compiles in the process that wants it instead of starting others for it.
     They look for garbage rarely while they load torch (``support/startup``), take memory in large pages, which saves
-    half of the 40,000 page faults of loading it, and find programs of the tests as modules. Forks of this process keep
-    its garbage: a Gloo group in it would wait for a thread that they do not have.
+    half of the 40,000 page faults of loading it, and find programs of the tests as modules. torch_tpu, where it is
+    installed, prints nothing as they load it. Forks of this process keep its garbage: a Gloo group in it would wait
+    for a thread that they do not have.
     """
     os.register_at_fork(after_in_child=gc.freeze)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +43,8 @@ def pytest_configure() -> None:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     paths = [str(ROOT / "tests" / "support" / "startup"), str(ROOT), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if importlib.util.find_spec("torch_tpu") is not None:
+        os.environ.update(TF_CPP_MIN_LOG_LEVEL="1", PYTHONWARNINGS="ignore:<TorchTpu/")
 
 
 _LARGE_PAGES = "tests.support.large_pages"

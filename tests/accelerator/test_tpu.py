@@ -154,6 +154,10 @@ def test_hosts_without_the_shape_of_their_slice() -> None:
 def test_the_doctor_says_what_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "_DEV", tmp_path)
     assert next(gpus.check({})).subject == ("GPUs" if "not installed" in str(tpu.missing()) else "TPUs")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(INSTALLED))
+        found = next(gpus.check({"TPU_SKIP_MDS_QUERY": "1"}))
+        assert (found.severity, found.what) == (Severity.NOTE, "torch_tpu 0.2.0 finds none")
     (tmp_path / "vfio").mkdir()
     (tmp_path / "vfio" / "0").touch()
     found = next(gpus.check({}))
