@@ -239,6 +239,7 @@ def _start_towers(
                 started_by=_started_by(resolver),
                 startup_seconds=options.startup_timeout_seconds,
                 rejoin_seconds=options.rejoin_timeout_seconds,
+                collective_seconds=options.timeout_seconds,
                 **again,
             )
         )

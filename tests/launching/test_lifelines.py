@@ -2,35 +2,96 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import signal
 import socket
+import subprocess
+import time
 from datetime import timedelta
 
+import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from tests.support.clusters import free_port
+from tests.support.jobs import start_program
 from tests.support.restarts import Workers
+from tests.support.sockets import ip
+from tests.support.two_hosts import two_hosts
 from tests.support.waiting import HANG, wait_until
-from towers.launching.lifelines import Lifelines, connect_lifeline
+from towers.launching.lifelines import Lifeline, Lifelines
 
 
-def test_a_lifeline_that_closes_tells_its_name() -> None:
-    lifelines = Lifelines(socket.create_server(("127.0.0.1", 0)))
-    one, other = (connect_lifeline("127.0.0.1", lifelines.port, letter * 32) for letter in "ab")
+@pytest.fixture
+def lifelines() -> Lifelines:
+    return Lifelines(socket.create_server(("127.0.0.1", 0)), 1.0)
+
+
+def test_a_lifeline_that_closes_tells_its_name(lifelines: Lifelines) -> None:
+    one, other = (Lifeline("127.0.0.1", lifelines.port, 1.0) for _ in range(2))
     stranger = socket.create_connection(("127.0.0.1", lifelines.port))
     stranger.sendall(b"\xff" * 100)
-    assert lifelines.closed() == set()
-    one.close()
-    wait_until(lambda: "a" * 32 in lifelines.closed())
+    assert lifelines.lost() == {}
+    one._line.close()
+    wait_until(lambda: one.name in lifelines.lost())
     stranger.close()
-    wait_until(lambda: len(lifelines.closed()) == 2)
-    assert "b" * 32 not in lifelines.closed()
-    other.close()
-    wait_until(lambda: "b" * 32 in lifelines.closed())
+    wait_until(lambda: len(lifelines.lost()) == 2)
+    assert other.name not in lifelines.lost()
+    other._line.close()
+    wait_until(lambda: other.name in lifelines.lost())
+
+
+@pytest.mark.parametrize("goodbye", [False, True])
+def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, lifelines: Lifelines) -> None:
+    line = Lifeline("127.0.0.1", lifelines.port, 1.0)
+    wait_until(lambda: lifelines.lost() == {} and len(lifelines._names) == 1)
+    assert line.lost() == ""
+    if goodbye:
+        lifelines.say_goodbye()
+    for end in lifelines._names:
+        end.close()
+    wait_until(lambda: line._line is None if line.lost() == "" else not goodbye)
+    assert line.lost() == ("" if goodbye else "has ended")
 
 
 def test_where_nobody_listens_there_is_no_lifeline() -> None:
-    assert connect_lifeline("127.0.0.1", free_port(), "a" * 32) is None
+    assert Lifeline("127.0.0.1", free_port(), 1.0).lost() == ""
+
+
+ENDS = """
+import socket, sys, time
+from towers.launching.lifelines import Lifeline, Lifelines
+
+host, port = sys.argv[1:]
+chief = Lifelines(socket.create_server((host, 0)), 1.0) if port == "0" else None
+line = chief or Lifeline(host, int(port), 1.0)
+print(chief.port if chief else line.name, flush=True)
+while not (end := line.lost()):
+    time.sleep(0.05)
+print(end, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_answer_is_missed_and_one_whose_agent_is_stopped_is_not() -> None:
+    with two_hosts() as hosts, contextlib.ExitStack() as stack:
+        (first, address), (second, _) = hosts
+
+        def start(host: str, port: str) -> tuple[subprocess.Popen[str], str]:
+            process = start_program(["-c", ENDS, address, port], before=["ip", "netns", "exec", host])
+            stack.callback(process.kill)
+            return process, process.stdout.readline().strip()
+
+        chief, port = start(first, "0")
+        worker, name = start(second, port)
+        chief.send_signal(signal.SIGSTOP)
+        time.sleep(6)  # more than twice the deadline
+        assert worker.poll() is None
+        chief.send_signal(signal.SIGCONT)
+        ip("-n", first, "link", "set", "eth0", "down")
+        outputs = [process.communicate(timeout=HANG)[0] for process in (chief, worker)]
+    end = "cannot be reached: its host, or the network, does not answer"
+    assert outputs == [f"{ {name: end} }\n", f"{end}\n"]
 
 
 def await_worker(workers: Workers, worker: int, attempt: int) -> None:

@@ -4,8 +4,9 @@
 for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
 those that have come in time, and the others ask to join; without, it takes all, and the handshake waits for them.
 
-The chief learns at once of an agent that is killed, and begins the next attempt (:mod:`towers.launching.lifelines`).
-An agent that a scheduler has started in place of one of which the chief has not learned finds that its worker takes
+The chief learns at once of an agent that is killed, and soon of a host that it cannot reach, and begins the next
+attempt; the others learn the same of the chief, and wait for the next attempt (:mod:`towers.launching.lifelines`). An
+agent that a scheduler has started in place of one of which the chief has not learned finds that its worker takes
 part in an attempt already. It asks for the next one, which ends the present attempt on all workers. Where the chief's
 was killed, a new store listens at its address, and the others find the first attempt of it there.
 """
@@ -13,9 +14,7 @@ was killed, a new store listens at its address, and the others find the first at
 from __future__ import annotations
 
 import os
-import socket
 import sys
-import uuid
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -24,7 +23,7 @@ from towers.errors import StartupError, TowersError
 from towers.joining.store import Message, SignedStore, listen
 from towers.launching.failure_broadcast import ask_to_join, replace_worker
 from towers.launching.job import Job
-from towers.launching.lifelines import Lifelines, connect_lifeline
+from towers.launching.lifelines import Lifeline, Lifelines
 from towers.launching.members import choose_members
 from towers.launching.workers import WorkersRendezvous
 from towers.system.text import printable, split_address
@@ -100,7 +99,7 @@ class ChiefRendezvous(AttemptsRendezvous):
         job = self._job
         if self._lifelines is None:
             hosts = [split_address(address)[0] for address in job.addresses]
-            self._lifelines = Lifelines(listen(hosts[0], 0, job.origin, hosts[1:])[0])
+            self._lifelines = Lifelines(listen(hosts[0], 0, job.origin, hosts[1:])[0], job.collective_seconds)
             SignedStore(tcp, self._token).write(_LIFELINES, {"port": self._lifelines.port})
         if job.min_towers is not None:
             everybody = list(range(job.workers))
@@ -121,9 +120,9 @@ class ChiefRendezvous(AttemptsRendezvous):
 
     def _present(self, tcp: TCPStore) -> list[int]:
         """This worker, and those that wait for another attempt than the present one and those before."""
-        closed = self._lifelines.closed() if self._lifelines is not None else ()
+        lost = self._lifelines.lost() if self._lifelines is not None else {}
         workers = range(1, self._job.workers)
-        return [0, *(worker for worker in workers if self._waits(tcp, worker, self.attempt) not in (None, *closed))]
+        return [0, *(worker for worker in workers if self._waits(tcp, worker, self.attempt) not in (None, *lost))]
 
     def _waits(self, tcp: TCPStore, worker: int, after: int) -> str | None:
         """The name of a worker's lifeline, if it waits for an attempt after this one; else None."""
@@ -133,13 +132,13 @@ class ChiefRendezvous(AttemptsRendezvous):
     def lost(self) -> str:
         if self._lifelines is None or self._tcp is None:
             return ""
-        closed = self._lifelines.closed()
+        ends = self._lifelines.lost()
         for worker in self.members[1:]:
             name = self._names.get(worker) or self._waits(self._tcp, worker, self.attempt - 1)
             if name is not None:
                 self._names[worker] = name
-            if name in closed:
-                return f"the agent of worker {worker} ({self._job.addresses[worker]}) has ended"
+            if name in ends:
+                return f"the agent of worker {worker} ({self._job.addresses[worker]}) {ends[name]}"
         return ""
 
     def end(self, text: str, code: int, *, given_up: bool) -> None:
@@ -154,6 +153,8 @@ class ChiefRendezvous(AttemptsRendezvous):
             self._say(tcp, {"end": text, "code": code})
             keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
             wait_until(lambda: not keys or tcp.check(keys), _READ_SECONDS)
+        if self._lifelines is not None:
+            self._lifelines.say_goodbye()
 
     def _say(self, tcp: TCPStore, message: Message) -> None:
         SignedStore(tcp, self._token).write(_ATTEMPT, {"number": self.attempt, **message})
@@ -165,8 +166,7 @@ class FollowerRendezvous(AttemptsRendezvous):
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
-        self._name = uuid.uuid4().hex  # of the lifeline
-        self._lifeline: socket.socket | None = None
+        self._lifeline: Lifeline | None = None
         self._leads_to: Message | None = None  # what the chief has written of its port, with a nonce
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -208,10 +208,11 @@ class FollowerRendezvous(AttemptsRendezvous):
         job, signed, waits = self._job, SignedStore(tcp, self._token), True
         while True:
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
-            if port is not None and port != self._leads_to:
+            if port is not None and (port != self._leads_to or self.lost()):
                 self._leads_to = port
-                self._lifeline = connect_lifeline(self._worker.address[0], int(port["port"]), self._name)
-            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._name})
+                self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
+            name = self._lifeline.name if self._lifeline is not None else ""
+            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": name})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 raise JobEndedError(printable(message["end"]), int(message["code"]))
@@ -228,3 +229,7 @@ class FollowerRendezvous(AttemptsRendezvous):
             if waits and deadline.has_passed():
                 raise StartupError(f"the chief began no attempt within {deadline.elapsed():.0f} s")
             clock.sleep(_PAUSE)
+
+    def lost(self) -> str:
+        end = self._lifeline.lost() if self._lifeline is not None else ""
+        return f"the chief's agent ({self._job.addresses[0]}) {end}" if end else ""

@@ -126,6 +126,13 @@ class FailureBroadcast(Broadcast):
             wait_until(lambda: self.received is not None, _SECONDS)
         return self.received or sentence
 
+    def miss(self, sentence: str) -> None:
+        """A worker is lost; nobody waits until that one knows. Without the chief there is no store to tell others."""
+        if self._worker == 0:
+            self.first_failure(sentence)
+        self.received = self.received or sentence
+        self._knows = False
+
     def _await_failure(self) -> str | None:
         """What another worker publishes as the first failure; None when none does for a moment."""
         wait_until(lambda: self._store is None or self.received is not None, _SECONDS)

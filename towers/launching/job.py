@@ -38,6 +38,7 @@ class Job:
         min_towers: with how many towers the job goes on when not all workers have come; None: with all only.
         virtual_towers: what the number of towers has to divide.
         rejoin_seconds: how long workers wait for each other then.
+        collective_seconds: how long a collective may take; a host that answers nothing for so long is given up.
         log_dir: a directory for the output of the other towers than the first; None: it is not kept.
     """
 
@@ -55,6 +56,7 @@ class Job:
     min_towers: int | None = None
     virtual_towers: int | None = None
     rejoin_seconds: float = 300.0
+    collective_seconds: float = 600.0
     log_dir: str | None = None
 
     def to_json(self) -> str:

@@ -20,7 +20,7 @@ from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
 from towers.health.status import StatusRecord
 from towers.launching.attempt import Attempt
-from towers.launching.attempts import ChiefRendezvous, FollowerRendezvous, JobEndedError
+from towers.launching.attempts import AttemptsRendezvous, ChiefRendezvous, FollowerRendezvous, JobEndedError
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.members import on_devices_left
@@ -101,7 +101,7 @@ def _offer_memory(folder: pathlib.Path) -> None:
 class RestartableAttempt(Attempt):
     """An attempt before which others were, and after which others may come.
 
-    Its towers save and end when a worker asks to join, for the next one. It fails when the agent of a worker is killed.
+    Its towers save and end when a worker asks to join, for the next one. It fails when the agent of a worker is lost.
 
     [Note: no last words] A CheckpointManager takes SIGTERM for the wish to save after this step, which towers of an
     attempt that has failed never end. So towers that restore the newest checkpoint are killed where they would be asked
@@ -128,11 +128,12 @@ class RestartableAttempt(Attempt):
         super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
 
     def _has_lost_worker(self) -> bool:
-        """Whether the agent of another worker was killed, as the chief knows; then it has told all workers."""
-        lost = self._rendezvous.lost() if isinstance(self._rendezvous, ChiefRendezvous) else ""
-        if not lost or self.broadcast.ends():  # agents end, too, when their towers ended well minutes ago
+        """Whether the agent of another worker is lost, as the chief knows; else whether the chief's is."""
+        lost = self._rendezvous.lost() if isinstance(self._rendezvous, AttemptsRendezvous) else ""
+        # Agents end, too, when their towers ended well minutes ago.
+        if not lost or (isinstance(self._rendezvous, ChiefRendezvous) and self.broadcast.ends()):
             return False
-        self.broadcast.first_failure(lost)
+        self.broadcast.miss(lost)
         return True
 
     @property
