@@ -1,38 +1,27 @@
-"""A process that has an accelerator, and runs functions of tests on towers there: one line of JSON for each.
+"""A process that has an accelerator, and runs functions of tests on towers there.
 
-The accelerator is the simulated one where MIRRORED_TEST_DEVICE is "sim"; where it is "tpu", torch loads it by itself.
-The process that runs the tests must not have it: all strategies there would use it. This one keeps it loaded in the
-server that towers are forked from.
+The process that runs the tests must not have it: all strategies there would use it. This one is a fork of the server
+that has loaded what tests import. It loads the simulated accelerator, and towers are forks of a fork of it.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import importlib
 import os
-import pathlib
-import pickle
-import subprocess
-import sys
-import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import get_context, set_start_method
+from multiprocessing.connection import Connection
 from typing import Any
-
-if os.environ.get("MIRRORED_TEST_DEVICE") == "sim":
-    from tests import simulated_device
-
-    simulated_device.load()
 
 import torch
 
 import mirrored
+from tests import simulated_device
+from tests.simulated_device import INSTALLED
+from tests.support.forked_programs import fork_the_fork_server
 from tests.support.waiting import HANG
 from towers.system.devices import accelerator_kind
-
-INSTALLED = pathlib.Path(__file__).parents[1] / "simulated_device" / "installed"
-"""Where the simulated torch_tpu is found."""
 
 
 def variables_of(kind: str) -> dict[str, str]:
@@ -53,18 +42,15 @@ class Server:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.collectives = "tpu_dist" if kind == "tpu" else "simccl"
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None
 
-    def _start(self) -> subprocess.Popen[str]:
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as the process)
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.accelerator.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**os.environ, **variables_of(self.kind), "OMP_NUM_THREADS": "1"},
-        )
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        self._connection, other = context.Pipe()
+        variables = {**os.environ, **variables_of(self.kind), "OMP_NUM_THREADS": "1"}
+        self._process = context.Process(target=_serve, args=(self.kind, other, variables))
+        self._process.start()
+        other.close()
 
     def towers(
         self, fn: Callable[..., Any], *args: Any, devices: list[str], way: str = "host", **kwargs: Any
@@ -77,27 +63,26 @@ class Server:
         Raises:
             AssertionError: with what the towers said.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
+        if self._process is None or not self._process.is_alive():
+            self._start()
         if way == "collectives" and self.kind == "sim":
             fn, args = _with_collectives, (fn, *args)
-        call = base64.b64encode(pickle.dumps((fn, args, kwargs, devices))).decode()
-        self._process.stdin.write(f"{call}\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith("answer "):
-                done, result = json.loads(line.removeprefix("answer "))
-                if not done:
-                    raise AssertionError(result)
-                answer: list[Any] = result
-                return answer
-        self._errors.seek(0)
-        raise AssertionError(f"the server has ended: {self._errors.read()}")
+        self._connection.send((fn, args, kwargs, devices))
+        try:
+            done, result = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise AssertionError(f"the server has ended with exit code {self._process.exitcode}") from None
+        if not done:
+            raise AssertionError(result)
+        answer: list[Any] = result
+        return answer
 
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.communicate("")
+            self._connection.close()
+            self._process.join(HANG)
 
 
 def _with_collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,18 +92,26 @@ def _with_collectives(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-def _serve() -> None:
-    forkserver.set_forkserver_preload(["tests.accelerator.server", "towers.launching.launch", "torch._dynamo"])
-    for line in sys.stdin:
-        fn, args, kwargs, devices = pickle.loads(base64.b64decode(line))
-        try:
-            answer = [True, mirrored.launch(fn, args, kwargs, devices=devices, timeout=HANG)]
-        except Exception:
-            answer = [False, traceback.format_exc()]
-        print(f"answer {json.dumps(answer)}", flush=True)
-
-
-if __name__ == "__main__":
-    if os.environ.get("MIRRORED_TEST_DEVICE") == "tpu":
+def _serve(kind: str, connection: Connection, variables: dict[str, str]) -> None:
+    set_start_method(None, force=True)  # type: ignore[arg-type]  # or towers' loaders would start as this process did
+    os.environ.clear()
+    os.environ.update(variables)
+    simulated = kind == "sim" or (kind == "tpu" and accelerator_kind() != "tpu")
+    if simulated:
+        (simulated_device.load if kind == "sim" else simulated_device.load_as_installed)()
+        for name in ("cases", "stream_cases", "plant"):  # which ask for the kind when they are loaded
+            importlib.import_module(f"tests.accelerator.{name}")
+    if kind == "tpu":
         torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=2)
-    _serve()
+    if simulated:
+        fork_the_fork_server()
+    while True:
+        try:
+            fn, args, kwargs, devices = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, mirrored.launch(fn, args, kwargs, devices=devices, timeout=HANG)
+        except Exception:
+            answer = False, traceback.format_exc()
+        connection.send(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import simulated_device
-from tests.support.commands import run_command
+from tests.support.commands import run_command, run_script
 from tests.support.jobs import ROOT, run_program
 from tests.support.waiting import HANG
 
@@ -41,8 +42,7 @@ def test_every_device_is_used(run: Any, words: list[str], started_by: str) -> No
 
 def test_two_towers_share_a_device() -> None:
     # The program of torch that starts towers does not know "sim" and is not asked: the variable names the devices.
-    result = run_program([SCRIPT], env={"TOWERS_DEVICES": "sim:0,sim:0"}, timeout=HANG)
-    assert result.returncode == 0, result.stderr
+    result = run_script([SCRIPT], env={"TOWERS_DEVICES": "sim:0,sim:0"}, code=0)
     assert result.stdout.startswith("devices [0, 0], loss ")
     assert result.stderr.count("gradients go through the hosts' memory: so it was asked, or towers share a dev") == 1
 
@@ -54,15 +54,14 @@ def test_a_job_goes_on_without_a_device_that_is_lost(tmp_path: pathlib.Path) -> 
     (tmp_path / "sim-1.dist-info/entry_points.txt").write_text("[torch.backends]\nsim = tests.simulated_device:load\n")
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": paths, "SIMULATED_LOST": str(tmp_path / "lost")}
-    words = ["-m", "mirrored", "run", "--restarts", "1", "--min-towers", "1"]
+    words = ["mirrored", "run", "--restarts", "1", "--min-towers", "1"]
     script = str(ROOT / "tests" / "programs" / "simulated_restarts.py")
-    result = run_program([*words, script, str(tmp_path)], env=variables, timeout=HANG)
-    assert result.returncode == 0, result.stderr
+    load = functools.partial(simulated_device.load_as_installed, str(tmp_path))
+    result = run_command([*words, script, str(tmp_path)], env=variables, enter=load, code=0)
     assert result.stdout == "2 after step 0\n1 after step 2\nhas ended after step 6\n"
     assert "towers: 1 of 2 towers go on, on the devices that are left\n" in result.stderr
 
 
 def test_verify() -> None:
-    result = run_program([str(ROOT / "tests" / "programs" / "verifies_simulated.py"), SCRIPT], timeout=HANG)
-    assert result.returncode == 0, result.stderr
+    result = run_script([str(ROOT / "tests" / "programs" / "verifies_simulated.py"), SCRIPT], code=0)
     assert "The same: losses" in result.stdout, result.stdout + result.stderr

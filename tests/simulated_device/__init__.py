@@ -1,6 +1,6 @@
 """An accelerator that is simulated on the CPU: ``load()`` gives torch the devices ``sim:0`` and ``sim:1``.
 
-A process that starts when the file of SIMULATED_LOST is there finds one only.
+A process that starts, or is forked, when the file of SIMULATED_LOST is there finds one only.
 Where MIRRORED_TEST_DEVICE is "tpu" it is a TPU as torch_tpu shows it, which ``tpu.py`` says more of.
 ``device.cpp`` says how it behaves. It is compiled at first use (half a minute), by a compiler that has to be there.
 """
@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 
 HERE = pathlib.Path(__file__).parent
+INSTALLED = HERE / "installed"
+"""Where the simulated torch_tpu is found."""
 DEVICES = 2
 
 
@@ -67,6 +69,12 @@ def load() -> Any:
     return sim
 
 
+def load_as_installed(*paths: str) -> None:
+    """Do what torch does when it is imported where ``paths``, or INSTALLED, are on the path, in a fork that has it."""
+    sys.path[:0] = paths or [str(INSTALLED)]
+    torch._import_device_backends()
+
+
 def _import(path: pathlib.Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -107,7 +115,14 @@ def _module(sim: Any) -> types.ModuleType:
         for device in range(DEVICES):
             sim.manual_seed(device, seed)
 
-    count = 1 if os.path.exists(os.environ.get("SIMULATED_LOST", "")) else DEVICES
+    count = DEVICES
+
+    def look() -> None:
+        nonlocal count
+        count = 1 if os.path.exists(os.environ.get("SIMULATED_LOST", "")) else DEVICES
+
+    look()
+    os.register_at_fork(after_in_child=look)
     module = types.ModuleType("torch.sim")
     functions: dict[str, Any] = {
         "is_available": lambda: True,

@@ -32,16 +32,22 @@ class Command:
         run: what the process runs, with ``args``; returns the exit code or raises SystemExit.
         env: changes of the environment.
         cwd: the directory it runs in; default: the tests' own.
+        enter: is called in the process, before all else.
     """
 
     def __init__(
-        self, run: Callable[..., int | None], *args: Any, env: dict[str, str] | None = None, cwd: str | None = None
+        self,
+        run: Callable[..., int | None],
+        *args: Any,
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        enter: Callable[[], None] | None = None,
     ) -> None:
         context = get_context("forkserver")
         receiver, sender = context.Pipe(duplex=False)
         self._folder = tempfile.TemporaryDirectory()
         self._errors = pathlib.Path(self._folder.name, "errors")
-        arguments = (sender, str(self._errors), variables_with(env), cwd or os.getcwd(), run, args)
+        arguments = (sender, str(self._errors), variables_with(env), cwd or os.getcwd(), enter, run, args)
         self._process = context.Process(target=_be_command, args=arguments)
         self._process.start()
         sender.close()
@@ -85,6 +91,7 @@ def _be_command(
     errors: str,
     variables: dict[str, str],
     directory: str,
+    enter: Callable[[], None] | None,
     run: Callable[..., int | None],
     args: tuple[Any, ...],
 ) -> None:
@@ -97,6 +104,8 @@ def _be_command(
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None  # where the process was forked from, the variables were others
+    if enter is not None:
+        enter()
     sys.exit(run(*args))
 
 
@@ -143,24 +152,27 @@ def start_script(
 
     Args:
         words: a script and its arguments, or ``-m`` and a module with its own.
-        enter: is called in the process, before all else.
+        enter: see :class:`Command`.
     """
-    return Command(_python, enter, words, env=env, cwd=cwd)
+    return Command(_python, words, env=env, cwd=cwd, enter=enter)
 
 
-def _python(enter: Callable[[], None] | None, words: Sequence[str]) -> NoReturn:
-    if enter is not None:
-        enter()
+def _python(words: Sequence[str]) -> NoReturn:
     fork_towers()
     os.execv = _exec
     _exec(sys.executable, [sys.executable, *words])
 
 
 def run_script(
-    words: Sequence[str], *, env: dict[str, str] | None = None, cwd: str | None = None, code: int | None = None
+    words: Sequence[str],
+    *,
+    env: dict[str, str] | None = None,
+    cwd: str | None = None,
+    enter: Callable[[], None] | None = None,
+    code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python …`` to its end."""
-    return _to_its_end(start_script(words, env=env, cwd=cwd), words, HANG, code)
+    return _to_its_end(start_script(words, env=env, cwd=cwd, enter=enter), words, HANG, code)
 
 
 def run_command(
@@ -168,11 +180,12 @@ def run_command(
     *,
     env: dict[str, str] | None = None,
     cwd: str | None = None,
+    enter: Callable[[], None] | None = None,
     timeout: float = HANG,
     code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mirrored …`` or ``torchrun …`` to its end, as :func:`tests.support.jobs.run_program` does."""
-    return _to_its_end(Command(command_line, *words, env=env, cwd=cwd), words, timeout, code)
+    return _to_its_end(Command(command_line, *words, env=env, cwd=cwd, enter=enter), words, timeout, code)
 
 
 def _to_its_end(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -22,8 +23,9 @@ import traceback
 import types
 import weakref
 from collections.abc import Sequence
-from multiprocessing import process, resource_tracker, util
+from multiprocessing import forkserver, process, resource_tracker, util
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 
@@ -48,6 +50,34 @@ def _start(args: Sequence[str], *, env: dict[str, str], **settings: Any) -> subp
     assert args[0] == sys.executable, args
     sys.stdout.flush()
     return subprocess.Popen(args, env=env, preexec_fn=functools.partial(exec_python, args, env), **settings)
+
+
+def fork_the_fork_server() -> None:
+    """Start the server that this process's towers are forked from, as a fork of it instead of a new Python.
+
+    So they have all that this process has loaded by now. It must have no threads.
+    """
+    spawn = util.spawnv_passfds
+
+    def fork(_path: bytes, args: Sequence[str], kept: Sequence[int]) -> int:
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                util.spawnv_passfds = spawn
+                for low, high in itertools.pairwise([2, *sorted(kept), 4096]):
+                    os.closerange(low + 1, high)
+                exec(args[-1], {})
+            except SystemExit:
+                code = 0
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
+            finally:
+                os._exit(code)
+        return pid
+
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        forkserver.ensure_running()
 
 
 def exec_python(args: Sequence[str], variables: dict[str, str]) -> NoReturn:
