@@ -24,6 +24,7 @@ ELSEWHERE = {
     *("_root_log_dir", "_version"),
     "_run_module_as_main",  # of Python's runpy: what ``python -m`` calls
     "_register_atexit",  # of Python's threading: what runs before threads are waited for, as concurrent.futures does
+    *("_shutdown", "_run_exitfuncs"),  # of Python's threading and atexit: the ends of threads and of a process
 }
 
 
