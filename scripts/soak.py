@@ -221,10 +221,11 @@ def _run(folder: pathlib.Path, hosts: list[tuple[str, str]], options: argparse.N
     faults = Faults(cluster, random.Random(options.seed))
     chance = random.Random(options.seed + 1)
     try:
-        wait = time.monotonic() + 10
-        end = time.monotonic() + 60 * options.minutes
+        steps, wait, end = folder / "steps0", math.inf, time.monotonic() + 60 * options.minutes
         while not cluster.look():
             faults.look()
+            if wait == math.inf and steps.exists() and steps.stat().st_size:
+                wait, end = time.monotonic() + 5, time.monotonic() + 60 * options.minutes
             if disturbed and wait < time.monotonic() < end:
                 faults.cause_one()
                 wait = time.monotonic() + chance.expovariate(1 / options.every)
@@ -239,7 +240,8 @@ def _run(folder: pathlib.Path, hosts: list[tuple[str, str]], options: argparse.N
 def _recoveries(folder: pathlib.Path, faults: Faults) -> dict[str, list[float]]:
     """Seconds from each fault to the end of the longest time without a step that was not made before, by kind of fault.
 
-    A killed agent's towers go on for a moment, so what counts begins within some seconds, and before the next fault.
+    A killed agent's towers go on for a moment, so what counts begins within some seconds, and before the next fault. A
+    fault after the last step cost none.
     """
     news: list[float] = []
     latest = 0
@@ -252,7 +254,8 @@ def _recoveries(folder: pathlib.Path, faults: Faults) -> dict[str, list[float]]:
     for (at, name), end in zip(faults.done, ends, strict=True):
         gaps = [(after - before, after) for before, after in itertools.pairwise(news)]
         own = [(gap, after) for gap, after in gaps if after > at and after - gap < min(end, at + _TAKES_EFFECT)]
-        found.setdefault(name, []).append(max(own)[1] - at if own else 0.0)
+        if own:
+            found.setdefault(name, []).append(max(own)[1] - at)
     return found
 
 
