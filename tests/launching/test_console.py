@@ -9,7 +9,8 @@ import tempfile
 
 import pytest
 
-from tests.support.jobs import ROOT, run_program, start_program
+from tests.support.commands import run_command, start_command
+from tests.support.jobs import ROOT
 from tests.support.waiting import wait_until
 from towers.launching import console
 
@@ -30,16 +31,16 @@ def test_what_a_killed_relay_left_is_cleared_away(tmp_path: pathlib.Path, monkey
 
 
 def test_killed_agents_leave_nothing_after_a_new_start(tmp_path: pathlib.Path) -> None:
-    words = ["-m", "mirrored", "run", "--towers", "2", str(ROOT / "tests" / "programs" / "report.py")]
+    words = ["mirrored", "run", "--towers", "2", str(ROOT / "tests" / "programs" / "report.py")]
     environment = {"TMPDIR": str(tmp_path)}
     for _ in range(2):
-        job = start_program([*words, "wait"], env=environment)
+        job = start_command([*words, "wait"], env=environment)
         tower = json.loads(job.stdout.readline())["pid"]
         job.kill()
         wait_until(lambda tower=tower: not os.path.exists(f"/proc/{tower}"))  # type: ignore[misc]
         job.communicate()
     assert len(list(tmp_path.glob("towers-*"))) == 1
-    assert run_program(words, env=environment).returncode == 0
+    run_command(words, env=environment, code=0)
     assert list(tmp_path.glob("towers-*")) == []
 
 
