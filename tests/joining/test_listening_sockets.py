@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import pathlib
@@ -10,13 +11,16 @@ import socket
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.clusters import free_port, tf_configs
+from tests.support.commands import start_command, start_script
 from tests.support.jobs import ROOT, start_program
 from tests.support.sockets import family, ip, listening, unix_sockets
+from tests.support.two_hosts import enter_host
 from tests.support.waiting import HANG
 from towers.system.machine import address_towards, interface_of, interface_variables
 
@@ -26,18 +30,20 @@ pytestmark = [
 ]
 
 WAITS = str(ROOT / "tests" / "programs" / "waits.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+
+Enter = Callable[[], None] | None
 
 
 @pytest.fixture(scope="module")
-def outside() -> Iterator[list[str]]:
-    """Words in front of a command, for a host whose own name leads to an address that others reach.
+def outside() -> Iterator[Enter]:
+    """Puts a process onto a host whose own name leads to an address that others reach.
 
-    There, what binds to the host's name is seen to. Without the right to make such a host, this one does.
+    There, what binds to the host's name is seen to. Without the right to make such a host, this one does (None).
     """
     name = f"sockets{os.getpid()}"
     if shutil.which("ip") is None or ip("netns", "add", name).returncode:
-        yield []
+        yield None
         return
     try:
         folder = pathlib.Path("/etc/netns", name)
@@ -48,13 +54,18 @@ def outside() -> Iterator[list[str]]:
         ip("-n", name, "addr", "add", "10.78.0.1/24", "dev", "eth0")
         for device in ("eth0", "eth1"):
             assert ip("-n", name, "link", "set", device, "up").returncode == 0
-        yield ["ip", "netns", "exec", name]
+        yield functools.partial(enter_host, name)
     finally:
         ip("netns", "del", name)
         shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
 
 
-def wait_until_ready(process: subprocess.Popen[str]) -> None:
+def start_new(words: list[str], *, enter: Enter) -> subprocess.Popen[str]:
+    """Start ``python …`` without a fork of the tests: its towers come from the agent's own fork server."""
+    return start_program(words, preexec_fn=enter)
+
+
+def wait_until_ready(process: Any) -> None:
     """Return when it says so; Gloo of torch 2.9 may say something before."""
     guard = threading.Timer(HANG, process.kill)
     guard.start()
@@ -63,27 +74,27 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
     assert ready, process.communicate(timeout=HANG)[1]
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: Any) -> None:
     process.terminate()
     process.communicate(timeout=HANG)
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("start", "words"),
     [
-        [WAITS, "two", "gloo"],
-        ["-m", "mirrored", "run", "--towers", "2", WAITS, "group"],
-        [WAITS, "launch"],
-        [*TORCHRUN, WAITS, "gloo"],
+        (start_new, [WAITS, "two", "gloo"]),
+        (start_command, ["mirrored", "run", "--towers", "2", WAITS, "group"]),
+        (start_script, [WAITS, "launch"]),
+        (start_command, [*TORCHRUN, WAITS, "gloo"]),
     ],
     ids=["python", "beside a group of the user's", "launch", "torchrun"],
 )
-def test_on_one_host_nothing_listens_beyond_loopback(words: list[str], outside: list[str]) -> None:
-    process = start_program(words, before=outside)
+def test_on_one_host_nothing_listens_beyond_loopback(start: Any, words: list[str], outside: Enter) -> None:
+    process = start(words, enter=outside)
     try:
         wait_until_ready(process)
         # torchrun's own process is torchrun's: it listens everywhere.
-        processes = family(process.pid)[1 if "torch.distributed.run" in words else 0 :]
+        processes = family(process.pid)[1 if "torchrun" in words else 0 :]
         assert len(processes) >= 2
         found = [address for one in processes for address, _ in listening(one)]
         assert len(found) >= 2, "towers that communicate through c10d listen somewhere"
@@ -114,11 +125,11 @@ def test_the_interface_of_an_address(address: str) -> None:
     assert interface_of("192.0.2.255") is interface_of("2001:db8::ff") is None
 
 
-def test_workers_on_a_loopback_address_keep_to_it(outside: list[str]) -> None:
+def test_workers_on_a_loopback_address_keep_to_it(outside: Enter) -> None:
     workers = []
     try:
         for text in tf_configs([f"127.0.0.1:{free_port()}", "127.0.0.1:1"]):
-            workers.append(start_program([WAITS], before=outside, env={"TF_CONFIG": text}))
+            workers.append(start_script([WAITS], enter=outside, env={"TF_CONFIG": text}))
         wait_until_ready(workers[0])
         found = [address for worker in workers for one in family(worker.pid) for address, _ in listening(one)]
         assert len(found) >= 3, "the store, and each tower's Gloo"

@@ -109,9 +109,11 @@ def _be_command(
     sys.exit(run(*args))
 
 
-def start_command(words: Sequence[str], *, env: dict[str, str] | None = None) -> Command:
+def start_command(
+    words: Sequence[str], *, env: dict[str, str] | None = None, enter: Callable[[], None] | None = None
+) -> Command:
     """Start ``mirrored …`` or ``torchrun …``."""
-    return Command(command_line, *words, env=env)
+    return Command(command_line, *words, env=env, enter=enter)
 
 
 def command_line(name: str, *words: str) -> int | None:
