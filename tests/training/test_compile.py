@@ -84,6 +84,8 @@ def train(
 
 def several(cases: list[tuple[str, int, bool]], settings: dict[str, Any], inner: str) -> list[Any]:
     """Several trainings in one job: starting towers takes longer."""
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        torch._dynamo.config.trace_autograd_ops = False  # torch_tpu sets it, where it is installed
     results = []
     for what, width, fullgraph in cases:
         torch.compiler.reset()
