@@ -9,7 +9,7 @@ import keras
 import mirrored.keras
 from mirrored.checkpoint.folder import STOP
 from tests.keras.behaviours import begin
-from tests.keras.cases import classes, dense, numbers
+from tests.keras.cases import dense, seven_batches
 
 
 def fit_that_an_evaluator_stops(folder: str) -> list[int]:
@@ -18,5 +18,5 @@ def fit_that_an_evaluator_stops(folder: str) -> list[int]:
     checkpoints = mirrored.keras.Checkpoints(folder)
     note = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: pathlib.Path(folder, STOP).write_text("enough"))
     settings = {"batch_size": 16, "epochs": 9, "callbacks": [checkpoints, note], "verbose": 0}
-    history = dense(strategy).fit(numbers(8), classes(), **settings)
+    history = dense(strategy).fit(*seven_batches(), **settings)
     return [checkpoints.manager.steps, len(history.epoch)]
