@@ -249,9 +249,8 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         if self.world_size == 1:
             return tensor
         replica = current_replica() if sync_grads else None
-        gather = self.towers.gather if replica is None else replica.all_gather
-        gathered: Tensor = gather(tensor.unsqueeze(0))
-        return gathered
+        gather: Callable[[Tensor], Tensor] = self.towers.gather if replica is None else replica.all_gather
+        return gather(tensor.unsqueeze(0))
 
     def teardown(self) -> None:
         """As of one device: the variables of the launcher stay. So does optimizers' state, which may be sharded."""

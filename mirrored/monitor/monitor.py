@@ -93,14 +93,11 @@ class Monitor:
         self._warm_up = 2 if flops is True else 1
         dtype = torch.float32 if strategy.device.type in ("mps", "tpu") else torch.float64
         self._loss, self._losses = torch.zeros((), dtype=dtype, device=strategy.device), 0  # the sum, and of how many
-        self._timeline = timeline = Timeline(strategy.communicator.health, strategy.events, strategy.device)
+        self._timeline = timeline = Timeline(comm.health, strategy.events, strategy.device)
         self._detach = weakref.finalize(self, timeline.stop)
+        due = (lambda: self.is_due) if gradient_norm else None
         self._optimizers = measuring.Optimizers(
-            strategy.communicator.health,
-            lambda optimizer: _is_trained(strategy, optimizer),
-            comm.size == 1,
-            timeline.enter,
-            (lambda: self.is_due) if gradient_norm else None,
+            comm.health, lambda optimizer: _is_trained(strategy, optimizer), comm.size == 1, timeline.enter, due
         )
         self._screen = Screen(total) if show and strategy.is_chief else None
         self._outputs: list[Output] = [self._screen] if self._screen is not None else []
