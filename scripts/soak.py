@@ -117,7 +117,7 @@ class Cluster:
         for agent in self.agents:
             with contextlib.suppress(OSError):
                 children = pathlib.Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-                found += sorted(map(int, children))[1:]
+                found += map(int, children[1:])  # in the order of their birth, which ids are not once they begin anew
         return found
 
     def kill(self) -> None:
