@@ -20,7 +20,7 @@ OnBoth = Callable[..., Any]
 
 
 def numbers_of_the_cpu(server: Server, **settings: Any) -> list[Any]:
-    [[_, *numbers]] = server.towers(cases.train, SMALL, devices=["cpu:0"], **settings)
+    [[_, *numbers]] = server.towers_once(cases.train, SMALL, devices=["cpu:0"], **settings)
     return numbers
 
 
@@ -41,7 +41,7 @@ def test_two_towers_give_the_numbers_of_one_on_the_cpu(
 def test_compressed_gradients_are_those_of_two_towers_on_the_cpu(way: str, server: Server, on_both: OnBoth) -> None:
     options = {**SMALL, "compression": mirrored.PowerSGD(rank=1, start_step=2)}
     _, *numbers = on_both(cases.train, options, way=way)
-    [_, *expected], _ = server.towers(cases.train, options, devices=["cpu:0", "cpu:1"])
+    [_, *expected], _ = server.towers_once(cases.train, options, devices=["cpu:0", "cpu:1"])
     torch.testing.assert_close(numbers, expected, rtol=0, atol=1e-12)
 
 
@@ -57,14 +57,14 @@ def test_two_towers_share_a_device(server: Server, pair: list[str]) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_tables_and_state_stay_in_central_storage(count: int, way: str, server: Server, pair: list[str]) -> None:
-    [alone] = server.towers(cases.train_a_table, False, devices=["cpu:0"])
+    [alone] = server.towers_once(cases.train_a_table, False, devices=["cpu:0"])
     for trained in server.towers(cases.train_a_table, True, devices=pair[:count], way=way):
         assert trained[:3] == ["cpu", True, ["cpu"]]
         torch.testing.assert_close(trained[3], alone[3], rtol=0, atol=1e-12)
 
 
 def test_accumulated_and_clipped(way: str, server: Server, on_both: OnBoth) -> None:
-    [alone] = server.towers(cases.accumulate, devices=["cpu:0"])
+    [alone] = server.towers_once(cases.accumulate, devices=["cpu:0"])
     torch.testing.assert_close(on_both(cases.accumulate, way=way), alone, rtol=0, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_a_monitor_waits_for_nothing_before_it_reports(way: str, on_both: OnBoth
 def test_virtual_towers_give_the_same_bits_on_one_and_two(
     way: str, server: Server, pair: list[str], on_both: OnBoth
 ) -> None:
-    assert [on_both(cases.same_bits, way=way)] == server.towers(cases.same_bits, devices=pair[:1])
+    assert [on_both(cases.same_bits, way=way)] == server.towers_once(cases.same_bits, devices=pair[:1])
 
 
 def test_batch_norm_over_both(way: str, on_both: OnBoth) -> None:
@@ -116,7 +116,7 @@ def test_batches_that_nobody_holds_stay_until_they_are_used(server: Server, pair
 
 
 def test_gradients_of_two_streams(way: str, server: Server, pair: list[str], on_both: OnBoth) -> None:
-    [alone] = server.towers(stream_cases.gradients_of_two_streams, devices=pair[:1])
+    [alone] = server.towers_once(stream_cases.gradients_of_two_streams, devices=pair[:1])
     both = on_both(stream_cases.gradients_of_two_streams, way=way)
     torch.testing.assert_close(both, alone, rtol=0, atol=1e-12)
 
@@ -143,5 +143,5 @@ def test_an_interrupted_run_ends_in_the_same_bits(server: Server, pair: list[str
 
 
 def test_keras(way: str, server: Server, on_both: OnBoth) -> None:
-    [alone] = server.towers(keras_cases.fit, ["convolutional"], devices=["cpu:0"])
+    [alone] = server.towers_once(keras_cases.fit, ["convolutional"], devices=["cpu:0"])
     torch.testing.assert_close(on_both(keras_cases.fit, ["convolutional"], way=way), alone, rtol=0, atol=1e-9)
