@@ -19,10 +19,10 @@ import torch
 from keras import layers, ops
 from torch.utils.data import DataLoader, TensorDataset
 
-import mirrored
 import mirrored.keras
 from tests.keras.cases import classes, dense, numbers, seven_batches
 from tests.keras.own_metrics import Extreme
+from tests.support.jobs import trace_no_backward
 
 
 def begin() -> mirrored.Strategy:
@@ -162,6 +162,7 @@ def restored(folder: str) -> tuple[list[int], list[Any]]:
 
 def settings_of_compile() -> dict[str, Any]:
     """Weights and losses of models computed in several ways; what is compiled is small, as tracing takes long."""
+    trace_no_backward()
     strategy = begin()
     found: dict[str, Any] = {}
     x, y = numbers(8).astype("float32")[:40], classes()[:40]

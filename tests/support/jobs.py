@@ -151,6 +151,12 @@ def variables_with(changes: dict[str, str] | None) -> dict[str, str]:
     return variables
 
 
+def trace_no_backward() -> None:
+    """Turn off what torch_tpu turns on, by which compiled steps call no hooks, and Keras' ``jit_compile`` fails."""
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        torch._dynamo.config.trace_autograd_ops = False
+
+
 def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
     """What ``make()`` gives on the CPU, with the same values wherever it is called: a GPU's generator draws others."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

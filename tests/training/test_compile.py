@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mirrored
-from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded
+from tests.support.jobs import GLOO, ROOT, SETTINGS, assert_close, parameters_of, seeded, trace_no_backward
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,7 @@ def train(
 
 def several(cases: list[tuple[str, int, bool]], settings: dict[str, Any], inner: str) -> list[Any]:
     """Several trainings in one job: starting towers takes longer."""
-    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
-        torch._dynamo.config.trace_autograd_ops = False  # torch_tpu sets it, where it is installed
+    trace_no_backward()
     results = []
     for what, width, fullgraph in cases:
         torch.compiler.reset()
