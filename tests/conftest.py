@@ -33,7 +33,8 @@ def pytest_configure() -> None:
     They look for garbage rarely while they load torch (``support/startup``), take memory in large pages, which saves
     half of the 40,000 page faults of loading it, and find programs of the tests as modules. torch_tpu, where it is
     installed, prints nothing as they load it. Forks of this process keep its garbage: a Gloo group in it would wait
-    for a thread that they do not have.
+    for a thread that they do not have. What a DNS server leaves unanswered is asked again after one second in place of
+    five: torch asks for the name of the other end of each of thousands of connections.
     """
     os.register_at_fork(after_in_child=gc.freeze)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,6 +42,7 @@ def pytest_configure() -> None:
     sys.dont_write_bytecode = False
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:5"
     paths = [str(ROOT / "tests" / "support" / "startup"), str(ROOT), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if importlib.util.find_spec("torch_tpu") is not None:
