@@ -63,8 +63,7 @@ def loaded_towers() -> None:
     modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot
         modules += ["tests.support.inductor", "torchmetrics", "keras"]
-    modules += ["tests.support.jobs", "tests.support.sources"]
-    modules += ["tests.support.jobs", _LARGE_PAGES]
+    modules += ["tests.support.jobs", "tests.support.sources", _LARGE_PAGES]
     forkserver.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")

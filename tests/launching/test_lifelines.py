@@ -50,7 +50,7 @@ def test_a_chief_that_ends_without_a_goodbye_is_missed(goodbye: bool, lifelines:
         lifelines.say_goodbye()
     for end in lifelines._names:
         end.close()
-    wait_until(lambda: line._line is None if line.lost() == "" else not goodbye)
+    wait_until(lambda: line.lost() != "" or line._line is None)
     assert line.lost() == ("" if goodbye else "has ended")
 
 

@@ -1,4 +1,4 @@
-"""Importing this moves the memory that the process has by now onto large pages, where the kernel can (Linux 6.1).
+"""On import, moves the memory that this process has by now onto large pages, where the kernel can (Linux 6.1).
 
 A process that forks the towers of tests has 400 MB, 100,000 small pages. Each fork copies their entries of the page
 table and frees them at its end, which takes most of the CPU of a small job.
@@ -14,7 +14,7 @@ _MADV_COLLAPSE = 25  # <linux/mman.h>
 
 
 def _collapse() -> None:
-    """For all that is not of a file, but whatever begins or ends within a large page."""
+    """Collapse the small pages of anonymous memory, wherever they fill a large page."""
     madvise = ctypes.CDLL(None).madvise
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, file, *_ = line.split()

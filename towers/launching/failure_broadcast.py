@@ -29,7 +29,7 @@ _PREFIX = "towers/failures"
 _FAILURE, _ENDED, _KNOWN, _ASKED, _LIVES, _JOINS = "failure", "ended", "known", "asked", "lives", "joins"
 _ANSWER_SECONDS = 5.0  # in which the living agent of a worker answers another one
 _INTERVAL = 0.5  # seconds between two reads, at most
-_INTERVAL_PER_WORKER = 0.05  # the same for each worker: so many reads are served at once
+_INTERVAL_PER_WORKER = 0.05  # the same for each worker of the job: up to ten workers read twenty times a second in all
 _SECONDS = 1.5  # for the store to answer, and for the others to read what is published
 
 T = TypeVar("T")
@@ -127,7 +127,10 @@ class FailureBroadcast(Broadcast):
         return self.received or sentence
 
     def miss(self, sentence: str) -> None:
-        """A worker is lost; nobody waits until that one knows. Without the chief there is no store to tell others."""
+        """Take a lost worker for the first failure, without waiting for it to read that.
+
+        The chief tells the others; where the chief is lost, so is the store by which a worker could.
+        """
         if self._worker == 0:
             self.first_failure(sentence)
         self.received = self.received or sentence
