@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import shlex
@@ -81,6 +82,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     program = _program(parser, parsed)
+    gc.disable()  # [Note: no garbage while loading] of towers/launching/fork_server.py
     from towers.launching import agent
     from towers.launching.job import Job
 

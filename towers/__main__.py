@@ -4,8 +4,11 @@ It is started by this folder's path, so that neither the current directory nor t
 ``towers`` in its way.
 """
 
+import gc
 import pathlib
 import sys
+
+gc.disable()  # [Note: no garbage while loading] of towers/launching/fork_server.py
 
 _here = pathlib.Path(__file__).resolve().parent
 if sys.path and pathlib.Path(sys.path[0]).resolve() == _here:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.jobs import run_program
 
 LOOK = """
-import atexit, json, logging, multiprocessing, os, random, signal, sys, tempfile, threading
+import atexit, gc, json, logging, multiprocessing, os, random, signal, sys, tempfile, threading
 
 torch_was_loaded = "torch" in sys.modules
 import numpy, torch
@@ -28,6 +28,7 @@ mine = {
     "variables": {name: value for name, value in os.environ.items() if name in ("HOME", "PATH", "ADDED")},
     "threads": [threading.active_count(), threading.current_thread() is threading.main_thread()],
     "torch": torch.get_num_threads(),
+    "garbage": [gc.isenabled(), gc.get_threshold()],
     "logging": logging.root.manager.disable,
     "parent": multiprocessing.parent_process(),
 }

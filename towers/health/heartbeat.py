@@ -100,7 +100,7 @@ class Heartbeat:
         self._tower, self._towers, self._serves = tower.index, range(len(tower.names)), tower.serves
         self._calls: queue.SimpleQueue[Callable[[SignedStore], object] | None] = queue.SimpleQueue()  # None: to end
         with tower.needs_server():
-            self._sending, self._asking = (store.connect_again("health", _REQUEST) for _ in range(2))  # for two threads
+            self._store = store.connect_again("health", _REQUEST)  # threads can share it: no request waits for others
         self._number = 0
         self._waited: Wait | None = None  # at the last heartbeat
         self._blocked = 0  # how often towers have reported that they keep waiting
@@ -119,7 +119,7 @@ class Heartbeat:
     # -- sending -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        me, store, answered = self._tower, self._sending, 0
+        me, store, answered = self._tower, self._store, 0
         log.debug("tower %d has begun its heartbeats", me)
         try:
             while (health := self._health()) is not None:
@@ -230,10 +230,10 @@ class Heartbeat:
         answers: dict[int, str] = {}
 
         def ask() -> None:
-            queries = {tower: self._asking.add(f"queries{tower}", 1) for tower in towers}
+            queries = {tower: self._store.add(f"queries{tower}", 1) for tower in towers}
             while living := [peer.tower for peer in self._peers(towers) if peer.lives and peer.tower not in answers]:
                 for tower in living:
-                    answer = self._asking.read(f"answer{tower}")
+                    answer = self._store.read(f"answer{tower}")
                     if answer is not None and answer["query"] >= queries[tower]:
                         answers[tower] = answer["stack"]
                 clock.sleep(0.05)
@@ -253,7 +253,7 @@ class Heartbeat:
     def _read_beats(self, towers: Sequence[int]) -> dict[int, PeerStatus]:
         peers: dict[int, PeerStatus] = {}
         for tower in towers:
-            if (message := self._asking.read(f"beat{tower}")) is not None:
+            if (message := self._store.read(f"beat{tower}")) is not None:
                 beat = Beat.from_json(message)
                 silent = self._silence(tower, beat.number)
                 host = "" if message["host"] == self._host else message["host"]

@@ -12,6 +12,10 @@ agent (``PR_SET_CHILD_SUBREAPER``), which learns their exit codes as it does of 
 do, the new process executes the command after all: for options of Python other than ``-u``, for a program that is
 neither a file nor a module, where a module in its folder hides one that is loaded, and for accelerators whose modules
 do something when they are loaded.
+
+[Note: no garbage while loading] Torch and its compiler make a million objects that stay. To look through them for
+garbage again and again takes a quarter of the seconds in which they are loaded, so what starts an agent disables that,
+until the fork server is there.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ def fork_towers(path: Sequence[str]) -> None:
     """
     if sys.platform == "linux":
         start_agents_processes_by(ForkServer(path).start)
+    gc.enable()
 
 
 class ForkServer:
@@ -142,8 +147,8 @@ def _serve(connection: socket.socket, path: Sequence[str]) -> NoReturn:
     """The fork server, until the agent has ended; or one of the programs."""
     os.setsid()  # the terminal's signals are for the agent
     load_compiler()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     stream = connection.makefile("rw")
     while line := _readline(stream):
         args, variables, streams = json.loads(line)
