@@ -96,6 +96,18 @@ def test_a_result_is_compared_as_far_as_its_digits_go(dtype: str, same: bool) ->
     assert distinguishable(1.0, 2.0) == ("1", "2")
 
 
+@pytest.mark.parametrize(("last_step", "same"), [(5, True), (6, False)])
+def test_a_count_may_differ_where_rounding_changes_another_one_no_later(last_step: int, same: bool) -> None:
+    def counts(*numbers: int) -> list[Result]:
+        pairs = zip((5, last_step), numbers, strict=True)
+        return [Result("reduce('sum')", 9, steps, (number,), ("int64",), 1) for steps, number in pairs]
+
+    one, perturbed = Trace(results=counts(1714, 1117)), Trace(results=counts(1714, 1118))
+    many = Trace(towers=2, results=counts(1715, 1117))
+    comparison = RunComparison(one, [many, many], 1e-4, perturbed=perturbed)
+    assert (differing_result(comparison) is None) == same
+
+
 @pytest.mark.parametrize(
     ("one", "many", "same"),
     [
