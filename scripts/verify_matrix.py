@@ -47,6 +47,8 @@ def cases(folder: pathlib.Path) -> list[Case]:
         (EXAMPLES / "word2vec.py", (*output, "--files", "12"), ()),
         (EXAMPLES / "photographs.py", (*output, "--virtual-towers", "2"), ()),
         (EXAMPLES / "fine_tuning.py", output, ()),
+        (PROGRAMS.parent / "train.py", (), (Cause.NOTHING_TRAINED,)),  # its steps are written out
+        (PROGRAMS.parent / "drifts.py", ("same",), (Cause.NOTHING_TRAINED,)),
         (PROGRAMS.parent / "unwell.py", ("none", "0", "0", "optimizer"), ()),
         *((path, (), ()) for path in sorted(PROGRAMS.glob("right_*.py")) if path.stem != "right_but"),
         *((PROGRAMS / "right_but.py", (kind,), ()) for kind in ("half", "stack and time first", "mean and next")),

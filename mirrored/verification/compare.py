@@ -320,10 +320,10 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
     for first, second in zip(one, again.results if again is not None else [], strict=False):
         if first.count != second.count or any(amount > comparison.tolerance for amount in amounts(first, second)):
             unsteady.add(_line(first))
-    moved = comparison.perturbed.results if comparison.perturbed is not None else []
-    rounding: defaultdict[_Line, list[tuple[int, float]]] = defaultdict(list)  # after how many steps, and how much
-    for alone, perturbed in zip(one, moved, strict=False):
-        rounding[_line(alone)].append((alone.steps, max(amounts(alone, perturbed), default=0.0)))
+    rounding: defaultdict[_Line, dict[int, float]] = defaultdict(dict)  # the largest, by the number of steps before
+    for alone, perturbed in zip(one, (comparison.perturbed or comparison.one).results, strict=False):
+        by_steps = rounding[_line(alone)]
+        by_steps[alone.steps] = max(by_steps.get(alone.steps, 0.0), *amounts(alone, perturbed), 0.0)
     for alone, together in zip(one, many, strict=False):
         line = _line(alone)
         if line[0].split("(")[0] != together.call.split("(")[0] or alone.steps != together.steps:
@@ -334,7 +334,7 @@ def differing_result(comparison: RunComparison, again: Trace | None = None) -> t
             if line[0].startswith("strategy.gather") and together.count == len(comparison.many) * alone.count:
                 continue
             return alone, together
-        rounded = max((amount for steps, amount in rounding[line] if steps <= alone.steps), default=0.0)
+        rounded = max((amount for steps, amount in rounding[line].items() if steps <= alone.steps), default=0.0)
         for dtype, amount in zip(alone.dtypes, amounts(alone, together), strict=False):
             least = _least(comparison, dtype)
             if amount > (least if comparison.exact else max(least, comparison.margin * rounded)):

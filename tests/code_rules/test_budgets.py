@@ -16,7 +16,7 @@ from tests.verification.template import Script
 PRODUCT, CORE = 23_435, 8_794
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
-AROUND = {"tests": 24_916, "scripts": 3_024}
+AROUND = {"tests": 24_917, "scripts": 3_025}
 """Lines of code that Python files of other folders may have. They rise by what a new feature or a found fault needs."""
 
 FILE_LINES = 400
@@ -60,15 +60,16 @@ def modules(folders: tuple[str, ...] = ("mirrored", "towers")) -> Iterator[pathl
 
 def lines_of_code(path: pathlib.Path) -> int:
     """Lines with code on them: no blank ones, comments or docstrings; all lines of other strings."""
-    lines = path.read_text().splitlines()
-    code = {number for number, line in enumerate(lines, 1) if (begin := line.lstrip()) and not begin.startswith("#")}
-    documents: set[int] = set()
-    for node in ast.walk(ast.parse("\n".join(lines))):
+    text = path.read_text()
+    lines = enumerate(text.split("\n"), 1)
+    code = {number for number, line in lines if (begin := line.lstrip()) and not begin.startswith("#")}
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant | ast.JoinedStr) and (last := node.end_lineno or 0) > node.lineno:
             code.update(range(node.lineno, last + 1))
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
-            documents.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(code - documents)
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(code - docstrings)
 
 
 @functools.cache

@@ -39,13 +39,13 @@ def namespaces_of(process: int) -> list[str]:
 
 
 def test_a_short_run() -> None:
-    options = "--shapes 2x2 --rates none,1 --turns 1 --seconds 0 --variants ours,bf16,powersgd"
+    options = "--shapes 2x1,2x2 --rates none,1 --turns 1 --seconds 0 --variants ours,bf16,powersgd"
     process = start_program([*PROGRAM, *options.split()])
     output, _ = end_of(process, 0)
-    for limit in ("no limit", "1 Gbit/s"):
-        assert f"even-64, 2x2, {limit}, 0 ms: the cable does " in output
+    for shape, limit in (("2x1", "no limit"), ("2x1", "1 Gbit/s"), ("2x2", "no limit"), ("2x2", "1 Gbit/s")):
+        assert f"even-64, {shape}, {limit}, 0 ms: the cable does " in output
     for label in ("ours ÷ DDP", "bf16 on the wire ÷ ours", "PowerSGD ÷ ours", "the model of scripts/plan ÷ ours"):
-        assert output.count(label) == 2
+        assert output.count(label) == 4
     assert namespaces_of(process.pid) == []
 
 

@@ -14,8 +14,8 @@ neither a file nor a module, where a module in its folder hides one that is load
 do something when they are loaded.
 
 [Note: no garbage while loading] Torch and its compiler make a million objects that stay. To look through them for
-garbage again and again takes a quarter of the seconds in which they are loaded, so what starts an agent disables that,
-until the fork server is there.
+garbage again and again takes a quarter of the seconds in which they are loaded. So the programs that become an agent
+disable garbage collection, until the fork server is there.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 def fork_towers(path: Sequence[str]) -> None:
     """Let torch's agent in this process, which has no threads yet, start its towers as forks, where they can be.
+
+    From here on garbage is collected, see [Note: no garbage while loading].
 
     Args:
         path: ``sys.path`` of a new Python, without the entry for its program.
