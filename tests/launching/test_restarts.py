@@ -10,6 +10,7 @@ import pytest
 
 import mirrored
 from tests.support import shared_memory
+from tests.support.clusters import start_agent
 from tests.support.commands import Command, command_line, run_command, run_script
 from tests.support.patience import PATIENT_AGENTS
 from tests.support.restarts import PROGRAM, Workers
@@ -54,6 +55,24 @@ def test_a_script_says_itself_how_often_it_starts_again(undisturbed: str, tmp_pa
     result = run_script([PROGRAM, str(tmp_path)], env={"FAIL": "4:9:0:once", "TOWERS": "1"}, code=0)
     assert result.stdout.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
     assert "towers: all start again (1 of 2 restarts)" in result.stderr
+
+
+STOPPED = """
+import os, signal
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("goes on", flush=True)
+"""
+
+
+def test_stopped_towers_that_nobody_waits_for_are_started_again(tmp_path: pathlib.Path) -> None:
+    """All of them, before they have joined each other."""
+    (tmp_path / "train.py").write_text(STOPPED)
+    agent = start_agent(Job(towers=2, restarts=1, collective_seconds=1.0), str(tmp_path / "train.py"))
+    output, errors = agent.communicate(timeout=60)
+    assert (agent.returncode, output) == (0, "goes on\n")
+    assert errors.startswith("towers: towers 0 and 1: stopped for 2 s, and killed\n")
+    assert errors.endswith(" by SIGKILL before its strategy was made\ntowers: all start again (1 of 1 restarts)\n")
 
 
 GIVES_UP = {

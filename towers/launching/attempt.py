@@ -144,6 +144,10 @@ class Attempt:
             return None
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
 
+    def is_stopped(self, tower: int) -> bool:
+        """Whether a tower that lives is stopped (SIGSTOP)."""
+        return os.waitid(os.P_PID, self.processes[tower], os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+
     def living(self) -> list[int]:
         """The towers whose processes still run."""
         return [tower for tower in self.processes if self.exit_code_of(tower) is None]

@@ -25,10 +25,12 @@ from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.members import on_devices_left
 from towers.launching.rendezvous import Rendezvous
+from towers.system.text import name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import DEVICES, MEMORY
 
 _MEMORY_FILES = 8
+_MISSED_LATER = 1.0  # seconds: where other towers wait for one that is stopped, their errors say more
 
 
 def run_attempts(
@@ -52,7 +54,7 @@ def run_attempts(
     try:
         for number in itertools.count():
             broadcast = FailureBroadcast(token, joinable=job.min_towers is not None)
-            attempt = RestartableAttempt(directory, number, broadcast, rendezvous)
+            attempt = RestartableAttempt(job, directory, number, broadcast, rendezvous)
             part = job
             if number and job.min_towers is not None and job.kind != "cpu" and not job.addresses:
                 part = on_devices_left(job)
@@ -106,15 +108,19 @@ class RestartableAttempt(Attempt):
     [Note: no last words] A CheckpointManager takes SIGTERM for the wish to save after this step, which towers of an
     attempt that has failed never end. So towers that restore the newest checkpoint are killed where they would be asked
     to end. What exit handlers would do there is left undone, as it is by SIGTERM where nothing handles it.
+
+    [Note: stopped towers] A tower that is stopped (SIGSTOP) fails when the others have waited for it for as long as a
+    collective may take. Before it has joined them, and where they are stopped, too, nobody waits: the agent kills it.
     """
 
     broadcast: FailureBroadcast
 
     def __init__(
-        self, directory: pathlib.Path, number: int, broadcast: FailureBroadcast, rendezvous: Rendezvous
+        self, job: Job, directory: pathlib.Path, number: int, broadcast: FailureBroadcast, rendezvous: Rendezvous
     ) -> None:
         super().__init__(directory, number, broadcast=broadcast, groups=True)
         self._rendezvous = rendezvous
+        self._stopped = Deadline(job.collective_seconds + _MISSED_LATER, longest=1.0)  # since no tower was
 
     def wait(self, seconds: float = math.inf) -> None:
         deadline = Deadline(seconds)
@@ -126,6 +132,16 @@ class RestartableAttempt(Attempt):
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
         """See [Note: no last words]."""
         super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
+
+    def _is_over(self) -> bool:
+        if not (stopped := [tower for tower in self.living() if self.is_stopped(tower)]):
+            self._stopped.restart()
+        elif self._stopped.has_passed():
+            text = f"towers: {name_towers(stopped)}: stopped for {self._stopped.seconds:.0f} s, and killed"
+            print(text, file=sys.stderr, flush=True)
+            for tower in stopped:
+                os.kill(self.processes[tower], signal.SIGKILL)
+        return super()._is_over()
 
     def _has_lost_worker(self) -> bool:
         """Whether the agent of another worker is lost, as the chief knows; else whether the chief's is."""
