@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator
-from towers.gradients.cycle import Reduction
 from towers.gradients.reducer import GradientReducer
 from towers.gradients.slots import Slot
 from towers.health.status import Health
@@ -66,12 +63,6 @@ class LocalGradients(GradientReducer):
             yield
         finally:
             self._accumulates = before
-
-    def hooks_disabled(self) -> AbstractContextManager[None]:
-        raise AssertionError("virtual towers are refused")
-
-    def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
-        raise AssertionError("virtual towers are refused")
 
     def unsynced(self) -> dict[int, str]:
         return {}

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 from mirrored.interceptor import interceptor
 from towers.options import CommunicationOptions
 
-_BY_ITSELF = "with synchronize= every tower steps by itself"
+_REFUSED = {
+    "central": "CentralStorageStrategy has one copy of the parameters: take MirroredStrategy",
+    "shard_optimizer": "shard_optimizer=True shares out one step: leave one of the two out",
+    "virtual_towers": "virtual_towers promise the same bits on any number of towers: leave one of the two out",
+    "nonfinite_gradients": "nonfinite_gradients={!r} has the towers tell each other of every backward: leave it out",
+}
 
 
 def nesterov(anchors: Iterable[nn.Parameter]) -> Optimizer:
@@ -75,30 +80,19 @@ def checked(training: Mapping[str, Any], communication: CommunicationOptions) ->
         TypeError: ``synchronize`` is none of the ways above.
         ValueError: it is combined with what averages gradients or shares out the optimizer's step.
     """
-    way, nonfinite = training["synchronize"], training["nonfinite_gradients"]
+    way = training["synchronize"]
     if not isinstance(way, LocalSGD):
         raise TypeError(
             f"synchronize is {way!r}, but has to be mirrored.LocalSGD(every=16), "
             "mirrored.DiLoCo(every=16), or None: gradients are averaged in every step"
         )
-    conflicts = {
-        f"{_BY_ITSELF}, while CentralStorageStrategy has one copy of the parameters: take MirroredStrategy": (
-            training["central"]
-        ),
-        f"{_BY_ITSELF}, while shard_optimizer=True shares out one step: leave one of the two out": (
-            training["shard_optimizer"]
-        ),
-        f"{_BY_ITSELF}, while virtual_towers promise the same bits on any number of towers: leave one of the two out": (
-            training["virtual_towers"] is not None
-        ),
-        f"{_BY_ITSELF}, while nonfinite_gradients={nonfinite!r} has the towers tell each other of every backward: "
-        "leave it out": nonfinite != "ignore",
-        f"wire_dtype={communication.wire_dtype!r} would round the parameters that LocalSGD averages: leave it out, or "
-        "take DiLoCo, which sends what the towers have changed": (
-            communication.wire_dtype != "same" and not isinstance(way, DiLoCo)
-        ),
-    }
-    if wrong := next((text for text, applies in conflicts.items() if applies), None):
-        raise ValueError(wrong)
+    for name, reason in _REFUSED.items():
+        if training[name] not in (None, False, "ignore"):
+            raise ValueError(f"with synchronize= every tower steps by itself, while {reason.format(training[name])}")
+    if communication.wire_dtype != "same" and not isinstance(way, DiLoCo):
+        raise ValueError(
+            f"wire_dtype={communication.wire_dtype!r} would round the parameters that LocalSGD averages: leave it out, "
+            "or take DiLoCo, which sends what the towers have changed"
+        )
     chosen: LocalSGD | None = interceptor().averaging(way)
     return chosen

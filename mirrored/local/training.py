@@ -17,8 +17,9 @@ step of its parameter, so frozen parameters have none.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -165,18 +166,11 @@ class LocalTraining:
         if due and self._check_every is not None:
             self._events.check(call)
 
-    def _pieces(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of parameters, in pieces that are averaged at once."""
-        piece, nbytes = list[int](), 0
-        for i in numbers:
-            value = self._parameters[i].value()
-            if piece and nbytes + value.nbytes > _BYTES:
-                yield piece
-                piece, nbytes = [], 0
-            piece.append(i)
-            nbytes += value.nbytes
-        if piece:
-            yield piece
+    def _pieces(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers of parameters, in pieces of about :data:`_BYTES` that are averaged at once."""
+        ends = itertools.accumulate(self._parameters[i].value().nbytes for i in numbers)
+        pieces = itertools.groupby(zip(numbers, ends, strict=True), lambda entry: entry[1] // _BYTES)
+        return [[i for i, _ in piece] for _, piece in pieces]
 
     def _average(self, parameters: Sequence[_Parameter]) -> None:
         """Average parameters, or what they have changed, which becomes the gradient of their anchors."""

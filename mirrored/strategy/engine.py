@@ -149,6 +149,7 @@ class Engine:
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
+            assert isinstance(averager, GradientAverager)  # local steps are refused with virtual towers
             reducer = averager if self._several else None
             self.virtual = self.counter = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
             events.mirrored.append(self.virtual.add)

@@ -45,7 +45,7 @@ from mirrored.virtual.cutter import Cutter
 from towers.collectives.agreement import announce
 from towers.collectives.arithmetic import add_by_tree
 from towers.collectives.communicator import as_bytes
-from towers.gradients.reducer import GradientReducer
+from towers.gradients.averager import GradientAverager
 from towers.gradients.sparse import add_sparse
 from towers.gradients.tree_sum import Subtree, TreeSum
 from towers.health.status import with_batch
@@ -95,7 +95,7 @@ class VirtualTowers:
     def __init__(
         self,
         distribution: Distribution,
-        averager: GradientReducer | None,
+        averager: GradientAverager | None,
         modules: Callable[[], Sequence[tuple[str, nn.Module]]],
     ) -> None:
         self._comm = comm = distribution.comm

@@ -41,14 +41,14 @@ class _Bucket:
     Attributes:
         tensor: this tower's memory of it, whose version does not count what is written into it here.
         arrival: number of the arrival at the host's barrier that said that it is filled.
-        copies: the memory of all towers of this host; None where they do not share it.
+        copies: the memory of all towers of this host, perhaps of one alone; None where they do not share it.
         chunk: where this tower's chunk begins and ends; of no elements where it has none.
         pending: its average across hosts.
     """
 
     tensor: Tensor
     arrival: int
-    copies: list[Tensor] | None = None
+    copies: list[Tensor] | None
     chunk: tuple[int, int] = (0, 0)
     pending: Pending | None = None
 
@@ -78,7 +78,7 @@ class Crossing:
         if self._regions is not None:
             self._regions.barrier.arrive()
             arrival = self._regions.barrier.count
-        self._queue.append(_Bucket(tensor.data, arrival))
+        self._queue.append(_Bucket(tensor.data, arrival, None if self._regions is not None else [tensor.data]))
         self._start(wait=False)
 
     def finish(self) -> None:
@@ -117,9 +117,7 @@ class Crossing:
         if self._lane is not None:
             bucket.chunk = chunk_of(flat.numel(), itemsize, self._lanes, self._local.index)
         start, end = bucket.chunk
-        if self._regions is None:
-            flat[start:end].mul_(self._scale)
-        elif bucket.copies is None:  # no room for a region on some tower: all of it, a slower way
+        if bucket.copies is None:  # no room for a region on some tower: all of it, a slower way
             self._local.all_reduce(flat.mul_(self._scale))
         else:
             for at in range(start, end, _PIECE // itemsize):

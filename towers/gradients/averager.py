@@ -256,6 +256,13 @@ class GradientAverager(GradientReducer):
     @disable_dynamo
     @handles_gradients
     def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
+        """Reduce the gradients that there are, without a backward; all towers call it.
+
+        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
+
+        Args:
+            kind: makes the reduction of the towers' communicator.
+        """
         self._cycle.check_in_step()
         self._cycle.open()
         for slot in self.layout.slots:
@@ -301,6 +308,13 @@ class GradientAverager(GradientReducer):
 
     @contextlib.contextmanager
     def hooks_disabled(self) -> Iterator[None]:
+        """Inside, gradients are left to the caller: they are computed as if nothing were attached.
+
+        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
+
+        Raises:
+            TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
+        """
         self._cycle.check_in_step()
         if unsynced := self.unsynced():
             raise TowersError(

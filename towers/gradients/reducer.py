@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
-from towers.collectives.communicator import Communicator
-from towers.gradients.cycle import Reduction
 from towers.gradients.slots import Slot
 from towers.system.named import Named
 
@@ -64,24 +62,6 @@ class GradientReducer(Protocol):
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Inside, gradients accumulate on this tower alone; the next backward outside averages them too."""
-
-    def hooks_disabled(self) -> AbstractContextManager[None]:
-        """Inside, gradients are left to the caller: they are computed as if nothing were attached.
-
-        Not to be entered inside :meth:`accumulating`, which ``strategy.backward`` sees to.
-
-        Raises:
-            TowersError: the last backward ended in an exception, or there are gradients of :meth:`accumulating`.
-        """
-
-    def reduce_now(self, kind: Callable[[Communicator], Reduction]) -> None:
-        """Reduce the gradients that there are, without a backward; all towers call it.
-
-        A parameter without a gradient on any tower keeps none; on some towers, those contribute zeros.
-
-        Args:
-            kind: makes the reduction of the towers' communicator.
-        """
 
     def unsynced(self) -> dict[int, str]:
         """Names, by ``id``, of parameters whose gradient has contributions that were not averaged."""

@@ -22,6 +22,8 @@ class Status:
         phase: what the tower does there; empty where it is in the script's own code.
         since: when it began with that, in ``clock.monotonic()`` seconds of its host.
         call: the collective that it is in, if that has a name.
+        saving: whether it is writing a checkpoint.
+        restores: whether its script restores the newest checkpoint when it is started again.
     """
 
     run: int = 0
@@ -31,6 +33,8 @@ class Status:
     phase: str = ""
     since: float = 0.0
     call: str = ""
+    saving: bool = False
+    restores: bool = False
 
     @property
     def is_between_runs(self) -> bool:

@@ -40,6 +40,7 @@ _BYTES = 256
 _BEAT = struct.Struct("=qd")  # process id, last heartbeat
 _STATUS = struct.Struct("=qq??d64s")  # run, step, whether it runs, whether it evaluates, since when, phase
 _CALL = struct.Struct("=96s")
+_CALL_AND_FLAGS = struct.Struct("=96s??")
 _STATUS_AT = 16
 _CALL_AT = 128
 _SAVING_AT = 224
@@ -109,16 +110,6 @@ class StatusRecord:
         _BEAT.pack_into(self._memory, 0, os.getpid(), clock.monotonic())
 
     @property
-    def saving(self) -> bool:
-        """Whether the tower is writing a checkpoint."""
-        return self._memory[_SAVING_AT] != 0
-
-    @property
-    def restores(self) -> bool:
-        """Whether the tower's script restores the newest checkpoint when it is started again."""
-        return self._memory[_RESTORES_AT] != 0
-
-    @property
     def last_beat(self) -> float:
         """When the tower had its last heartbeat, in ``clock.monotonic()`` seconds of its host."""
         return float(_BEAT.unpack_from(self._memory)[1])
@@ -133,8 +124,8 @@ class StatusRecord:
     def read(self) -> Status:
         """What the tower does, or did when it ended."""
         run, step, running, evaluates, since, phase = _STATUS.unpack_from(self._memory, _STATUS_AT)
-        (call,) = _CALL.unpack_from(self._memory, _CALL_AT)
-        return Status(run, step, running, evaluates, _text(phase), since, _text(call))
+        call, saving, restores = _CALL_AND_FLAGS.unpack_from(self._memory, _CALL_AT)
+        return Status(run, step, running, evaluates, _text(phase), since, _text(call), saving, restores)
 
 
 def record_path(directory: os.PathLike[str] | str, tower: int) -> pathlib.Path:

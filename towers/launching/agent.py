@@ -183,20 +183,18 @@ class TowerLogs(LogsSpecs):
         folder = pathlib.Path(self._root_log_dir) if self._root_log_dir else None
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-        stdouts, stderrs, error_files = {}, {}, {}
+        stdouts, stderrs = {0: ""}, {0: ""}  # as they are: the terminal
         number = self._rendezvous.attempt
         for local, variables in envs.items():
             tower = int(variables["RANK"])
             variables.update(self._attempt.file_variables(tower), TORCHELASTIC_RESTART_COUNT=str(number))
-            error_files[local] = ""  # torch would end with an error where a report is none
-            if local == 0:
-                stdouts[local] = stderrs[local] = ""  # as they are: the terminal
-                continue
-            name = f"tower{tower}.attempt{number}" if number else f"tower{tower}"
-            stdouts[local] = str(folder / f"{name}.out") if folder else os.devnull
-            copy = folder / f"{name}.err" if folder else None
-            stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
-        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=error_files)
+            if local > 0:
+                name = f"tower{tower}.attempt{number}" if number else f"tower{tower}"
+                stdouts[local] = str(folder / f"{name}.out") if folder else os.devnull
+                copy = folder / f"{name}.err" if folder else None
+                stderrs[local] = self._relay.prefixed("stderr", f"tower {tower}", copy)
+        # Torch would end with an error where a report is none.
+        return LogsDest(stdouts=stdouts, stderrs=stderrs, error_files=dict.fromkeys(envs, ""))
 
 
 class Supervisor(LocalElasticAgent):

@@ -256,8 +256,7 @@ class Attempt:
             self.note_endings()
 
     def _saving(self) -> list[int]:
-        records = {tower: StatusRecord.find(self.directory, tower) for tower in self.living()}
-        return [tower for tower, record in records.items() if record is not None and record.saving]
+        return [tower for tower in self.living() if (status := self.status_of(tower)) is not None and status.saving]
 
 
 def unhandled(*numbers: int) -> list[int]:

@@ -13,7 +13,6 @@ was killed, a new store listens at its address, and the others find the first at
 
 from __future__ import annotations
 
-import os
 import sys
 
 from torch.distributed import TCPStore
@@ -28,7 +27,6 @@ from towers.launching.members import choose_members
 from towers.launching.workers import WorkersRendezvous
 from towers.system.text import printable, split_address
 from towers.system.timeouts import Deadline, clock, wait_until
-from towers.topology import FEWER_WORKERS
 
 _ATTEMPT, _LIFELINES, _PRESENT = "towers/attempt", "towers/lifelines", "towers/present"
 """Keys: of the present attempt; of the port for lifelines; of workers that wait, with their index."""
@@ -48,21 +46,7 @@ class JobEndedError(StartupError):
         self.code = code
 
 
-class AttemptsRendezvous(WorkersRendezvous):
-    """Meets the workers of each attempt; what the chief and the others do alike."""
-
-    def _deadline(self) -> Deadline:
-        """How long workers wait, for an attempt to begin and then for each other."""
-        return Deadline(self._job.startup_seconds if self.attempt < 0 else self._job.rejoin_seconds)
-
-    def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:
-        os.environ.pop(FEWER_WORKERS, None)
-        if len(self.members) < self._job.workers:
-            os.environ[FEWER_WORKERS] = "1"
-        return super()._meet(tcp, seconds)
-
-
-class ChiefRendezvous(AttemptsRendezvous):
+class ChiefRendezvous(WorkersRendezvous):
     """Begins each attempt, see [Note: members]."""
 
     def __init__(self, job: Job, token: str) -> None:
@@ -160,14 +144,13 @@ class ChiefRendezvous(AttemptsRendezvous):
         SignedStore(tcp, self._token).write(_ATTEMPT, {"number": self.attempt, **message})
 
 
-class FollowerRendezvous(AttemptsRendezvous):
+class FollowerRendezvous(WorkersRendezvous):
     """Waits for the chief's next attempt, see [Note: members]."""
 
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._followed: Message | None = None  # what the chief has written of the present attempt, with a nonce
         self._lifeline: Lifeline | None = None
-        self._leads_to: Message | None = None  # what the chief has written of its port, with a nonce
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the workers of the chief's next attempt.
@@ -208,11 +191,10 @@ class FollowerRendezvous(AttemptsRendezvous):
         job, signed, waits = self._job, SignedStore(tcp, self._token), True
         while True:
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
-            if port is not None and (port != self._leads_to or self.lost()):
-                self._leads_to = port
-                self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
-            name = self._lifeline.name if self._lifeline is not None else ""
-            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": name})
+            line = self._lifeline
+            if port is not None and (line is None or line.port != int(port["port"]) or self.lost()):
+                line = self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
+            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": line.name if line else ""})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 raise JobEndedError(printable(message["end"]), int(message["code"]))

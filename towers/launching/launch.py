@@ -274,15 +274,12 @@ def _main_is_a_file() -> bool:
 def _importable_main() -> Iterator[None]:
     """Inside, multiprocessing does not try to import a program that came on standard input."""
     main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file is None or _main_is_a_file():
-        yield
-        return
-    del main.__file__
+    file = None if _main_is_a_file() else vars(main).pop("__file__", None)
     try:
         yield
     finally:
-        main.__file__ = file
+        if file is not None:
+            main.__file__ = file
 
 
 def _be_tower(

@@ -72,6 +72,7 @@ class Lifeline:
 
     Attributes:
         name: of the lifeline, which nobody else can guess.
+        port: see below.
 
     Args:
         host, port: where the chief's agent listens for it.
@@ -79,7 +80,7 @@ class Lifeline:
     """
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
-        self.name = uuid.uuid4().hex
+        self.name, self.port = uuid.uuid4().hex, port
         self._line: socket.socket | None = None
         with contextlib.suppress(OSError):
             line = socket.create_connection((host, port), timeout=_CONNECT_SECONDS)

@@ -57,9 +57,8 @@ def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
     jobs = {"chief": 1, "worker": workers, "ps": servers} if servers else {"worker": workers}
     tasks = [(job, index) for job, count in jobs.items() for index in range(count)]
     ports = reserve_ports(len(tasks))  # as long as this function runs
-    cluster: dict[str, list[str]] = {job: [] for job in jobs}
-    for (job, _), port in zip(tasks, ports, strict=True):
-        cluster[job].append(f"127.0.0.1:{port.getsockname()[1]}")
+    addresses = iter([f"127.0.0.1:{port.getsockname()[1]}" for port in ports])
+    cluster = {job: [next(addresses) for _ in range(count)] for job, count in jobs.items()}
     if servers:
         os.environ.setdefault(JOB_TOKEN, secrets.token_hex())
     with console.Relay() as relay:

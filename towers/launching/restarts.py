@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 
 from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
-from towers.health.status import StatusRecord
+from towers.health.peers import Status
 from towers.launching.attempt import Attempt
-from towers.launching.attempts import AttemptsRendezvous, ChiefRendezvous, FollowerRendezvous, JobEndedError
+from towers.launching.attempts import ChiefRendezvous, FollowerRendezvous, JobEndedError
 from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.members import on_devices_left
 from towers.launching.rendezvous import Rendezvous
+from towers.launching.workers import WorkersRendezvous
 from towers.system.text import name_towers
 from towers.system.timeouts import Deadline, wait_until
 from towers.topology import DEVICES, MEMORY
@@ -145,7 +146,7 @@ class RestartableAttempt(Attempt):
 
     def _has_lost_worker(self) -> bool:
         """Whether the agent of another worker is lost, as the chief knows; else whether the chief's is."""
-        lost = self._rendezvous.lost() if isinstance(self._rendezvous, AttemptsRendezvous) else ""
+        lost = self._rendezvous.lost() if isinstance(self._rendezvous, WorkersRendezvous) else ""
         # Agents end, too, when their towers ended well minutes ago.
         if not lost or (isinstance(self._rendezvous, ChiefRendezvous) and self.broadcast.ends()):
             return False
@@ -155,16 +156,15 @@ class RestartableAttempt(Attempt):
     @property
     def step(self) -> int:
         """The step that all towers have come to."""
-        return min((record.read().step for record in self._records()), default=0)
+        return min((status.step for status in self._statuses()), default=0)
 
     @property
     def restores(self) -> bool:
         """Whether the script restores the newest checkpoint when it is started again."""
-        return any(record.restores for record in self._records())
+        return any(status.restores for status in self._statuses())
 
-    def _records(self) -> list[StatusRecord]:
-        found = (StatusRecord.find(self.directory, tower) for tower in self.processes)
-        return [record for record in found if record is not None]
+    def _statuses(self) -> list[Status]:
+        return [status for status in map(self.status_of, self.processes) if status is not None]
 
 
 def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tuple[str, int]]) -> str:

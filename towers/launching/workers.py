@@ -7,6 +7,7 @@ it, and all compare. The same store then serves the agents and the towers, so on
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 
 from torch.distributed import TCPStore
@@ -20,6 +21,8 @@ from towers.launching.rendezvous import Rendezvous
 from towers.system import machine
 from towers.system.log import get_logger
 from towers.system.text import canonical_address, split_address
+from towers.system.timeouts import Deadline
+from towers.topology import FEWER_WORKERS
 
 log = get_logger("towers")
 
@@ -48,10 +51,14 @@ class WorkersRendezvous(Rendezvous):
             StartupError: the address cannot be used, the chief does not answer, or workers are missing.
             HandshakeError: the workers' clusters, versions or job tokens differ, or two claim one index.
         """
-        seconds = self._job.startup_seconds
-        tcp = self._open_store(seconds)
+        deadline = self._deadline()
+        tcp = self._open_store(deadline.seconds)
         self.attempt += 1
-        return self._meet(tcp, seconds)
+        return self._meet(tcp, deadline.seconds)
+
+    def _deadline(self) -> Deadline:
+        """How long workers wait, for an attempt to begin and then for each other."""
+        return Deadline(self._job.startup_seconds if self.attempt < 0 else self._job.rejoin_seconds)
 
     def _open_store(self, seconds: float) -> TCPStore:
         """The store, which the chief serves and the others join within so many seconds."""
@@ -70,6 +77,9 @@ class WorkersRendezvous(Rendezvous):
     def _meet(self, tcp: TCPStore, seconds: float) -> RendezvousInfo:
         """Wait so many seconds for the workers of the present attempt, and compare their clusters."""
         job, info = self._job, self._info(tcp)
+        os.environ.pop(FEWER_WORKERS, None)
+        if len(self.members) < job.workers:
+            os.environ[FEWER_WORKERS] = "1"
         if info.world_size > 1:
             names = [job.addresses[member] for member in self.members]
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
