@@ -227,7 +227,7 @@ class MirroredLightningStrategy(ParallelStrategy):  # type: ignore[misc]
         if self.world_size == 1:
             return obj
         text = json.dumps(obj, default=os.fspath) if self.global_rank == src else ""
-        return json.loads(announce(self.towers.communicator, "broadcast of a Trainer", text)[src].details)
+        return json.loads(announce(self.towers.communicator, "broadcast of a Trainer", text)[src])
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor reduced over all towers. A mean within a step is one over the examples of the global batch.

@@ -315,5 +315,5 @@ def _count_together(local: int, replica: ReplicaContext) -> int:
 def _add_up(local: Tensor) -> Tensor:
     """An operator for the same reason as :func:`_sum_over_towers`."""
     comm = require_replica_context("compute_average_loss").strategy.communicator
-    announcements = announce(comm, "compute_average_loss without a distributed batch", int(local))
-    return torch.tensor(sum(announcement.details for announcement in announcements), device="cpu")
+    counts = announce(comm, "compute_average_loss without a distributed batch", int(local))
+    return torch.tensor(sum(counts), device="cpu")

@@ -29,7 +29,7 @@ from torch import Tensor
 from mirrored.context import ActiveStrategy, current_replica
 from mirrored.interceptor import interceptor
 from towers.collectives import values
-from towers.collectives.agreement import agree, announce
+from towers.collectives.agreement import agree, announce, announce_with_body
 from towers.collectives.communicator import as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
@@ -207,7 +207,7 @@ class Variable(_Operators):  # type: ignore[misc]
     def _is_equal(self, call: str, local: Tensor) -> bool:
         """Whether all towers hold the same bits."""
         digest = hashlib.sha256(as_bytes(local.cpu()).numpy().tobytes()).digest()
-        return len({announced.body for announced in announce(self._comm, call, body=digest)}) == 1
+        return len({announced.body for announced in announce_with_body(self._comm, call, body=digest)}) == 1
 
     def _of_first_tower(self, call: str, local: Tensor, same: bool = False) -> Tensor:
         """Tower 0's value.
@@ -216,7 +216,7 @@ class Variable(_Operators):  # type: ignore[misc]
             same: it must be that of all towers; see [Note: writes that TensorFlow lets pass].
         """
         body = as_bytes(local.cpu()).numpy().tobytes() if same or self._comm.index == 0 else b""
-        bodies = [announced.body for announced in announce(self._comm, call, body=body)]
+        bodies = [announced.body for announced in announce_with_body(self._comm, call, body=body)]
         if same and len(set(bodies)) > 1:
             raise DisagreementError(
                 f"{call} outside strategy.run: the towers pass different values; reduce them first, or write inside run"

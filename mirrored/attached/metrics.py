@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mirrored.context import current_strategy
 from mirrored.empty_shares.stand_in import is_stand_in
 from towers.collectives import values
-from towers.collectives.agreement import Announcement, announce
+from towers.collectives.agreement import Announcement, announce, announce_with_body
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.system import tree as trees
 
@@ -162,8 +162,7 @@ class GatherStates:
         self._call = f"compute() of the metric {name}"
 
     def __call__(self, state: Tensor, group: object = None) -> list[Tensor]:
-        announcements = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
-        described = [announcement.details for announcement in announcements]
+        described = announce(self._comm, self._call, [str(state.dtype), list(state.shape)])
         # A tower that has kept no examples does not know their shape and dtype.
         dtype, like = next(
             (state_of_tower for state_of_tower in described if not _is_nothing(state_of_tower)), described[0]
@@ -184,7 +183,7 @@ class GatherStates:
             if all(isinstance(entry, Tensor) for entry in entries)
         }
         body = b"".join(_bytes(entry) for name in described for entry in lists[name])
-        announcements = announce(self._comm, self._call, described, body)
+        announcements = announce_with_body(self._comm, self._call, described, body)
         common = [name for name in lists if all(name in announcement.details for announcement in announcements)]
         towers = [_unpacked(announcement, device) for announcement in announcements]
         rows = {name: itertools.zip_longest(*(lists_of_tower[name] for lists_of_tower in towers)) for name in common}

@@ -60,6 +60,6 @@ def raise_first(comm: Communicator, call: str, problem: str, prefix: str = "") -
     Raises:
         CheckpointError: a tower has a problem.
     """
-    for tower, announced in enumerate(announce(comm, call, problem[:_LONGEST])):
-        if announced.details:
-            raise CheckpointError(prefix + (f"tower {tower}: " if comm.size > 1 else "") + announced.details)
+    for tower, other in enumerate(announce(comm, call, problem[:_LONGEST])):
+        if other:
+            raise CheckpointError(prefix + (f"tower {tower}: " if comm.size > 1 else "") + other)

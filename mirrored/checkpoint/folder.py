@@ -167,7 +167,7 @@ class Folder:
         except OSError as error:
             problem = f"{self.path} cannot be written to: {error.strerror}"
         try:
-            towers = [a.details for a in announce(comm, "makes a CheckpointManager", [token, problem])]
+            towers = announce(comm, "makes a CheckpointManager", [token, problem])
             for tower, (_, error_text) in enumerate(towers):
                 if error_text:
                     raise CheckpointError(f"tower {tower}: {error_text}")

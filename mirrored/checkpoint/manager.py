@@ -251,8 +251,7 @@ class CheckpointManager:
             with contextlib.suppress(TrainingStopped):
                 yield restored
             self._save_last()
-            towers = announce(self._comm, "ends a resumed run", self._signals.received is not None)
-            if any(announced.details for announced in towers):
+            if any(announce(self._comm, "ends a resumed run", self._signals.received is not None)):
                 self._end()
             if self._saver.writes:
                 self._folder.leave_note(ENDED, f"after step {self.steps}, at {clock.wall_time()}")

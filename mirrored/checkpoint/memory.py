@@ -32,7 +32,7 @@ from mirrored.checkpoint.manifest import NAME, TENSORS, StoredCheckpoint, load, 
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.tracked import Tracked
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, announce_with_body
 from towers.system.log import get_logger
 from towers.topology import JOB_TOKEN, MEMORY
 
@@ -87,8 +87,7 @@ class Snapshots:
             except CheckpointError as error:
                 problems.append(str(error))
         self._report(problems)
-        announcements = announce(self._comm, "looks for snapshots", [self._saver.writes, intact])
-        towers = [announced.details for announced in announcements]
+        towers = announce(self._comm, "looks for snapshots", [self._saver.writes, intact])
         newest = max((step for _, steps in towers for step in steps), default=None)
         if newest is None:
             return None
@@ -102,7 +101,7 @@ class Snapshots:
         """Take a snapshot over from tower ``source``, where this tower ``lacks`` it; whether all have it then."""
         path, is_source = self._folder.path / name_of(step), self._comm.index == source
         manifest, problems = (path / NAME).read_bytes() if is_source else b"", []
-        sent = load(announce(self._comm, "sends a snapshot", body=manifest)[source].body)
+        sent = load(announce_with_body(self._comm, "sends a snapshot", body=manifest)[source].body)
         pieces = self._broadcast(path / TENSORS if is_source else None, sent["files"][TENSORS]["bytes"], source)
         try:
             if lacks:
@@ -131,7 +130,7 @@ class Snapshots:
 
     def _report(self, problems: Sequence[str]) -> bool:
         """Warn of the problems of all towers' snapshots; whether there are any."""
-        towers = [announced.details for announced in announce(self._comm, "checks snapshots", problems)]
+        towers = announce(self._comm, "checks snapshots", problems)
         for tower, texts in enumerate(towers):
             for text in texts:
                 self._warn(f"tower {tower}: {text}; it is not used")
@@ -158,7 +157,7 @@ def keep_snapshots(
     """
     comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
     local = [bool(offered), _digest([os.environ.get(JOB_TOKEN), sys.argv, place])]
-    towers = [announced.details for announced in announce(comm, "keeps snapshots in memory", local)]
+    towers = announce(comm, "keeps snapshots in memory", local)
     reason = (
         "nothing would be left of a snapshot when the towers have ended, since their agent does not start them again. "
         "Say restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep none)"

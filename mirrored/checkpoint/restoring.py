@@ -71,8 +71,7 @@ class Restorer:
         Raises:
             CheckpointError: see ``CheckpointManager.resume`` and [Note: which checkpoint is restored].
         """
-        announcements = announce(self._comm, "looks for checkpoints", self._folder.steps())
-        towers = [announced.details for announced in announcements]
+        towers = announce(self._comm, "looks for checkpoints", self._folder.steps())
         snapshots = [] if snapshot is None else [(step_of(snapshot.name) or 0, True, snapshot)]
         if not any(towers) and not snapshots:
             return None

@@ -33,7 +33,7 @@ from mirrored.checkpoint.manifest import FORMAT, VERSION, Manifest, own_name
 from mirrored.checkpoint.tensors import FileLayout, restore_layout
 from mirrored.checkpoint.tracked import Tracked, TrackedOptimizer
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, announce_with_body
 from towers.collectives.communicator import as_bytes
 from towers.system.timeouts import clock
 
@@ -148,7 +148,7 @@ class Saver:
                             checksums["tensors"][name] = _checksum_of(encoder.tensors[name])
         except Exception as error:  # a state_dict of the user's may raise anything; all towers have to know
             failed = error if isinstance(error, TypeError) else ValueError(f"{type(error).__name__}: {error}")
-        towers = [announced.details for announced in announce(comm, "saves a checkpoint", checksums, error=failed)]
+        towers = announce(comm, "saves a checkpoint", checksums, error=failed)
         first = towers[0]
         for tower, other in enumerate(towers):
             if other["step"] != first["step"]:
@@ -172,7 +172,7 @@ class Saver:
             {name: value for name, value in objects.items() if name in other_objects[comm.index]},
             {name: value for name, value in tensors.items() if name in other_tensors[comm.index]},
         )
-        packages = announce(comm, "saves what differs between towers", body=package)
+        packages = announce_with_body(comm, "saves what differs between towers", body=package)
         for tower, announced in enumerate(packages if self.writes else ()):
             their_objects, their_tensors = _unpack(announced.body)
             (own[tower] if tower else objects).update(their_objects)

@@ -208,8 +208,7 @@ class DistributedDataset(ABC):
         if self._comm.size == 1:
             return
         place = {**self._settings, "seed": epoch.seed, "epoch": epoch.number, "step": step, "order": epoch.digest}
-        announcements = announce(self._comm, "an epoch of a distributed dataset", place)
-        described = [announcement.details for announcement in announcements]
+        described = announce(self._comm, "an epoch of a distributed dataset", place)
         for tower, other in enumerate(described):
             if other == described[0]:
                 continue

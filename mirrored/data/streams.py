@@ -49,8 +49,7 @@ def _counted(
                 error = problem
         counts = [local]
         if comm.size > 1:
-            announcements = announce(comm, f"batch {step} of {kind}", local, error=error)
-            counts = [announcement.details for announcement in announcements]
+            counts = announce(comm, f"batch {step} of {kind}", local, error=error)
         elif error is not None:
             raise error
         if max(counts) < 0:

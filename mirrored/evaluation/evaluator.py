@@ -219,7 +219,7 @@ class Evaluator:
 
     def of_chief(self, value: Any) -> Any:
         """The chief's value, on all towers; a path becomes a text."""
-        return announce(self.strategy.communicator, "evaluates checkpoints", value)[0].details
+        return announce(self.strategy.communicator, "evaluates checkpoints", value)[0]
 
     def _open(self) -> None:
         """Read the table; see [Note: the table is the memory]."""

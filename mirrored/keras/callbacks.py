@@ -117,8 +117,7 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_are_read = batches_are_read
 
     def on_train_begin(self, logs: Any = None) -> None:
-        announcements = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
-        first = [announced.details for announced in announcements]
+        first = announce(self._strategy.communicator, "the beginning of model.fit", first_epoch(self.model))
         if len(set(first)) > 1:
             raise DisagreementError(
                 f"BackupAndRestore goes on at epoch {first[0]} on tower 0, but not on all towers ({first}): its folder "
@@ -133,8 +132,8 @@ class Agreement(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _agree(self) -> None:
         stops = bool(self.model.stop_training)
-        announcements = announce(self._strategy.communicator, "the end of model.fit's callbacks", stops)
-        self.model.stop_training = any(announced.details for announced in announcements)
+        towers = announce(self._strategy.communicator, "the end of model.fit's callbacks", stops)
+        self.model.stop_training = any(towers)
 
 
 class AgreementInBatches(Agreement):

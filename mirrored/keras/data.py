@@ -198,8 +198,8 @@ def _check_same(comm: Communicator, batch: Any) -> None:
     checksum = 0
     for array in arrays:
         checksum = zlib.crc32(np.ascontiguousarray(keras.ops.convert_to_numpy(array)).tobytes(), checksum)
-    announcements = announce(comm, "an epoch of a Keras model", [[list(array.shape) for array in arrays], checksum])
-    different = [tower for tower, other in enumerate(announcements) if other.details != announcements[0].details]
+    described = announce(comm, "an epoch of a Keras model", [[list(array.shape) for array in arrays], checksum])
+    different = [tower for tower, other in enumerate(described) if other != described[0]]
     if different:
         raise DisagreementError(
             f"the first batch of an epoch is another one on tower {different[0]} than on tower 0, but each tower keeps "

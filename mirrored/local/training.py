@@ -151,7 +151,7 @@ class LocalTraining:
         steps, call = self.steps, f"a synchronisation after {self.steps} local steps"
         with range_("mirrored::synchronize"), self._comm.health.during("synchronizing parameters"):
             local = "".join("-" if p.reference() is None else "01"[p.stepped] for p in self._parameters)
-            towers = [reply.details for reply in announce(self._comm, call, local)]
+            towers = announce(self._comm, call, local)
             chosen = [i for i, flags in enumerate(zip(*towers, strict=True)) if "1" in flags and "-" not in flags]
             with InStep(self._comm):
                 for numbers in self._pieces(chosen):

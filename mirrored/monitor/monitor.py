@@ -25,7 +25,7 @@ from mirrored.monitor import measuring
 from mirrored.monitor.outputs import Output, Screen, json_lines, scalars, tracked
 from mirrored.monitor.report import Report, add_times, sums
 from mirrored.monitor.timeline import Timeline
-from towers.collectives.agreement import agree, announce
+from towers.collectives.agreement import agree, announce_with_body
 from towers.collectives.communicator import Communicator
 
 
@@ -189,7 +189,8 @@ class Monitor:
             self._loss.zero_()
             self._losses, self._examples, self._reported = 0, 0, self.steps
             body = np.concatenate([own, sums(rows)]).tobytes()
-            replies = announce(self._strategy.communicator, f"the monitor's report of step {self.steps}", body=body)
+            call = f"the monitor's report of step {self.steps}"
+            replies = announce_with_body(self._strategy.communicator, call, body=body)
             towers = np.stack([np.frombuffer(reply.body, dtype=np.float64) for reply in replies])
             self.report = report = self._summary(towers, len(rows))
             for output in self._outputs:

@@ -37,7 +37,7 @@ from mirrored.context import current_replica
 from mirrored.events import Events
 from mirrored.monitor.report import PARTS, Array, Report, add_times, parts_of_towers, sums
 from mirrored.monitor.timeline import Timeline
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, announce_with_body
 from towers.collectives.communicator import Communicator
 from towers.launching.console import print_while_terminal_lasts
 from towers.system.machine import host_identity
@@ -168,7 +168,7 @@ class Tracing:
         name = f"tower {self._comm.index} ({self._comm.device}, {socket.gethostname()})"
         body = zlib.compress(json.dumps(self._own_events(name), separators=(",", ":")).encode(), 1)
         details = [name, len(rows), self._last, sums(rows).tolist(), self.trace.clock_error_ms]
-        replies = announce(self._comm, f"the end of {self._call}", details, body)
+        replies = announce_with_body(self._comm, f"the end of {self._call}", details, body)
         trace = self.trace
         trace.towers = [reply.details[0] for reply in replies]
         trace.clock_error_ms = max(reply.details[4] for reply in replies)

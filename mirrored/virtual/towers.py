@@ -249,8 +249,7 @@ class VirtualTowers:
         if self._comm.size > 1:
             call = f"strategy.backward() number {self.step} of {self._cut.parts} virtual towers"
             call = with_batch(call, self._comm.health.batches.value)
-            announcements = announce(self._comm, call, dataclasses.asdict(own))
-            reports = [_Report(**announcement.details) for announcement in announcements]
+            reports = [_Report(**details) for details in announce(self._comm, call, dataclasses.asdict(own))]
         if len({report.layout for report in reports}) > 1:
             gathered = self._comm.all_gather_bytes(json.dumps(buffers.names).encode())
             for report, names in zip(reports, gathered, strict=True):

@@ -53,8 +53,8 @@ def test_towers_that_go_on_after_a_failure_are_ended(tmp_path: pathlib.Path) -> 
 def test_towers_that_would_save_are_killed_where_another_attempt_follows(
     restores: bool, ending: int, tmp_path: pathlib.Path
 ) -> None:
-    rendezvous = Rendezvous(Job(2), "")
-    attempt = RestartableAttempt(tmp_path, 0, FailureBroadcast(""), rendezvous)
+    job = Job(2)
+    attempt = RestartableAttempt(job, tmp_path, 0, FailureBroadcast(""), Rendezvous(job, ""))
     handles = "import signal, sys; signal.signal(15, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)

@@ -32,7 +32,12 @@ class Announcement:
     body: bytes
 
 
-def announce(
+def announce(comm: Communicator, call: str, details: Any = None, *, error: Exception | None = None) -> list[Any]:
+    """As :func:`announce_with_body`, without one; returns the details of all announcements, in tower order."""
+    return [announcement.details for announcement in announce_with_body(comm, call, details, error=error)]
+
+
+def announce_with_body(
     comm: Communicator, call: str, details: Any = None, body: bytes = b"", error: Exception | None = None
 ) -> list[Announcement]:
     """Announce to all towers what this one is about to do; returns all announcements, in tower order.
@@ -73,7 +78,7 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
     Raises:
         DisagreementError: on all towers, naming the first option that differs.
     """
-    towers = [reported.details for reported in announce(comm, call, options)]
+    towers = announce(comm, call, options)
     for tower, other in enumerate(towers):
         for name, value in towers[0].items():
             if other[name] != value:

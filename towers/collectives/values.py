@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce_with_body
 from towers.collectives.communicator import Communicator, InStep, as_bytes, from_bytes
 from towers.errors import DisagreementError
 from towers.system import tree as trees
@@ -110,7 +110,7 @@ def sum_of_some(comm: Communicator, call: str, value: Tensor | None) -> Tensor:
         if wire.device.type == "cpu":
             body = as_bytes(wire).numpy().tobytes()
         local = [str(value.dtype).removeprefix("torch."), bool(body)]
-    replies = {tower: reply for tower, reply in enumerate(announce(comm, call, local, body)) if reply.details}
+    replies = {tower: reply for tower, reply in enumerate(announce_with_body(comm, call, local, body)) if reply.details}
     if not replies:
         return torch.zeros((), device=comm.device)
     dtypes = {reply.details[0] for reply in replies.values()}
@@ -297,7 +297,7 @@ def _announce_leaves(
             details["inline"] = True
     except Exception as error:
         problem = error
-    replies = announce(comm, call, details, body, problem)
+    replies = announce_with_body(comm, call, details, body, problem)
     for tower, reply in enumerate(replies):
         if reply.details["structure"] != replies[0].details["structure"]:
             raise DisagreementError(

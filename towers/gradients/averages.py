@@ -53,7 +53,7 @@ def average(
         _mask([g is not None for g in gradients]),
         _mask([g is not None and not has_rows(g) for g in gradients]),
     ]
-    towers = [tower.details for tower in announce(comm, call, local)]
+    towers = announce(comm, call, local)
     if any(other != digest for other, _, _ in towers):
         raise _difference(comm, call, [[name_of(t), *kind] for t, kind in zip(tensors, kinds, strict=True)])
     means: list[Tensor | None] = [None] * len(tensors)

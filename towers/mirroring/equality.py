@@ -88,7 +88,7 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
     texts = _texts(far)
     description = json.dumps([[(one.name, one.kind) for one in held], texts])
     digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
-    digests = [reported.details for reported in announce(comm, call, digest)]
+    digests = announce(comm, call, digest)
     if all(other == digest for other in digests):
         if not near:
             return Comparison([], None)

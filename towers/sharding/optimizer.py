@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce_with_body
 from towers.collectives.communicator import from_bytes
 from towers.errors import MirrorError
 from towers.gradients.averager import GradientAverager
@@ -298,7 +298,7 @@ class ShardedOptimizer:
         blocks = None if self._readable is None else self._readable.blocks()
         if blocks is None:
             body = sharded_state.encode(self.inner.state, division.parameters).numpy().tobytes()
-            replies = announce(self._transport.channel, f"takes the state of {self._name}", body=body)
+            replies = announce_with_body(self._transport.channel, f"takes the state of {self._name}", body=body)
             blocks = [from_bytes(reply.body) for reply in replies]
         return sharded_state.merge(division.all_shards, blocks, division.templates, self._transport.state_device)
 
