@@ -19,7 +19,9 @@ from tests.support.restarts import Workers
 from tests.support.sockets import ip
 from tests.support.two_hosts import two_hosts
 from tests.support.waiting import HANG, wait_until
+from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.lifelines import Lifeline, Lifelines
+from towers.system.timeouts import run_with_timeout
 
 
 @pytest.fixture
@@ -128,16 +130,24 @@ def test_an_agent_that_ends_before_its_towers_have_met_the_others(tmp_path: path
     assert output.startswith("goes on after step 0\n")
 
 
-def test_an_agent_that_is_killed_while_its_towers_train(tmp_path: pathlib.Path) -> None:
+def test_an_agent_that_is_killed_while_its_towers_train_and_the_one_in_its_place_too(tmp_path: pathlib.Path) -> None:
     """The chief begins the next attempt before anybody asks for it, and though its own tower waits for nobody."""
-    workers = Workers(tmp_path, FAIL="4:wait:0")
-    wait_until((tmp_path / "failed4").exists)
-    workers.agents[1].kill()
-    workers.agents[1].communicate()
-    await_worker(workers, 0, attempt=1)
-    workers.agents[1] = workers.start(1)
-    (tmp_path / "go").touch()
+    workers = Workers(tmp_path, FAIL="4:wait:0,6:wait:0")
+    for attempt, step in enumerate((4, 6), start=1):
+        wait_until((tmp_path / f"failed{step}").exists)
+        workers.agents[1].kill()
+        workers.agents[1].communicate()
+        await_worker(workers, 0, attempt)
+        workers.agents[1] = workers.start(1)
+        (tmp_path / f"go{step}").touch()
     (output, errors, code), (_, _, other) = workers.end()
     assert (code, other) == (0, 0), errors
-    assert f"the agent of worker 1 ({workers.addresses[1]}) has ended\n" in errors
-    assert output.splitlines()[:2] == ["goes on after step 0", "goes on after step 2"]
+    assert errors.count(f"the agent of worker 1 ({workers.addresses[1]}) has ended\n") == 2
+    assert output.splitlines()[:3] == [f"goes on after step {step}" for step in (0, 2, 4)]
+
+
+def test_a_chief_that_ends_while_workers_begin_to_listen_keeps_nobody_waiting() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, None, False)
+    del server
+    run_with_timeout(HANG, lambda: FailureBroadcast("").listen(store, 1, 2))

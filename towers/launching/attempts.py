@@ -52,7 +52,7 @@ class ChiefRendezvous(WorkersRendezvous):
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._lifelines: Lifelines | None = None
-        self._names: dict[int, str] = {}  # of the lifelines of the present attempt's workers
+        self._gone: set[str] = set()  # lifelines that had ended when the present attempt began
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin the next attempt, and meet its workers; begin another one where one of them is lost meanwhile.
@@ -85,6 +85,7 @@ class ChiefRendezvous(WorkersRendezvous):
             hosts = [split_address(address)[0] for address in job.addresses]
             self._lifelines = Lifelines(listen(hosts[0], 0, job.origin, hosts[1:])[0], job.collective_seconds)
             SignedStore(tcp, self._token).write(_LIFELINES, {"port": self._lifelines.port})
+        self._gone = set(self._lifelines.lost())
         if job.min_towers is not None:
             everybody = list(range(job.workers))
             wait_until(lambda: self._present(tcp) == everybody, deadline.remaining(), _PAUSE)
@@ -99,7 +100,6 @@ class ChiefRendezvous(WorkersRendezvous):
                 text = f"towers: {count * job.towers} towers on {count} of {job.workers} workers go on"
                 print(text, file=sys.stderr, flush=True)
         self.attempt += 1
-        self._names = {}
         self._say(tcp, {"members": self.members})
 
     def _present(self, tcp: TCPStore) -> list[int]:
@@ -117,11 +117,9 @@ class ChiefRendezvous(WorkersRendezvous):
         if self._lifelines is None or self._tcp is None:
             return ""
         ends = self._lifelines.lost()
-        for worker in self.members[1:]:
-            name = self._names.get(worker) or self._waits(self._tcp, worker, self.attempt - 1)
-            if name is not None:
-                self._names[worker] = name
-            if name in ends:
+        for worker in self.members[1:] if ends.keys() - self._gone else ():
+            name = self._waits(self._tcp, worker, after=-1)
+            if name in ends and name not in self._gone:
                 return f"the agent of worker {worker} ({self._job.addresses[worker]}) {ends[name]}"
         return ""
 

@@ -15,6 +15,7 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from torch.distributed import Store
@@ -80,7 +81,7 @@ class FailureBroadcast(Broadcast):
     def __init__(self, token: str, joinable: bool = False) -> None:
         self.joins = False
         self._joinable, self._token = joinable, token
-        self._store: SignedStore | None = None
+        self._store: Future[SignedStore] | None = None  # a connection of its own
         self._worker, self._workers = 0, 1
         self._knows = False  # how the job has ended, as the others are to know, too
 
@@ -88,12 +89,14 @@ class FailureBroadcast(Broadcast):
         """In a thread: a store whose host is gone may not answer."""
         if store is None or (workers == 1 and not self._joinable):
             return
-        self._store = signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
+        self._store = connected = Future[SignedStore]()
         self._worker, self._workers = worker, workers
         interval = min(_INTERVAL, _INTERVAL_PER_WORKER * workers)
 
         def listen() -> None:
             with contextlib.suppress(Exception):  # the store is gone, and with it the worker that served it
+                signed = SignedStore(store, self._token).connect_again(_PREFIX, TIMEOUT)
+                connected.set_result(signed)
                 while (message := signed.read(_FAILURE)) is None:
                     if signed.read(f"{_ASKED}{worker}") is not None:
                         signed.write(f"{_LIVES}{worker}", {"host": socket.gethostname()})
@@ -112,7 +115,7 @@ class FailureBroadcast(Broadcast):
     def _ask(self, call: Callable[[SignedStore], T]) -> T | None:
         """The store's answer; None where there is no store, or it does not answer in time."""
         store = self._store
-        return None if store is None else in_time(_SECONDS, lambda: call(store))
+        return None if store is None else in_time(_SECONDS, lambda: call(store.result(_SECONDS)))
 
     def is_joined(self) -> bool:
         """Whether a worker has asked to join, by now."""
