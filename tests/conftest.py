@@ -58,7 +58,7 @@ def loaded_towers() -> None:
 
     What it and this process have loaded is on large pages: both fork.
     """
-    modules = ["towers.launching.launch", "torch._dynamo", "mirrored.strategy.kinds", "mirrored.checkpoint"]
+    modules = ["towers.launching.preloaded", "mirrored.strategy.kinds", "mirrored.checkpoint"]
     modules += ["hypothesis", "pytest"]
     modules += ["encodings.idna", "multiprocessing.popen_forkserver"]
     if not torch.cuda.is_available():  # a fork of what has used CUDA cannot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -49,6 +50,10 @@ def test_the_callers_environment_is_the_towers(monkeypatch: pytest.MonkeyPatch) 
     for text in ("first", "second", None):
         monkeypatch.setenv("A_VARIABLE", text) if text else monkeypatch.delenv("A_VARIABLE")
         assert launch(os.getenv, ("A_VARIABLE",)) == [text, text]
+
+
+def test_towers_look_for_garbage_again() -> None:
+    assert launch(gc.isenabled) == [True, True]
 
 
 @contextlib.contextmanager

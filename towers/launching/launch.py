@@ -31,7 +31,7 @@ from towers.launching import console
 from towers.launching.attempt import Attempt, unhandled
 from towers.system import devices, machine
 from towers.system.timeouts import Deadline, wait_until
-from towers.system.torch_private import COMPILER, is_in_bad_fork
+from towers.system.torch_private import is_in_bad_fork
 from towers.topology import DEVICES, JOB_TOKEN, MEMORY, STARTED_BY
 
 DEFAULT_TIMEOUT = 3600.0
@@ -100,8 +100,7 @@ def launch(
     limit = DEFAULT_TIMEOUT if timeout is None else timeout
     start_method = multiprocessing.get_start_method(allow_none=True)
     context = multiprocessing.get_context("forkserver")
-    # torch loads its compiler on the first optimizer of a process, which takes a second: once is enough.
-    context.set_forkserver_preload(["towers.launching.launch", COMPILER])
+    context.set_forkserver_preload(["towers.launching.preloaded"])
     token = secrets.token_hex()
     store = serve_store("127.0.0.1", 0, "launch", token)
     with console.Relay() as relay:
