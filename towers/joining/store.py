@@ -14,6 +14,7 @@ ends the job with an error that names its process. Where nobody gave a token, th
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -202,13 +203,9 @@ def listen(host: str, port: int, origin: str, others: Sequence[str] = ()) -> tup
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:  # the latter for what cannot be a name
         raise StartupError(f"the chief's address {at} (from {origin}) cannot be resolved: {error}") from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        reached = _bind(listener, host, address, others)
-        listener.listen(1024)
+        return _listen(family, host, address, others)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 errno.EADDRINUSE,
@@ -217,25 +214,23 @@ def listen(host: str, port: int, origin: str, others: Sequence[str] = ()) -> tup
                 "another port",
             ) from None
         raise StartupError(f"cannot listen on {at} (from {origin}): {error.strerror}") from None
-    return listener, reached
 
 
-def _bind(listener: socket.socket, host: str, address: Any, others: Sequence[str]) -> str:
-    """Bind to ``address``, or to what it stands for. Returns the host at which this machine reaches it."""
+def _listen(family: int, host: str, address: Any, others: Sequence[str]) -> tuple[socket.socket, str]:
+    """Listen on ``address``, or on what it stands for; see :func:`listen`."""
+    has_ipv6 = family == socket.AF_INET6
+    serve = functools.partial(socket.create_server, family=family, backlog=1024, dualstack_ipv6=has_ipv6)
     # The machine's own name, which Debian's /etc/hosts takes to loopback; others know it by another address.
     own_name = ipaddress.ip_address(address[0]).is_loopback and host not in ("localhost", address[0])
     towards = machine.own_address(others) if own_name else None
     if not own_name or (towards and ipaddress.ip_address(towards).is_loopback):
         try:
-            listener.bind(address)
-            return host
+            return serve(address), host
         except OSError as error:
             # The name may lead to an address that no interface here has (a service address in front of this machine).
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             towards = machine.own_address(others)
-    if towards and (":" in towards) == (listener.family == socket.AF_INET6):
-        listener.bind((towards, address[1]))
-        return towards
-    listener.bind(("::" if listener.family == socket.AF_INET6 else "0.0.0.0", address[1]))
-    return host
+    if towards and (":" in towards) == has_ipv6:
+        return serve((towards, address[1])), towards
+    return serve(("::" if has_ipv6 else "0.0.0.0", address[1])), host

@@ -100,9 +100,8 @@ class _Pipe:
 
     def __init__(self, path: pathlib.Path, sink: Sink, copy: pathlib.Path | None) -> None:
         os.mkfifo(path, 0o600)
-        self.reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        # A writer of our own: without one the reader would see the end of the file between two writers.
-        self._writer = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        # A writer, too: without one the reader would see the end of the file between two writers.
+        self.reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         self._sink = sink
         self._copy: BinaryIO | None = copy.open("wb", buffering=0) if copy else None
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -123,7 +122,6 @@ class _Pipe:
         self.drain()
         self._sink("")
         os.close(self.reader)
-        os.close(self._writer)
         if self._copy:
             self._copy.close()
 

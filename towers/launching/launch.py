@@ -122,7 +122,6 @@ def launch(
                 multiprocessing.set_start_method(None, force=True)
             wait_until(lambda: not attempt.living(), _DONE)
             attempt.end()
-            attempt.close()
             stop_forwarding()
     if attempt.forwarded is not None:
         if EXIT_PREEMPTED in attempt.endings.values():
@@ -195,13 +194,6 @@ class _Towers(Attempt):
         towers = ", ".join(map(str, missing))
         text = f"it was not done after {seconds:.0f} s (not done: towers {towers}); see launch's timeout"
         return [Failure(tower, TimeoutError(text), text) for tower in missing[:1]]
-
-    def close(self) -> None:
-        """Let go of the pipes, and of the processes that have ended."""
-        for pipe in self._pipes.values():
-            pipe.close()
-        for tower in self._started.keys() - self.living():
-            self._started[tower].close()
 
 
 def _device_names(towers: int | None, requested: Sequence[devices.Device] | None) -> list[str]:
