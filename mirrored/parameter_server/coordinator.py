@@ -14,13 +14,12 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import Any
 from weakref import ref
 
 from mirrored.parameter_server.errors import ServerLostError
-from mirrored.parameter_server.replica import Conditions, NotYet
+from mirrored.parameter_server.server import NotYet
 from mirrored.parameter_server.servers import ActorLostError
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from towers.system import tree as trees
@@ -38,6 +37,7 @@ class RemoteValue:
 
     def __init__(self) -> None:
         self._future: Future[Any] = Future()
+        self._lost = 0  # workers, while they computed it
 
     def fetch(self) -> Any:
         """Wait for the value and return it, with tensors on the CPU.
@@ -51,18 +51,8 @@ class RemoteValue:
     get = fetch
 
 
-@dataclass
-class _Call:
-    """A scheduled function.
-
-    Attributes:
-        lost: how many workers have been lost while they computed it.
-    """
-
-    pickled: bytes
-    conditions: Conditions
-    value: RemoteValue = field(default_factory=RemoteValue)
-    lost: int = 0
+_Call = tuple[RemoteValue, bytes]
+"""What a scheduled function is to return, and the function, pickled."""
 
 
 class ClusterCoordinator:
@@ -114,12 +104,12 @@ class ClusterCoordinator:
         self._raise_error()
         if any(isinstance(leaf, RemoteValue) for leaf in trees.leaves((args, kwargs or {}))):
             raise TypeError("a RemoteValue cannot be an argument of schedule(); give what its fetch() returns")
-        call = _Call(*self.strategy.prepare((fn, tuple(args), dict(kwargs or {}))))
+        pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
         with self._changed:
             self._raise_error()
-            self._queue.append(call)
+            self._queue.append((value := RemoteValue(), pickled))
             self._changed.notify_all()
-        return call.value
+        return value
 
     def join(self) -> None:
         """Wait until all that was scheduled has finished; then the chief's variables are what servers have."""
@@ -127,7 +117,7 @@ class ClusterCoordinator:
             self._changed.wait_for(self._is_done)
         self._raise_error()
         self.strategy.flush()
-        self.strategy.refresh()
+        self.strategy.replica.refresh()
 
     def done(self) -> bool:
         """Whether all that was scheduled has finished."""
@@ -159,30 +149,28 @@ class ClusterCoordinator:
 
     def _raise_error(self) -> None:
         with self._changed:
-            if self._error is None:
-                return
-            self._changed.wait_for(self._is_done)
+            self._changed.wait_for(lambda: self._error is None or self._is_done())
             error = self._error
             if not isinstance(error, ServerLostError):
                 self._error = None
-        raise error
+            if error is not None:
+                raise error
 
     # -- one thread for each worker ----------------------------------------------------------------------
 
-    def _compute(self, index: int, call: _Call) -> None:
+    def _compute(self, index: int, value: RemoteValue, pickled: bytes) -> None:
         with self._changed:
             if all_wait := len(self._waiting) == self.strategy.workers:
                 self._waiting.clear()
-        value: Any = None
         error: BaseException | None = None
         try:
             if all_wait:
                 self.strategy.flush()
-            value = self.strategy.call(index, call.pickled, call.conditions)
+            value._future.set_result(self.strategy.call(index, pickled))
         except ActorLostError as lost:
-            call.lost += 1
-            text = f"{call.lost} workers were lost in turn while they computed one scheduled function: {lost}"
-            error = RuntimeError(text) if call.lost == _MOST_LOST else NotYet()
+            value._lost += 1
+            text = f"{value._lost} workers were lost in turn while they computed one scheduled function: {lost}"
+            error = RuntimeError(text) if value._lost == _MOST_LOST else NotYet()
             log.warning("worker %d (%s) was lost, and is started again", index, lost)
         except BaseException as raised:
             error = raised.with_traceback(None)  # which would keep the coordinator; the worker's is its cause
@@ -190,24 +178,19 @@ class ClusterCoordinator:
             self._running -= 1
             if again := isinstance(error, NotYet):
                 self._waiting.add(index)
-                self._queue.appendleft(call) if self._error is None else _cancel(call)
+                self._queue.appendleft((value, pickled))
             else:
                 self._waiting.clear()
-                if error is None:
-                    call.value._future.set_result(value)
-                else:
-                    self._fail(call, error)
+                if error is not None:
+                    value._future.set_exception(error)
+                    if self._error is None or isinstance(error, ServerLostError):
+                        self._error = error
+            if self._error is not None:
+                _cancel_all(self._queue, "another function that was scheduled has raised")
             self._changed.notify_all()
-        if again or call.lost == _MOST_LOST:
+        if again or value._lost == _MOST_LOST:
             clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
             self.strategy.await_worker(index)
-
-    def _fail(self, call: _Call, error: BaseException) -> None:
-        call.value._future.set_exception(error)
-        while self._queue:
-            _cancel(self._queue.popleft())
-        if self._error is None or isinstance(error, ServerLostError):
-            self._error = error
 
 
 def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:
@@ -217,20 +200,20 @@ def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordina
             changed.wait_for(lambda: queue)
             if (coordinator := reference()) is None:
                 return
-            call = queue.popleft()
+            value, pickled = queue.popleft()
             coordinator._running += 1
-        coordinator._compute(index, call)
+        coordinator._compute(index, value, pickled)
         del coordinator
 
 
 def _abandon(changed: Condition, queue: deque[Any], _: object) -> None:
     """End the threads of a coordinator that is gone, and cancel what they have not begun."""
     with changed:
-        while queue:
-            _cancel(queue.popleft(), "the coordinator is gone")
+        _cancel_all(queue, "the coordinator is gone")
         queue.append(None)  # no thread waits any more
         changed.notify_all()
 
 
-def _cancel(call: _Call, reason: str = "another function that was scheduled has raised") -> None:
-    call.value._future.set_exception(CancelledError(reason))
+def _cancel_all(queue: deque[_Call], reason: str) -> None:
+    while queue:
+        queue.popleft()[0]._future.set_exception(CancelledError(reason))

@@ -1,4 +1,4 @@
-"""Which server has which part of which variable."""
+"""Which server has which part of which variable, and tensors on their way, by the part that they are of."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mirrored.parameter_server.partitioners import Partitioner
 from mirrored.shares import bounds
-from towers.system.named import Named
+from towers.collectives.communicator import as_bytes
 
 
 @dataclass(frozen=True)
@@ -38,49 +39,89 @@ class Part:
         return tensor[self.start : self.end]
 
 
+class Values(dict[Part, Tensor]):
+    """Tensors by part; sparse ones are coalesced.
+
+    They are pickled as NumPy arrays, which Ray sends as they lie in memory: torch's own pickles are archives of bytes
+    for each tensor.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack_all, ({part: _pack(tensor) for part, tensor in self.items()},)
+
+
+def _unpack_all(packed: Mapping[Part, Any]) -> Values:
+    return Values({part: _unpack(*entry) for part, entry in packed.items()})
+
+
+def _pack(tensor: Tensor) -> tuple[Any, Any, tuple[int, ...]]:
+    if tensor.is_sparse:
+        return _pack(tensor.coalesce().indices()), _pack(tensor.coalesce().values()), tuple(tensor.shape)
+    return as_bytes(tensor.cpu()).numpy(), tensor.dtype, tuple(tensor.shape)  # NumPy has no bfloat16
+
+
+def _unpack(memory: Any, kind: Any, shape: tuple[int, ...]) -> Tensor:
+    if isinstance(memory, tuple):
+        parts = _unpack(*memory), _unpack(*kind)
+        return torch.sparse_coo_tensor(*parts, shape, is_coalesced=True, check_invariants=False)
+    return torch.tensor(memory).view(kind).reshape(shape)  # a copy: what Ray has received may not be written to
+
+
 @dataclass(frozen=True)
 class PlacedVariable:
     """A parameter or buffer, and where its parts are.
 
     Attributes:
         name: its path in its model.
-        kind: "parameter" or "buffer".
+        trained: it is a parameter, not a buffer.
         table: only the rows that are looked up are exchanged.
         parts: whole, or cut along dimension 0.
+        like: a tensor of its shape, strides and dtype, without memory.
     """
 
     name: str
-    kind: str
+    trained: bool
     table: bool
     parts: tuple[Part, ...]
+    like: Tensor
+
+    def allocate(self) -> Tensor:
+        """Make a variable like it, without values yet; a parameter requires no gradient yet."""
+        memory = torch.empty_like(self.like, device="cpu")
+        return nn.Parameter(memory, requires_grad=False) if self.trained else memory
 
 
 def lay_out(
-    named: Sequence[Named], first: int, tables: Set[int], turn: Iterator[int], partitioner: Partitioner | None
+    names: Mapping[Tensor, str], first: int, tables: Set[int], turn: Iterator[int], partitioner: Partitioner | None
 ) -> list[PlacedVariable]:
     """Give variables to servers.
 
     Args:
+        names: of the variables.
         first: the index of the first of them.
         tables: the ids of the parameters of which only rows are exchanged.
         turn: the server of each part.
 
     Raises:
+        RuntimeError: a variable of a lazy module has no shape yet.
         ValueError: the partitioner cuts a variable along another dimension than the first.
     """
     variables = []
-    for index, entry in enumerate(named, first):
-        shape, shards = tuple(entry.tensor.shape), [1]
-        if partitioner is not None and entry.kind == "parameter" and shape and shape[0]:
-            shards = [*partitioner(shape, entry.tensor.dtype)]
+    for index, (tensor, name) in enumerate(names.items(), first):
+        if is_lazy(tensor):
+            raise RuntimeError(f"{name} has no shape yet: call its model in the scope, or before the first schedule()")
+        shape, shards, trained = tuple(tensor.shape), [1], isinstance(tensor, nn.Parameter)
+        if partitioner is not None and trained and shape and shape[0]:
+            shards = [*partitioner(shape, tensor.dtype)]
             if len(shards) != len(shape) or not 1 <= shards[0] <= shape[0] or any(n != 1 for n in shards[1:]):
                 raise ValueError(
-                    f"variable_partitioner cuts {entry.name}, of shape {shape}, into {shards}, but variables are cut "
+                    f"variable_partitioner cuts {name}, of shape {shape}, into {shards}, but variables are cut "
                     "along dimension 0 only: it has to return [shards, 1, …], a number for each dimension"
                 )
         cuts = [bounds(shape[0], shards[0], i) for i in range(shards[0])] if shards[0] > 1 else [(0, 0)]
         parts = tuple(Part(index, start, end, next(turn)) for start, end in cuts)
-        variables.append(PlacedVariable(entry.name, entry.kind, id(entry.tensor) in tables, parts))
+        like = tensor.detach().to("meta")
+        variables.append(PlacedVariable(name, trained, id(tensor) in tables, parts, like))
     return variables
 
 
@@ -97,8 +138,7 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
 def join_state(parts: Sequence[tuple[Part, Mapping[str, Any]]], parameter: Tensor) -> dict[str, Any]:
     """The state of a whole parameter; what is not of its shape (the number of steps) is the first part's."""
     state = dict(parts[0][1])
-    if len(parts) > 1:
-        for key, value in state.items():
-            if _is_like(value, parts[0][0].of(parameter)):
-                state[key] = torch.cat([other[key] for _, other in parts])
+    for key, value in state.items():
+        if len(parts) > 1 and _is_like(value, parts[0][0].of(parameter)):
+            state[key] = torch.cat([other[key] for _, other in parts])
     return state

@@ -127,8 +127,8 @@ def _share_secret(resolver: ClusterResolver) -> None:
 
 def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
     """See [Note: tasks are nodes]."""
-    wait_until(lambda: _is_there(chief), timeout, pause=0.5)
-    if not _is_there(chief):
+    wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5)
+    if not machine.answers(*split_address(chief)):
         raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
     options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]
@@ -140,9 +140,9 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
         node = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         keeper = _end_with_this_process(node.pid, folder)
         log.info("%s at %s is a node of the Ray cluster at %s", task, address, chief)
-        while node.poll() is None and _is_there(chief):
+        while node.poll() is None and machine.answers(*split_address(chief)):
             clock.sleep(1)
-        if node.poll() is not None and _is_there(chief):
+        if node.poll() is not None and machine.answers(*split_address(chief)):
             output.seek(0)
             raise StartupError(
                 f"{task} at {address} has ended as a node of the Ray cluster at {chief}:\n{output.read().strip()}"
@@ -150,13 +150,6 @@ def _become_node(task: str, address: str, chief: str, timeout: float) -> NoRetur
     keeper.communicate()
     log.info("nothing listens at %s any more: %s ends", chief, task)
     sys.exit(0)
-
-
-def _is_there(address: str) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection(split_address(address), timeout=10).close()
-        return True
-    return False
 
 
 def _ip_of(address: str) -> str | None:

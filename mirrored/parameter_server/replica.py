@@ -13,28 +13,23 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mirrored.parameter_server.layout import Part, PlacedVariable
+from mirrored.parameter_server.layout import Part, PlacedVariable, Values
+from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.server import Settings
 from mirrored.parameter_server.servers import Servers
-from mirrored.parameter_server.values import Values
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 Conditions = tuple[list[Settings], list[bool], list[bool]]
 """What the chief may change between two calls: the settings of optimizers, whether each module trains, and whether each
 variable requires a gradient."""
-
-
-class NotYet(Exception):
-    """Synchronous training: others have to give their gradients before this process may pull again."""
 
 
 class Replica:
@@ -46,7 +41,7 @@ class Replica:
 
     Attributes:
         variables, tensors: what they are, and this process's copies.
-        index: of each, by the id of its tensor.
+        references: what stands for tensors and modules where a function is sent, by their ids.
         modules: those that have them, from the outermost ones inwards.
         optimizers: whose steps are pushed.
     """
@@ -55,8 +50,9 @@ class Replica:
         self._servers = servers
         self._publishes = publishes
         self.variables: list[PlacedVariable] = []
+        servers.variables = self.variables
         self.tensors: list[Tensor] = []
-        self.index: dict[int, int] = {}
+        self.references: dict[int, Reference] = {}
         self.modules: list[nn.Module] = []
         self._known: dict[Part, int] = {}  # versions
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
@@ -68,26 +64,29 @@ class Replica:
         self._age = 0  # how often others may have changed variables
         self._pulled = self._tables_pulled = -1  # the age of what is here
 
-    def add(self, variables: Sequence[PlacedVariable], tensors: Sequence[Tensor], models: Iterable[nn.Module]) -> None:
-        """Take more variables, and watch their models.
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a model is nobody's: its hooks are those of a replica without variables."""
+        return Replica, (Servers(()),)
 
-        Before a model's forward the variables are pulled, before a table's its rows, and before a ``state_dict()`` on
-        the chief everything.
-        """
-        self.index |= {id(tensor): index for index, tensor in enumerate(tensors, len(self.tensors))}
+    def add(self, variables: Sequence[PlacedVariable], tensors: Collection[Tensor]) -> None:
+        """Take more variables; those of the chief count as written."""
+        self.references |= {id(tensor): ("variable", i) for i, tensor in enumerate(tensors, len(self.tensors))}
         self.variables += variables
         self.tensors += tensors
-        self._servers.variables = self.variables
         self._known |= {part: 0 for variable in variables if not variable.table for part in variable.parts}
-        self._noted += [tensor._version for tensor in tensors]
+        self._noted += [-1 if self._publishes else tensor._version for tensor in tensors]
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Pull before a model's forward, rows before a table's, and all before a ``state_dict()`` on the chief."""
         for model in models:
-            model.register_forward_pre_hook(Hook(lambda *_: self.refresh()))
+            model.register_forward_pre_hook(self.refresh)
             for layer in model.modules():
+                self.references[id(layer)] = ("module", len(self.modules))
                 self.modules.append(layer)
                 if self._publishes:
-                    layer.register_state_dict_pre_hook(Hook(lambda *_: self.pull_all()))
-                if isinstance(layer, TABLES) and self.variables[self.index[id(layer.weight)]].table:
-                    layer.register_forward_pre_hook(Hook(self._pull_rows), with_kwargs=True)
+                    layer.register_state_dict_pre_hook(self.pull_all)
+                if isinstance(layer, TABLES) and self.variables[self.references[id(layer.weight)][1]].table:
+                    layer.register_forward_pre_hook(self._pull_rows, with_kwargs=True)
 
     def conditions(self) -> Conditions:
         """The conditions as they are now, on the chief."""
@@ -112,7 +111,7 @@ class Replica:
         """Pull again when variables are used next: others may have changed them."""
         self._age += 1
 
-    def refresh(self) -> None:
+    def refresh(self, *_: object) -> None:
         """Pull what has changed, but for tables.
 
         Raises:
@@ -126,8 +125,6 @@ class Replica:
             return
         self.settle()
         answers = self._servers.ask("pull", self._known, self._pushed, to_all=True)
-        if None in answers.values():
-            raise NotYet
         for server, (changed, versions, steps) in answers.items():
             self._steps[server] = steps
             self._known |= versions
@@ -135,8 +132,7 @@ class Replica:
         self._pulled = age
 
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = args[0] if args else kwargs["input"]
-        rows = torch.unique(inputs).long()
+        rows = torch.unique(args[0] if args else kwargs["input"]).long()
         weight: Any = table.weight
         wanted = Values()
         for part in self.parts_of(weight):
@@ -147,7 +143,7 @@ class Replica:
             for part, found in answer.items():
                 part.of(weight.data).index_copy_(0, wanted[part], found)
 
-    def pull_all(self) -> None:
+    def pull_all(self, *_: object) -> None:
         """Pull everything, tables as well."""
         self.refresh()
         if self._tables_pulled == (age := self._age):
@@ -160,14 +156,13 @@ class Replica:
     def _take(self, values: Values) -> None:
         for part, value in values.items():
             part.of(self.tensors[part.variable].data).copy_(value)
-            if self.variables[part.variable].kind == "buffer":
+            if not self.variables[part.variable].trained:
                 self._buffers[part.variable] = value
 
     def settle(self) -> None:
         """Wait until servers have taken what was pushed."""
-        sent, self._sent = self._sent, []
-        for answers in sent:
-            self._servers.receive(answers)
+        while self._sent:
+            self._servers.receive(self._sent.pop(0))
 
     def assign(self, indices: Iterable[int]) -> None:
         """Give variables, on the servers, the values that they have here."""
@@ -178,7 +173,7 @@ class Replica:
         self._servers.ask("assign", values)
 
     def written(self) -> list[int]:
-        """The variables that were written to since :meth:`assign`, or since this was made, other than by a pull."""
+        """The variables that were written to since :meth:`assign` or :meth:`add`, other than by a pull."""
         return [i for i, tensor in enumerate(self.tensors) if tensor._version != self._noted[i]]
 
     def take_back(self) -> str | None:
@@ -212,53 +207,32 @@ class Replica:
 
         @functools.wraps(optimizer.step)  # a learning rate's schedule has left a note there
         def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return self._push(index, optimizer, closure)
+            with torch.enable_grad():
+                result = None if closure is None else closure()
+            self._push(index, optimizer)
+            return result
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign, assignment]
-        if self._publishes:  # the steps that a schedule misses here are the workers'
-            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # by workers: a schedule would miss steps here
         self.optimizers.append(optimizer)
         self.expire()  # how many steps it has made is pulled, too
 
-    def _push(self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+    def _push(self, index: int, optimizer: Optimizer) -> None:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
         steps = self._pushed[index] = [made[index] for made in self._steps]
         # A server without gradients counts the step, too.
         self._sent.append(self._servers.send("push", gradients, index, settings_of(optimizer), steps, to_all=True))
         self.expire()
-        return result
 
-    def parts_of(self, parameter: Tensor) -> tuple[Part, ...]:
-        """Where a parameter lies."""
-        return self.variables[self.index[id(parameter)]].parts
-
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the variables."""
-        return id(tensor) in self.index
+    def parts_of(self, tensor: Tensor) -> tuple[Part, ...]:
+        """Where a variable lies; empty for what is none."""
+        return self.variables[self.references[id(tensor)][1]].parts if id(tensor) in self.references else ()
 
 
 def _refuse_group(group: Any) -> None:
     raise RuntimeError("an optimizer that servers step takes no more parameters: make another optimizer of them")
-
-
-class Hook:
-    """A hook of a model that is placed; a copy of the model has one that does nothing."""
-
-    def __init__(self, act: Callable[..., None] | None = None) -> None:
-        self._act = act
-
-    def __call__(self, *args: Any) -> None:
-        if self._act is not None:
-            self._act(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, ()
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

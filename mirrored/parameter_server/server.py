@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mirrored.parameter_server import references
-from mirrored.parameter_server.layout import Part
-from mirrored.parameter_server.values import Values
+from mirrored.parameter_server.layout import Part, Values
 
 _PATIENCE = 1.0  # seconds
 
@@ -28,17 +28,8 @@ Settings = list[dict[str, Any]]
 """What each group of an optimizer has beside its parameters, such as the learning rate."""
 
 
-@dataclass(frozen=True)
-class StepRule:
-    """When servers step; by default with each gradient as it comes, however old. (TF 1's ``SyncReplicasOptimizer``.)
-
-    Args:
-        replicas_to_aggregate: a step is made with the mean of so many gradients.
-        staleness: how many steps a gradient's parameters may be old; older gradients are dropped.
-    """
-
-    replicas_to_aggregate: int = 1
-    staleness: float = math.inf
+class NotYet(Exception):
+    """Synchronous training: others have to give their gradients before this process may pull again."""
 
 
 @dataclass
@@ -56,14 +47,22 @@ class _Optimizer:
 
 
 class Server:
-    """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`."""
+    """See above; made by :class:`mirrored.parameter_server.strategy.ParameterServerStrategy`.
 
-    def __init__(self, index: int, rule: StepRule) -> None:
+    By default it steps with each gradient as it comes, however old.
+
+    Args:
+        index: from 0.
+        replicas_to_aggregate: a step is made with the mean of so many gradients (TF 1's ``SyncReplicasOptimizer``).
+        staleness: how many steps a gradient's parameters may be old; older gradients are dropped.
+    """
+
+    def __init__(self, index: int, replicas_to_aggregate: int = 1, staleness: float = math.inf) -> None:
         self._index = index
+        self._replicas_to_aggregate = replicas_to_aggregate
+        self._staleness = staleness
         torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
-        self._rule = rule
         self._parts: dict[Part, Tensor] = {}
-        self._versions: defaultdict[Part, int] = defaultdict(int)
         self._optimizers: dict[int, _Optimizer] = {}
         self._stepped = asyncio.Condition()
 
@@ -75,41 +74,38 @@ class Server:
         """Give parts values."""
         for part, value in values.items():
             self._parts.setdefault(part, value).copy_(value)
-            self._versions[part] += 1
 
     async def add(self, differences: Values) -> None:
         """Add to buffers the mean of what all add in a step."""
         for part, difference in differences.items():
             if difference.is_floating_point():
-                difference = difference / self._rule.replicas_to_aggregate
+                difference = difference / self._replicas_to_aggregate
             self._parts[part].add_(difference)
-            self._versions[part] += 1
 
     async def pull(
         self, known: Mapping[Part, int], pushed: Mapping[int, Sequence[int]]
-    ) -> tuple[Values, dict[Part, int], dict[int, int]] | None:
-        """The parts whose versions are not those that are known, their versions, and how many steps each optimizer has
-        made.
+    ) -> tuple[Values, dict[Part, int], dict[int, int]]:
+        """The parts whose versions are not those that are known, their versions (torch's, of the tensors), and how many
+        steps each optimizer has made.
 
         Args:
             pushed: how many steps optimizers had made, on each server, by the parameters of the caller's last push. By
                 now it has to be one more, less the staleness.
 
-        Returns:
-            None where they have not within a second.
+        Raises:
+            NotYet: they have not within a second.
         """
 
         def have_stepped() -> bool:
-            made = {index: self._optimizers[index].steps - steps[self._index] for index, steps in pushed.items()}
-            return all(steps >= 1 - self._rule.staleness for steps in made.values())
+            made = (self._optimizers[index].steps - steps[self._index] for index, steps in pushed.items())
+            return all(steps >= 1 - self._staleness for steps in made)
 
-        if not have_stepped():
-            try:
-                async with self._stepped:
-                    await asyncio.wait_for(self._stepped.wait_for(have_stepped), _PATIENCE)
-            except (asyncio.TimeoutError, TimeoutError):
-                return None
-        versions = {part: self._versions[part] for part, version in known.items() if self._versions[part] != version}
+        try:
+            async with self._stepped:
+                await asyncio.wait_for(self._stepped.wait_for(have_stepped), _PATIENCE)
+        except (asyncio.TimeoutError, TimeoutError):
+            raise NotYet from None
+        versions = {part: now for part, version in known.items() if (now := self._parts[part]._version) != version}
         changed = Values({part: self._parts[part].clone() for part in versions})  # Ray sends it while others step
         return changed, versions, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
 
@@ -119,17 +115,15 @@ class Server:
 
     # -- optimizers --------------------------------------------------------------------------------------
 
-    async def install(self, index: int, pickled: bytes, parts: Sequence[Part]) -> None:
+    async def install(self, index: int, pickled: bytes) -> None:
         """Make an optimizer over this server's parts of its parameters.
 
         Args:
             pickled: the optimizer, without state.
-            parts: of its parameters; some may be other servers'.
         """
         inner = references.load(pickled, lambda reference: reference[1])
         for group in inner.param_groups:
-            own = [part for i in group["params"] for part in parts if part.variable == i and part in self._parts]
-            group["params"] = [self._parts[part] for part in own]
+            group["params"] = [own for i in group["params"] for part, own in self._parts.items() if part.variable == i]
         self._optimizers[index] = _Optimizer(inner, [])
 
     async def push(self, gradients: Values, index: int, settings: Settings, steps: Sequence[int]) -> None:
@@ -141,9 +135,9 @@ class Server:
         optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
-        if optimizer.steps - steps[self._index] <= self._rule.staleness:
+        if optimizer.steps - steps[self._index] <= self._staleness:
             optimizer.waiting.append(gradients)
-        if len(optimizer.waiting) == self._rule.replicas_to_aggregate:
+        if len(optimizer.waiting) == self._replicas_to_aggregate:
             self._step(optimizer)
         async with self._stepped:
             self._stepped.notify_all()
@@ -154,7 +148,7 @@ class Server:
         for part in set().union(*gradients):
             total = functools.reduce(operator.add, [given[part] for given in gradients if part in given])
             self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
-            self._versions[part] += 1
+            increment_version(self._parts[part])  # which an optimizer that writes to ``data`` does not
         optimizer.inner.step()
         optimizer.inner.zero_grad()
         optimizer.steps += 1

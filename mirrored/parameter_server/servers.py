@@ -56,7 +56,7 @@ class Servers:
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = actors
-        self.variables: Sequence[PlacedVariable] = []
+        self.variables: list[PlacedVariable] = []
 
     def send(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
         """Call a method of servers, each with what is of its own parts, and with the same other arguments.

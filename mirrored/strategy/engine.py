@@ -79,7 +79,8 @@ class Engine:
         virtual: the virtual towers, if there are any.
         local: counts local steps and synchronizes parameters, where towers step by themselves.
         counter: counts backwards, where checkpoints have to know their number.
-        recorder: what was created in the scope.
+        records: whether what is created in the scope is recorded.
+        recorder: what was recorded.
         is_inner_optimizer: whether an optimizer does another's work (:mod:`towers.sharding.inner`).
         one_tower_reads_state: whether optimizers' state is sharded, and a tower alone can read all of it.
     """
@@ -158,7 +159,7 @@ class Engine:
             self._attach_to_several_towers(averager, training, transport)
         elif watch is not None or self.local is not None:
             events.mirrored.append(self.averager.add)
-        self._records = bool(events.mirrored)
+        self.records = bool(events.mirrored)
         log.debug("attached to tower %d: %s", comm.index, ", ".join(k.__name__ for k in self._features) or "nothing")
         if self._several or self.virtual is not None or self.local is not None:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
@@ -207,7 +208,7 @@ class Engine:
     def recording(self, sync_batch_norm: bool) -> Iterator[None]:
         """Inside, modules that are created are recorded."""
         adopt = self._adopt(sync_batch_norm)
-        if not self._records:
+        if not self.records:
             yield
             return
         self.recorder.start(adopt)
@@ -223,7 +224,7 @@ class Engine:
             for layer in module.modules():
                 adopt(layer)
         self._prepare_metrics(module)
-        if self._records:
+        if self.records:
             self.recorder.add(module)
             self.events.recorded()
 

@@ -82,6 +82,10 @@ def test_a_copy_of_a_model_leaves_its_original_alone() -> None:
     ]
     assert model.state_dict()["1.bias"].tolist() == [-2.0] * 3
     torch.save(teacher, io.BytesIO())
+    side.strategy.mirror(teacher)
+    side.call(stepping(teacher[1], torch.optim.SGD(teacher[1].parameters(), 5.0)))
+    assert teacher[1].bias.tolist() == [-6.0] * 3
+    assert model[1].bias.tolist() == [-2.0] * 3
 
 
 def test_what_a_function_of_several_steps_adds_to_buffers_is_kept() -> None:
@@ -200,8 +204,12 @@ def test_what_cannot_be_placed_is_said_every_time() -> None:
 
 def test_a_learning_rates_schedule_may_come_later() -> None:
     side = Side(zeros)
-    sgd = torch.optim.SGD(side.model.parameters(), 1.0)
-    step = stepping(side.model, sgd)
+    model: Any = side.model
+    sgd = model.optimizer = torch.optim.SGD(model.parameters(), 1.0)
+
+    def step() -> None:
+        stepping(model, model.optimizer)()
+
     side.call(step)
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
     schedule.step()

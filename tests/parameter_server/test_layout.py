@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mirrored.parameter_server.layout import join_state, lay_out, split_state
 from mirrored.parameter_server.partitioners import (
@@ -16,7 +16,6 @@ from mirrored.parameter_server.partitioners import (
     MinSizePartitioner,
     Partitioner,
 )
-from towers.system.named import Named
 
 
 @pytest.mark.parametrize(
@@ -49,8 +48,8 @@ def test_the_first_shards_have_a_row_more(rows: int, shards: int, sizes: list[in
     assert [len(part.of(model.weight)) for part in variable.parts] == sizes
 
 
-def named(model: nn.Module) -> list[Named]:
-    return [Named(name, p, "parameter") for name, p in model.named_parameters()]
+def named(model: nn.Module) -> dict[Tensor, str]:
+    return {p: name for name, p in model.named_parameters()}
 
 
 def turns(servers: int) -> Iterator[int]:
@@ -80,6 +79,11 @@ def test_servers_take_turns() -> None:
 def test_only_rows_are_cut(shards: list[int]) -> None:
     with pytest.raises(ValueError, match=r"cuts weight, of shape \(5, 2\), into .* along dimension 0 only"):
         lay_out(named(nn.Linear(2, 5, bias=False)), 0, set(), turns(2), lambda shape, dtype: shards)
+
+
+def test_what_has_no_shape_yet_has_no_place() -> None:
+    with pytest.raises(RuntimeError, match="weight has no shape yet: call its model in the scope"):
+        lay_out(named(nn.LazyLinear(2)), 0, set(), turns(1), None)
 
 
 def test_state_of_parts_is_that_of_the_whole() -> None:

@@ -130,8 +130,13 @@ def is_reached_at(host: str, port: int) -> bool:
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((address[0], 0))
         return True
+    return answers(host, port, _REACH_SECONDS)
+
+
+def answers(host: str, port: int, seconds: float = 10.0) -> bool:
+    """Whether something listens at an address, and can be reached in time."""
     with contextlib.suppress(OSError):
-        socket.create_connection((host, port), timeout=_REACH_SECONDS).close()
+        socket.create_connection((host, port), timeout=seconds).close()
         return True
     return False
 
