@@ -118,15 +118,13 @@ class Snapshots:
 
     def _broadcast(self, path: pathlib.Path | None, size: int, source: int) -> Iterator[memoryview]:
         """The contents of tower ``source``'s file, ``size`` bytes long, in pieces; each is a collective."""
-        with contextlib.ExitStack() as stack:
-            file = None if path is None else stack.enter_context(open(path, "rb", buffering=0))
-            for start in range(0, size, _PIECE):
-                piece = torch.zeros(min(_PIECE, size - start), dtype=torch.uint8, device="cpu")
-                if file is not None:
-                    file.readinto(piece.numpy().data)
-                sent = piece.to(self._comm.device)
-                self._comm.broadcast(sent, source)
-                yield sent.cpu().numpy().data
+        file = None if path is None else torch.from_file(str(path), size=size, dtype=torch.uint8, device="cpu")
+        for start in range(0, size, _PIECE):
+            length = min(_PIECE, size - start)
+            piece = torch.empty(length, dtype=torch.uint8, device="cpu") if file is None else file[start:][:length]
+            sent = piece.to(self._comm.device)
+            self._comm.broadcast(sent, source)
+            yield sent.cpu().numpy().data
 
     def _report(self, problems: Sequence[str]) -> bool:
         """Warn of the problems of all towers' snapshots; whether there are any."""
