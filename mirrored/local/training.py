@@ -79,7 +79,7 @@ class LocalTraining:
     """
 
     def __init__(self, comm: Communicator, how: LocalSGD, events: Events, check_every: int | None) -> None:
-        self.gradients = LocalGradients(comm.health)
+        self.gradients = LocalGradients(comm)
         self.steps = 0
         self._comm = comm
         self._how = how

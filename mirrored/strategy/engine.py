@@ -128,7 +128,7 @@ class Engine:
             if interceptor().averaging(how) is not None and self._several:
                 compressed = powersgd.LowRankAverage(channel, how)
         self.counter: LowRankAverage | VirtualTowers | None = compressed
-        averager: GradientReducer
+        averager: GradientAverager
         if way is not None:
             from mirrored.local.training import LocalTraining
 
@@ -150,7 +150,6 @@ class Engine:
         if training.virtual_towers is not None:
             from mirrored.virtual.towers import VirtualTowers
 
-            assert isinstance(averager, GradientAverager)  # local steps are refused with virtual towers
             reducer = averager if self._several else None
             self.virtual = self.counter = VirtualTowers(distribution, reducer, self.recorder.modules_with_buffers)
             events.mirrored.append(self.virtual.add)
@@ -165,12 +164,11 @@ class Engine:
             self._guard = OptimizerGuard(comm, self.recorder, self.averager, self.is_inner_optimizer, events)
 
     def _attach_to_several_towers(
-        self, averager: GradientReducer, training: TrainingOptions, transport: ShardTransport | None
+        self, averager: GradientAverager, training: TrainingOptions, transport: ShardTransport | None
     ) -> None:
         comm, recorder, events, local = self._comm, self.recorder, self.events, self.local
         sharder = None
         if transport is not None:
-            assert isinstance(averager, GradientAverager)
             from towers.sharding.optimizer import OptimizerSharder
 
             sharder = OptimizerSharder(averager, transport)
