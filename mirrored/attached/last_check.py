@@ -8,7 +8,6 @@ compares them. ``mirrored.launch`` ends functions, not programs: there is nothin
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ import weakref
 from collections.abc import Sequence
 
 from mirrored.attached.mirror_check import MirrorCheck, in_words
+from towers.collectives.agreement import digest_of
 from towers.errors import MirrorError
 from towers.health import failure
 from towers.health.status import Health
@@ -62,14 +62,10 @@ class LastCheck:
 
 def _message(values: Sequence[Held]) -> Message:
     description = describe(values)
-    digest = _digest(description)
+    digest = digest_of(description)
     # Of tens of thousands of tensors a message can say only whether all are the same.
     fits = len(json.dumps(description)) < LARGEST // 2
-    return {"digest": digest, "names": _digest(sorted(description)), "held": description if fits else None}
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+    return {"digest": digest, "names": digest_of(sorted(description)), "held": description if fits else None}
 
 
 def _differences(messages: Sequence[Message], values: Sequence[Held]) -> list[Difference]:

@@ -15,13 +15,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -32,7 +29,7 @@ from mirrored.checkpoint.manifest import NAME, TENSORS, StoredCheckpoint, load, 
 from mirrored.checkpoint.saver import Saver
 from mirrored.checkpoint.tracked import Tracked
 from mirrored.strategy.base import Strategy
-from towers.collectives.agreement import announce, announce_with_body
+from towers.collectives.agreement import announce, announce_with_body, digest_of
 from towers.system.log import get_logger
 from towers.topology import JOB_TOKEN, MEMORY
 
@@ -154,14 +151,14 @@ def keep_snapshots(
     The command, the job's token and the folder on the disk tell jobs apart.
     """
     comm, offered, place = strategy.communicator, os.environ.get(MEMORY), str(folder.absolute())
-    local = [bool(offered), _digest([os.environ.get(JOB_TOKEN), sys.argv, place])]
+    local = [bool(offered), digest_of([os.environ.get(JOB_TOKEN), sys.argv, place])]
     towers = announce(comm, "keeps snapshots in memory", local)
     reason = (
         "nothing would be left of a snapshot when the towers have ended, since their agent does not start them again. "
         "Say restarts= to the strategy, or --restarts to mirrored run (torchrun and srun keep none)"
     )
     if offered and all(is_offered for is_offered, _ in towers):
-        kept = _MemoryFolder(pathlib.Path(offered, _digest(place)), _Memory(pathlib.Path(offered)), keep=1)
+        kept = _MemoryFolder(pathlib.Path(offered, digest_of(place)), _Memory(pathlib.Path(offered)), keep=1)
         try:
             return Snapshots(strategy, kept, tracked, towers[0][1], every)  # command lines may differ: tower 0's counts
         except CheckpointError as error:  # on all towers
@@ -204,7 +201,3 @@ class _MemoryFolder(Folder):
 
     def _rename_replaced(self, place: pathlib.Path) -> None:
         self._remove_whole(place)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

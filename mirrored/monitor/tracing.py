@@ -191,8 +191,7 @@ class Tracing:
                 begin = clock.wall_time()
                 self._comm.barrier()
                 stamps.append((begin, clock.wall_time()))
-            replies = self._comm.all_gather_bytes(json.dumps([host_identity(), stamps]).encode())
-        hosts, rows = zip(*map(json.loads, replies), strict=True)
+            hosts, rows = zip(*self._comm.all_gather_json([host_identity(), stamps]), strict=True)
         self._origin = self._origin or int(rows[0][0][0])
         ahead, error = 0.0, 0.0
         if hosts[self._comm.index] != hosts[0]:

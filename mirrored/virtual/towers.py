@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -251,9 +250,8 @@ class VirtualTowers:
             call = with_batch(call, self._comm.health.batches.value)
             reports = [_Report(**details) for details in announce(self._comm, call, dataclasses.asdict(own))]
         if len({report.layout for report in reports}) > 1:
-            gathered = self._comm.all_gather_bytes(json.dumps(buffers.names).encode())
-            for report, names in zip(reports, gathered, strict=True):
-                report.names = json.loads(names)
+            for report, names in zip(reports, self._comm.all_gather_json(buffers.names), strict=True):
+                report.names = names
         for name in itertools.chain.from_iterable(report.differing for report in reports):
             buffers.refuse(name)
         if any(report.leaves for report in reports) and not any(report.traced for report in reports):

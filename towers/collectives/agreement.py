@@ -9,6 +9,7 @@ sent while the next step runs. So no tower waits for it, and all see it at the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ def announce_with_body(
         Announcement(other["details"], message[message.index(b"\0") + 1 :])
         for other, message in zip(headers, messages, strict=True)
     ]
+
+
+def digest_of(value: Any) -> str:
+    """A short text that is equal for equal JSON values."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -162,6 +163,10 @@ class PeerGroup(Caller, ABC):
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every tower's ``data``, in tower order; lengths may differ. Takes CPU memory only."""
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every tower's JSON value, as :meth:`all_gather_bytes` sends it."""
+        return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def close(self) -> None:
         """Leave the towers. Nothing may be called afterwards."""

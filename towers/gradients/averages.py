@@ -8,15 +8,13 @@ in the backward through it, which towers reach at different times.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, digest_of
 from towers.collectives.communicator import Communicator, InStep
 from towers.collectives.values import together
 from towers.errors import DisagreementError
@@ -47,7 +45,7 @@ def average(
         DisagreementError: on all towers, when some call something else, or give other tensors.
     """
     kinds = [[str(gradient_dtype(tensor)), list(tensor.shape)] for tensor in tensors]
-    digest = hashlib.blake2b(json.dumps(kinds).encode(), digest_size=16).hexdigest()
+    digest = digest_of(kinds)
     local = [
         digest,
         _mask([g is not None for g in gradients]),
@@ -90,7 +88,7 @@ def average_flat(comm: Communicator, flat: Tensor) -> None:
 
 def _difference(comm: Communicator, call: str, described: Sequence[Sequence[object]]) -> DisagreementError:
     """The error of towers that give different tensors, with one text on all of them; all towers call it."""
-    towers = [json.loads(data) for data in comm.all_gather_bytes(json.dumps(described).encode())]
+    towers = comm.all_gather_json(described)
     advice = "every tower must give the same tensors in the same order"
     for tower, other in enumerate(towers):
         if len(other) != len(towers[0]):

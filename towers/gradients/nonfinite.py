@@ -12,7 +12,6 @@ else of a backward is done, so that the towers are in step when it raises.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -64,7 +63,7 @@ class GradientWatch:
         self._names, self._highest = [], []
         if not self._comm.all_gather(torch.tensor([len(local)], device="cpu")).any():
             return
-        towers = [json.loads(data) for data in self._comm.all_gather_bytes(json.dumps(local).encode())]
+        towers = self._comm.all_gather_json(local)
         text = _describe(towers, self._backward)
         if self._raises:
             raise NonFiniteGradientError(text)

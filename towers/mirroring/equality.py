@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, digest_of
 from towers.collectives.communicator import Communicator
 from towers.mirroring.fingerprint import fingerprints
 from towers.system.host_copy import HostCopy
@@ -86,8 +84,7 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
     far = [one for one in held if not isinstance(one.value, Tensor) or one.value.device != comm.device]
     prints = fingerprints([one.value for one in near if isinstance(one.value, Tensor)])
     texts = _texts(far)
-    description = json.dumps([[(one.name, one.kind) for one in held], texts])
-    digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
+    digest = digest_of([[(one.name, one.kind) for one in held], texts])
     digests = announce(comm, call, digest)
     if all(other == digest for other in digests):
         if not near:
@@ -96,8 +93,7 @@ def start_comparison(comm: Communicator, call: str, held: Sequence[Held]) -> Com
         pending.wait()
         return Comparison(near, HostCopy(rows))
     texts.update(zip((one.name for one in near), map(str, prints.tolist()), strict=True))
-    description = json.dumps({one.name: [one.kind, texts[one.name]] for one in held})
-    towers = [json.loads(data) for data in comm.all_gather_bytes(description.encode())]
+    towers = comm.all_gather_json({one.name: [one.kind, texts[one.name]] for one in held})
     return Comparison([], None, differences(towers, held))
 
 

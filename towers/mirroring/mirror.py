@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from towers.collectives.agreement import announce
+from towers.collectives.agreement import announce, digest_of
 from towers.collectives.communicator import Communicator, as_bytes
 from towers.errors import MirrorError
 from towers.system.named import Named
@@ -24,12 +22,11 @@ def check_equal(comm: Communicator, tensors: Sequence[Named]) -> None:
     Raises:
         MirrorError: on all towers with the same text, naming the first tensor that differs.
     """
-    description = json.dumps([tensor.describe() for tensor in tensors]).encode()
-    digest = hashlib.blake2b(description, digest_size=16).hexdigest()
-    digests = announce(comm, "the first run() of a model", digest)
+    description = [tensor.describe() for tensor in tensors]
+    digests = announce(comm, "the first run() of a model", digest_of(description))
     if all(digest == digests[0] for digest in digests):
         return
-    lists = [json.loads(data) for data in comm.all_gather_bytes(description)]
+    lists = comm.all_gather_json(description)
     other = next(tower for tower, digest in enumerate(digests) if digest != digests[0])
     raise MirrorError(_difference(lists[0], lists[other], other))
 

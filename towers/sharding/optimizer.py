@@ -17,7 +17,6 @@ that nobody has declared element-wise. What worked must go on working.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -259,7 +258,7 @@ class ShardedOptimizer:
         """Where tower 0 cuts parameters; those that some tower cannot shard are missing, and updated whole by all."""
         channel = self._transport.channel
         local = [self._can_be_sharded(slot) and cut_rows(slot, channel.size) for slot in slots]
-        rows = map(json.loads, channel.all_gather_bytes(json.dumps(local).encode()))
+        rows = channel.all_gather_json(local)
         cuts = {slot: row[0] for slot, *row in zip(slots, *rows, strict=True) if all(row)}
         names = [slot.name for slot in slots if slot not in cuts and slot.shape.numel()]
         if names and channel.index == 0:

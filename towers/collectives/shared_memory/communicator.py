@@ -10,7 +10,6 @@ it for all (:meth:`SharedMemoryCommunicator.all_reduce` of more than 32 KiB).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -275,7 +274,7 @@ def join(base: PeerGroup, timeout: float) -> SharedMemoryCommunicator | str:
         timeout: seconds that a collective may take.
     """
     local = {"host": machine.host_identity(), "device": base.device.type}
-    towers = [json.loads(text) for text in base.all_gather_bytes(json.dumps(local).encode())]
+    towers = base.all_gather_json(local)
     if len({tower["host"] for tower in towers}) > 1:
         return SEVERAL_HOSTS
     if any(tower["device"] != "cpu" for tower in towers):

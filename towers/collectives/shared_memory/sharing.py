@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from typing import Any
@@ -42,7 +41,7 @@ def map_segments(comm: PeerGroup, nbytes: int, waiting: int) -> tuple[list[Segme
         offer["file"] = own.file
     except OSError as error:
         offer["problem"] = str(error)
-    offers = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(offer).encode())]
+    offers = comm.all_gather_json(offer)
     problem = next((f"tower {i}: {other['problem']}" for i, other in enumerate(offers) if "problem" in other), "")
     segments = []
     if own is not None and not problem:
