@@ -186,13 +186,13 @@ class FollowerRendezvous(WorkersRendezvous):
                 clock.sleep(_PAUSE)
 
     def _await_attempt(self, tcp: TCPStore, deadline: Deadline) -> None:
-        job, signed, waits = self._job, SignedStore(tcp, self._token), True
+        job, signed, waits, takes_part = self._job, SignedStore(tcp, self._token), True, False
         while True:
+            after = self.attempt
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
             line = self._lifeline
             if port is not None and (line is None or line.port != int(port["port"]) or self.lost()):
                 line = self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
-            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": line.name if line else ""})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 raise JobEndedError(printable(message["end"]), int(message["code"]))
@@ -205,7 +205,11 @@ class FollowerRendezvous(WorkersRendezvous):
                 elif is_new and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
                     replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
                 else:
-                    return
+                    takes_part = True
+            # Not before: an agent that was refused is none whose end the chief may take for its worker's.
+            signed.write(f"{_PRESENT}{job.worker}", {"after": after, "lifeline": line.name if line else ""})
+            if takes_part:
+                return
             if waits and deadline.has_passed():
                 raise StartupError(f"the chief began no attempt within {deadline.elapsed():.0f} s")
             clock.sleep(_PAUSE)
