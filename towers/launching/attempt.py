@@ -145,8 +145,9 @@ class Attempt:
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
 
     def is_stopped(self, tower: int) -> bool:
-        """Whether a tower that lives is stopped (SIGSTOP)."""
-        return os.waitid(os.P_PID, self.processes[tower], os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        """Whether a tower that lives, or has just ended, is stopped (SIGSTOP)."""
+        state = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        return state is not None and state.si_code == os.CLD_STOPPED
 
     def living(self) -> list[int]:
         """The towers whose processes still run."""

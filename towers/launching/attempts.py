@@ -117,8 +117,10 @@ class ChiefRendezvous(WorkersRendezvous):
         if self._lifelines is None or self._tcp is None:
             return ""
         ends = self._lifelines.lost()
-        for worker in self.members[1:] if ends.keys() - self._gone else ():
-            name = self._waits(self._tcp, worker, after=-1)
+        signed = SignedStore(self._agents_store(self._tcp), self._token)
+        for place, worker in enumerate(self.members) if ends.keys() - self._gone else ():
+            claim = signed.read(f"worker/{place}")  # another agent may wait for this one's place meanwhile
+            name = claim.get("lifeline") if claim is not None else self._waits(self._tcp, worker, self.attempt - 1)
             if name in ends and name not in self._gone:
                 return f"the agent of worker {worker} ({self._job.addresses[worker]}) {ends[name]}"
         return ""
@@ -186,13 +188,14 @@ class FollowerRendezvous(WorkersRendezvous):
                 clock.sleep(_PAUSE)
 
     def _await_attempt(self, tcp: TCPStore, deadline: Deadline) -> None:
-        job, signed, waits, takes_part = self._job, SignedStore(tcp, self._token), True, False
+        job, signed, waits = self._job, SignedStore(tcp, self._token), True
         while True:
-            after = self.attempt
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
             line = self._lifeline
             if port is not None and (line is None or line.port != int(port["port"]) or self.lost()):
-                line = self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
+                self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
+                self._lifeline_name = self._lifeline.name
+            signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._lifeline_name})
             if message is not None and "end" in message:
                 tcp.set(f"{_ATTEMPT}/read{job.worker}", "")
                 raise JobEndedError(printable(message["end"]), int(message["code"]))
@@ -205,11 +208,7 @@ class FollowerRendezvous(WorkersRendezvous):
                 elif is_new and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
                     replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
                 else:
-                    takes_part = True
-            # Not before: an agent that was refused is none whose end the chief may take for its worker's.
-            signed.write(f"{_PRESENT}{job.worker}", {"after": after, "lifeline": line.name if line else ""})
-            if takes_part:
-                return
+                    return
             if waits and deadline.has_passed():
                 raise StartupError(f"the chief began no attempt within {deadline.elapsed():.0f} s")
             clock.sleep(_PAUSE)

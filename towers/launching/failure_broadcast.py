@@ -123,9 +123,7 @@ class FailureBroadcast(Broadcast):
 
     def first_failure(self, sentence: str | None) -> str | None:
         """It counts as received only when the listener has read it back, so worker 0 can wait until all know."""
-        if sentence is None:  # only what another worker has brought about, which it may publish in a moment
-            wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
-            sentence = self.received or next(iter(self.ends()), None)
+        sentence = sentence or self._await_failure() or next(iter(self.ends()), None)
         if sentence is not None and self._store is not None and self.received is None:
             self._ask(lambda store: store.publish(_FAILURE, {"sentence": sentence}))
             wait_until(lambda: self.received is not None, _SECONDS)
@@ -140,6 +138,11 @@ class FailureBroadcast(Broadcast):
             self.first_failure(sentence)
         self.received = self.received or sentence
         self._knows = False
+
+    def _await_failure(self) -> str | None:
+        """What another worker publishes as the first failure; None when none does for a moment."""
+        wait_until(lambda: self._store is None or self.received is not None, _SECONDS)
+        return self.received
 
     def ends(self) -> list[str]:
         """What the other workers have published of towers that have ended well."""

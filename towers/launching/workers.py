@@ -33,6 +33,7 @@ class WorkersRendezvous(Rendezvous):
     def __init__(self, job: Job, token: str) -> None:
         super().__init__(job, token)
         self._doubt = ""  # whether others find the chief, as a sentence
+        self._lifeline_name = ""  # of this worker's lifeline to the chief, where it has one
         self._worker = Participant(
             kind="worker",
             index=job.worker,
@@ -84,7 +85,7 @@ class WorkersRendezvous(Rendezvous):
             names = [job.addresses[member] for member in self.members]
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
             try:
-                message = {"addresses": list(job.addresses), "origin": job.origin}
+                message = {"addresses": list(job.addresses), "origin": job.origin, "lifeline": self._lifeline_name}
                 worker.handshake(info.store, message, compare_clusters, self.lost)
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
