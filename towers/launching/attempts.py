@@ -133,10 +133,14 @@ class ChiefRendezvous(WorkersRendezvous):
             given_up: those of this attempt will wait, too.
         """
         if (tcp := self._tcp) is not None:
-            workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
+
+            def know() -> bool:
+                workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
+                keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
+                return not keys or tcp.check(keys)
+
             self._say(tcp, {"end": text, "code": code})
-            keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
-            wait_until(lambda: not keys or tcp.check(keys), _READ_SECONDS)
+            wait_until(know, _READ_SECONDS)
         if self._lifelines is not None:
             self._lifelines.say_goodbye()
 
