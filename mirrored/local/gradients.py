@@ -13,7 +13,9 @@ from towers.system.named import Named
 
 
 class LocalGradients(GradientAverager):
-    """Averages nothing, and takes notice of backwards: an averager that has no parameters, and so no buckets.
+    """Averages nothing, and takes notice of backwards: an averager without parameters.
+
+    It makes no collectives, so it needs no channel of its own.
 
     Attributes:
         trained: whether there was a backward, outside of ``no_sync``, since the owner has set this to False.

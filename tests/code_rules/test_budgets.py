@@ -13,7 +13,7 @@ import grimp
 from tests.support.jobs import ROOT, run_program
 from tests.verification.template import Script
 
-PRODUCT, CORE = 23_273, 8_774
+PRODUCT, CORE = 23_275, 8_774
 """Lines of code that all of ``mirrored`` and ``towers`` may have, and its core. They fall, except by a new feature."""
 
 AROUND = {"tests": 24_950, "scripts": 3_025}

@@ -148,6 +148,6 @@ def test_an_agent_that_is_killed_while_its_towers_train_and_the_one_in_its_place
 
 def test_a_chief_that_ends_while_workers_begin_to_listen_keeps_nobody_waiting() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    store = TCPStore("127.0.0.1", server.port, None, False)
+    store = TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=10))
     del server
     run_with_timeout(HANG, lambda: FailureBroadcast("").listen(store, 1, 2))

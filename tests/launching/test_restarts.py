@@ -69,9 +69,9 @@ def test_stopped_towers_that_nobody_waits_for_are_started_again(tmp_path: pathli
     """All of them, before they have joined each other."""
     (tmp_path / "train.py").write_text(STOPPED)
     agent = start_agent(Job(towers=2, restarts=1, collective_seconds=1.0), str(tmp_path / "train.py"))
-    output, errors = agent.communicate(timeout=60)
+    output, errors = agent.communicate()
     assert (agent.returncode, output) == (0, "goes on\n")
-    assert errors.startswith("towers: towers 0 and 1: stopped for 2 s, and killed\n")
+    assert errors.startswith("towers: towers 0 and 1: stopped (SIGSTOP) for 2 s, and killed\n")
     assert errors.endswith(" by SIGKILL before its strategy was made\ntowers: all start again (1 of 1 restarts)\n")
 
 

@@ -34,7 +34,7 @@ class Announcement:
 
 
 def announce(comm: Communicator, call: str, details: Any = None, *, error: Exception | None = None) -> list[Any]:
-    """As :func:`announce_with_body`, without one; returns the details of all announcements, in tower order."""
+    """Make an announcement without a body, see :func:`announce_with_body`; returns all towers' details, in order."""
     return [announcement.details for announcement in announce_with_body(comm, call, details, error=error)]
 
 

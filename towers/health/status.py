@@ -40,7 +40,7 @@ _BYTES = 256
 _BEAT = struct.Struct("=qd")  # process id, last heartbeat
 _STATUS = struct.Struct("=qq??d64s")  # run, step, whether it runs, whether it evaluates, since when, phase
 _CALL = struct.Struct("=96s")
-_CALL_AND_FLAGS = struct.Struct("=96s??")
+_CALL_AND_FLAGS = struct.Struct("=96s??")  # the same, whether it saves, whether it restores
 _STATUS_AT = 16
 _CALL_AT = 128
 _SAVING_AT = 224

@@ -169,7 +169,7 @@ class Participant:
             store: where all processes meet, and no others of this job.
             message: JSON values. All processes of a version have the same fields, with values of one type or None.
             compare: what is wrong between two messages; versions and fields are compared before.
-            lost: why waiting is vain; empty as long as it is not. The process that serves the store goes on then.
+            lost: why waiting is vain; empty as long as it is not. Then the store stays, with the error for the others.
 
         Raises:
             StartupError: not all came in time, and the text lists those that are missing; or waiting is vain.

@@ -134,13 +134,13 @@ class ChiefRendezvous(WorkersRendezvous):
         """
         if (tcp := self._tcp) is not None:
 
-            def know() -> bool:
+            def have_read() -> bool:
                 workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
                 keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
                 return not keys or tcp.check(keys)
 
             self._say(tcp, {"end": text, "code": code})
-            wait_until(know, _READ_SECONDS)
+            wait_until(have_read, _READ_SECONDS)
         if self._lifelines is not None:
             self._lifelines.say_goodbye()
 

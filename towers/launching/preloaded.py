@@ -7,9 +7,10 @@ Torch's compiler, too, which the first optimizer of a process would load. Withou
 import gc
 
 gc.disable()
+try:
+    from towers.launching import launch  # noqa: F401
+    from towers.system.torch_private import load_compiler
 
-from towers.launching import launch  # noqa: E402, F401
-from towers.system.torch_private import load_compiler  # noqa: E402
-
-load_compiler()
-gc.enable()
+    load_compiler()
+finally:  # multiprocessing goes on without what cannot be imported
+    gc.enable()

@@ -31,7 +31,7 @@ from towers.system.timeouts import Deadline, wait_until
 from towers.topology import DEVICES, MEMORY
 
 _MEMORY_FILES = 8
-_MISSED_LATER = 1.0  # seconds: where other towers wait for one that is stopped, their errors say more
+_STOP_GRACE = 1.0  # seconds: the errors of other towers, where they wait for a stopped one, come first and say more
 
 
 def run_attempts(
@@ -121,7 +121,7 @@ class RestartableAttempt(Attempt):
     ) -> None:
         super().__init__(directory, number, broadcast=broadcast, groups=True)
         self._rendezvous = rendezvous
-        self._stopped = Deadline(job.collective_seconds + _MISSED_LATER, longest=1.0)  # since no tower was
+        self._stopped = Deadline(job.collective_seconds + _STOP_GRACE, longest=1.0)  # since no tower was
 
     def wait(self, seconds: float = math.inf) -> None:
         deadline = Deadline(seconds)
@@ -138,7 +138,7 @@ class RestartableAttempt(Attempt):
         if not (stopped := [tower for tower in self.living() if self.is_stopped(tower)]):
             self._stopped.restart()
         elif self._stopped.has_passed():
-            text = f"towers: {name_towers(stopped)}: stopped for {self._stopped.seconds:.0f} s, and killed"
+            text = f"towers: {name_towers(stopped)}: stopped (SIGSTOP) for {self._stopped.seconds:.0f} s, and killed"
             print(text, file=sys.stderr, flush=True)
             for tower in stopped:
                 os.kill(self.processes[tower], signal.SIGKILL)
