@@ -222,4 +222,4 @@ def test_two_spellings_of_one_address_are_one() -> None:
 
 
 def message_of(address: str) -> dict[str, object]:
-    return {"origin": "TF_CONFIG", "addresses": [address, "b:2"]}
+    return {"origin": "TF_CONFIG", "addresses": [address, "b:2"], "restarts": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.commands import start_command
 from tests.support.jobs import end_of
+from tests.support.waiting import HANG
 from towers.health.failure import EXIT_PREEMPTED, FailureReport
 from towers.health.status import StatusRecord
 from towers.launching import play_cluster
@@ -70,6 +72,24 @@ def test_towers_that_would_save_are_killed_where_another_attempt_follows(
     assert [process.wait() for process in processes] == [ending, 3]
     for process in processes:
         process.stdout.close()
+
+
+def test_a_worker_may_come_before_the_towers_can_save(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told to when they can: until then the signal would be their end."""
+    handles = "import signal, sys; signal.signal(15, lambda *_: sys.exit(75)); print(flush=True); signal.pause()"
+    broadcast, job = FailureBroadcast("", joinable=True), Job(1)
+    attempt = RestartableAttempt(job, tmp_path, 0, broadcast, Rendezvous(job, ""))
+    with subprocess.Popen([sys.executable, "-c", handles], stdout=subprocess.PIPE) as process:
+        attempt.processes = {0: process.pid}
+        broadcast.joins = True
+        assert process.stdout.readline() == b"\n"
+        record = StatusRecord(attempt.file_variables(0)[STATUS_RECORD], create=True)
+        record.set_restores()
+        statuses = itertools.chain([None, None], itertools.repeat(record.read()))
+        monkeypatch.setattr(attempt, "status_of", lambda _: next(statuses))
+        attempt.wait(HANG)
+        process.kill()
+    assert attempt.endings == {0: EXIT_PREEMPTED}
 
 
 SAVES = r"""

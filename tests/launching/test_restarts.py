@@ -5,18 +5,22 @@ from __future__ import annotations
 import pathlib
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import mirrored
 from tests.support import shared_memory
-from tests.support.clusters import start_agent
+from tests.support.clusters import free_port, free_ports, start_agent
 from tests.support.commands import Command, command_line, run_command, run_script
 from tests.support.patience import PATIENT_AGENTS
 from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import wait_until
+from towers.joining.store import SignedStore, serve_store
+from towers.launching.attempts import _ATTEMPT, _PRESENT, FollowerRendezvous
 from towers.launching.job import Job
 from towers.launching.members import choose_members, on_devices_left
+from towers.system.timeouts import Deadline
 
 RUN = ["mirrored", "run", "--towers", "2"]
 
@@ -173,13 +177,41 @@ def test_a_second_agent_of_a_worker_is_refused(undisturbed: str, tmp_path: pathl
 
 
 def test_what_the_chief_gives_up_with_is_known_on_all_workers(tmp_path: pathlib.Path) -> None:
-    workers = Workers(tmp_path, FAIL="4:raise:1")
-    for _, errors, code in workers.end():
-        assert code == 1
+    """The failing tower's exit code is that of its worker."""
+    workers = Workers(tmp_path, FAIL="4:9:1")
+    ends = workers.end()
+    assert [code for *_, code in ends] == [1, 128 + signal.SIGKILL], ends
+    for _, errors, _ in ends:
         assert "not started again: it was, and has failed in the same way at the same step\n" in errors
-        assert re.search(
-            r"^towers: tower 1 on .* failed after step 3: ValueError: planned failure", errors, re.MULTILINE
-        )
+        assert re.search(r"^towers: tower 1 on .* was ended by SIGKILL after step 3", errors, re.MULTILINE)
+
+
+@pytest.mark.parametrize("restarts", [(2, 0), (0, 2)])
+def test_workers_that_were_not_all_given_restarts_are_refused(restarts: tuple[int, int]) -> None:
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
+    agents = [
+        start_agent(Job(1, index, 2, addresses, restarts=each), PROGRAM, **{PATIENT_AGENTS: ""})
+        for index, each in enumerate(restarts)
+    ]
+    text = f"towers: worker {restarts.index(2)} was given restarts, worker {restarts.index(0)} none: start all workers"
+    for agent in agents:
+        _, errors = agent.communicate()
+        assert agent.returncode == 1
+        assert errors.startswith(text)
+
+
+def test_a_worker_waits_as_long_as_the_chief_does() -> None:
+    """With ``min_towers`` the chief may wait for others, and worker 1 may have come long before it."""
+    port = free_port()
+    job = Job(1, 1, 2, (f"127.0.0.1:{port}", "127.0.0.1:1"), restarts=1)
+    store = serve_store("127.0.0.1", port, "", "token")
+    follower = FollowerRendezvous(job, "token")
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(follower._follow, Deadline(0.0))
+        wait_until(lambda: waits.done() or store.check([f"{_PRESENT}1"]))
+        SignedStore(store, "token").write(_ATTEMPT, {"number": 0, "members": [0, 1]})
+        waits.result()
+    assert (follower.attempt, follower.members) == (0, [0, 1])
 
 
 @pytest.mark.row(72)

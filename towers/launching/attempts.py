@@ -176,27 +176,26 @@ class FollowerRendezvous(WorkersRendezvous):
 
         Raises:
             JobEndedError: the chief has given up, or the job has ended.
-            StartupError: the chief begins no other attempt.
+            StartupError: the chief does not answer, or did not come back in time.
         """
         while True:
+            tcp = self._open_store(deadline.remaining())
             try:
-                tcp = self._open_store(deadline.remaining())
-                self._await_attempt(tcp, deadline)
+                self._await_attempt(tcp)
                 return tcp
             except TowersError:
                 raise
             except RuntimeError:  # of torch's store: the chief has ended, and another one may take its place
-                if deadline.has_passed():
-                    seconds = deadline.elapsed()
-                    raise StartupError(f"the chief went away, and did not come back within {seconds:.0f} s") from None
-                clock.sleep(_PAUSE)
+                deadline.restart()
 
-    def _await_attempt(self, tcp: TCPStore, deadline: Deadline) -> None:
-        job, signed, waits = self._job, SignedStore(tcp, self._token), True
+    def _await_attempt(self, tcp: TCPStore) -> None:
+        job, signed = self._job, SignedStore(tcp, self._token)
         while True:
+            has_begun = self.attempt < 0 and tcp.check(["workers/0/worker/0"])
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
-            line = self._lifeline
-            if port is not None and (line is None or line.port != int(port["port"]) or self.lost()):
+            if message is None and has_begun:  # by a chief without restarts, which the handshake refuses
+                message = {"number": 0, "members": self.members}
+            if port is not None and (self._lifeline is None or self._lifeline.port != port["port"] or self.lost()):
                 self._lifeline = Lifeline(self._worker.address[0], int(port["port"]), job.collective_seconds)
                 self._lifeline_name = self._lifeline.name
             signed.write(f"{_PRESENT}{job.worker}", {"after": self.attempt, "lifeline": self._lifeline_name})
@@ -206,15 +205,13 @@ class FollowerRendezvous(WorkersRendezvous):
             if message is not None and message != self._followed:
                 is_new, self._followed, self.attempt = self.attempt < 0, message, int(message["number"])
                 self.members = [int(member) for member in message["members"]]
-                agents, waits = self._agents_store(tcp), job.worker in self.members
-                if not waits:
+                agents = self._agents_store(tcp)
+                if job.worker not in self.members:
                     ask_to_join(agents, self._token, job.worker)
                 elif is_new and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
                     replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
                 else:
                     return
-            if waits and deadline.has_passed():
-                raise StartupError(f"the chief began no attempt within {deadline.elapsed():.0f} s")
             clock.sleep(_PAUSE)
 
     def lost(self) -> str:

@@ -9,7 +9,6 @@ a person starts it again. With several workers the chief's agent decides, and th
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import pathlib
 import signal
@@ -27,7 +26,7 @@ from towers.launching.members import on_devices_left
 from towers.launching.rendezvous import Rendezvous
 from towers.launching.workers import WorkersRendezvous
 from towers.system.text import name_towers
-from towers.system.timeouts import Deadline, wait_until
+from towers.system.timeouts import Deadline
 from towers.topology import DEVICES, MEMORY
 
 _MEMORY_FILES = 8
@@ -51,7 +50,7 @@ def run_attempts(
     several = ChiefRendezvous if job.worker == 0 else FollowerRendezvous
     rendezvous: Rendezvous = several(job, token) if job.addresses else Rendezvous(job, token)
     failures: list[tuple[str, int]] = []  # of the attempts, the last line of each and the step that it has come to
-    against = ""
+    code, against = 0, ""
     try:
         for number in itertools.count():
             broadcast = FailureBroadcast(token, joinable=job.min_towers is not None)
@@ -63,7 +62,7 @@ def run_attempts(
             code, text = run_attempt(part, attempt, rendezvous)
             then = f"all start again ({len(failures) + 1} of {job.restarts} restarts)"
             if code == EXIT_PREEMPTED and attempt.forwarded is None and broadcast.is_joined():
-                then = "all start again, with a worker that has come"
+                code, then = 0, "all start again, with a worker that has come"
             elif code in (0, EXIT_PREEMPTED) or attempt.forwarded is not None:
                 break
             elif job.worker > 0:
@@ -74,7 +73,7 @@ def run_attempts(
                     break
             print(f"{text}\ntowers: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
-        return error.code, f"towers: {error}"
+        return code or error.code, f"towers: {error}"  # a tower's of this worker, where one has failed
     except StartupError as error:
         if isinstance(rendezvous, ChiefRendezvous):
             rendezvous.end(str(error), 1, given_up=True)
@@ -83,7 +82,7 @@ def run_attempts(
     if against:
         text, end = f"{text}\ntowers: not started again: {against}", f"{end}; not started again: {against}"
     if isinstance(rendezvous, ChiefRendezvous):
-        rendezvous.end(end, abs(code), given_up=bool(against))
+        rendezvous.end(end, code if code >= 0 else 128 - code, given_up=bool(against))
     return code, text
 
 
@@ -122,13 +121,7 @@ class RestartableAttempt(Attempt):
         super().__init__(directory, number, broadcast=broadcast, groups=True)
         self._rendezvous = rendezvous
         self._stopped = Deadline(job.collective_seconds + _STOP_GRACE, longest=1.0)  # since no tower was
-
-    def wait(self, seconds: float = math.inf) -> None:
-        deadline = Deadline(seconds)
-        wait_until(lambda: self._is_over() or self.broadcast.joins or self._has_lost_worker(), seconds)
-        if self.broadcast.joins and self.restores:
-            self.send(signal.SIGTERM)
-        super().wait(deadline.remaining())
+        self._told_to_save = False
 
     def end(self, number: int = signal.SIGTERM, *, save: bool = True) -> None:
         """See [Note: no last words]."""
@@ -142,7 +135,12 @@ class RestartableAttempt(Attempt):
             print(text, file=sys.stderr, flush=True)
             for tower in stopped:
                 os.kill(self.processes[tower], signal.SIGKILL)
-        return super()._is_over()
+        if self.broadcast.joins and not self._told_to_save:
+            statuses = [self.status_of(tower) for tower in self.processes]
+            if all(status is not None and status.restores for status in statuses):
+                self._told_to_save = True
+                self.send(signal.SIGTERM)
+        return super()._is_over() or self._has_lost_worker()
 
     def _has_lost_worker(self) -> bool:
         """Whether the agent of another worker is lost, as the chief knows; else whether the chief's is."""

@@ -85,7 +85,8 @@ class WorkersRendezvous(Rendezvous):
             names = [job.addresses[member] for member in self.members]
             worker = dataclasses.replace(self._worker, index=info.rank, names=names, seconds=seconds)
             try:
-                message = {"addresses": list(job.addresses), "origin": job.origin, "lifeline": self._lifeline_name}
+                given = {"addresses": list(job.addresses), "origin": job.origin, "restarts": bool(job.restarts)}
+                message = {**given, "lifeline": self._lifeline_name}
                 worker.handshake(info.store, message, compare_clusters, self.lost)
             except StartupError as error:
                 raise StartupError(f"{error}; {self._doubt}") if self._doubt else error from None
@@ -111,4 +112,7 @@ def compare_clusters(index: int, message: Message, other: int, reference: Messag
     for i, (a, b) in enumerate(zip(addresses, others, strict=True)):
         if canonical_address(a) != canonical_address(b):
             return f"{text}the address of worker {i} is {a} for worker {index} and {b} for worker {other}"
+    if message["restarts"] != reference["restarts"]:
+        starts, ends = (index, other) if message["restarts"] else (other, index)
+        return f"worker {starts} was given restarts, worker {ends} none: start all workers with the same options"
     return None
