@@ -160,7 +160,9 @@ def _inspect(path: str) -> int:
     from mirrored.checkpoint.table import inspect
 
     try:
-        print(inspect(path))
+        print(inspect(path), flush=True)
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except CheckpointError as error:
         print(f"mirrored: {error}", file=sys.stderr)
         return 1

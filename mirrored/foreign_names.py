@@ -7,6 +7,9 @@ from __future__ import annotations
 
 _OPTIONS = "communication=mirrored.CommunicationOptions(implementation=…, algorithm=…) of the strategy"
 _ITSELF = "the strategy has its methods itself: reduce, gather, run, distribute_dataset"
+_PREPARED = "model and optimizer in strategy.scope(), data by strategy.distribute_dataset(…)"
+_CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), …) after backward(), when gradients are averaged"
+_SAVE = "mirrored.CheckpointManager(strategy, folder, {…}); torch.save under `if strategy.is_chief:`"
 _EPOCHS = "iterating again is the next epoch, in a new order of (seed, epoch); nothing has to be set"
 
 _INSTEAD = {
@@ -20,6 +23,8 @@ _INSTEAD = {
         "DistributedDataParallel": "no wrapper: create the model in strategy.scope(), or strategy.mirror(model)",
         "DistributedSampler": "strategy.distribute_dataset(dataset, global_batch_size)",
         "init_process_group": "the strategy makes it",
+        "keras": "import mirrored.keras, before keras",
+        "lightning": "import mirrored.lightning",
     },
     "Strategy": {
         "extended": _ITSELF,
@@ -27,12 +32,32 @@ _INSTEAD = {
         "local_rank": "strategy.topology.local_index; strategy.device is this tower's device",
         "world_size": "strategy.num_replicas_in_sync",
         "num_towers": "strategy.num_replicas_in_sync",
+        "process_index": "strategy.topology.index",
+        "global_rank": "strategy.topology.index",
+        "num_processes": "strategy.num_replicas_in_sync",
         "is_main_process": "strategy.is_chief",
+        "is_global_zero": "strategy.is_chief",
+        "is_local_main_process": "strategy.topology.local_index == 0",
         "experimental_run_v2": "strategy.run(fn, args=(…))",
         "experimental_run": "for batch in dataset: strategy.run(fn, args=(batch,))",
         "make_dataset_iterator": "for batch in strategy.distribute_dataset(…)",
         "experimental_make_numpy_dataset": "strategy.distribute_dataset((inputs, labels), global_batch_size)",
-        "prepare": "model and optimizer in strategy.scope(), data by strategy.distribute_dataset(…)",
+        "prepare": _PREPARED,
+        "setup": _PREPARED,
+        "setup_dataloaders": "strategy.distribute_dataset(loader), whose batch size is the global one",
+        "all_reduce": 'strategy.reduce("sum", value); inside run, differentiable, get_replica_context().all_reduce',
+        "all_gather": "strategy.gather(value); inside run, differentiable, get_replica_context().all_gather",
+        "gather_for_metrics": "strategy.gather(value), where there is nothing to drop",
+        "broadcast": "torch.distributed.broadcast; what is created in strategy.scope() is broadcast already",
+        "accumulate": "strategy.no_sync() around every backward but the last one before optimizer.step()",
+        "no_backward_sync": "strategy.no_sync()",
+        "autocast": "torch.autocast(strategy.device.type, torch.bfloat16)",
+        "clip_grad_norm_": _CLIP,
+        "clip_gradients": _CLIP,
+        "save": _SAVE,
+        "save_state": _SAVE,
+        "load": _SAVE,
+        "load_state": _SAVE,
         "unwrap": "the model is not wrapped",
         "unwrap_model": "the model is not wrapped",
         "wait_for_everyone": "strategy.barrier()",

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from mirrored.context import ReplicaContext, require_replica_context
 from towers.collectives.agreement import announce
+from towers.mirroring.fingerprint import fingerprints
+from towers.system import tree as trees
 from towers.system.host_copy import on_device
 
 
@@ -300,20 +302,37 @@ def global_count(local: int, replica: ReplicaContext, what: str = "the loss", ba
 
 def _count_together(local: int, replica: ReplicaContext) -> int:
     """The sum of all towers' numbers of examples, where no distributed batch knows it."""
-    strategy = replica.strategy
-    if strategy.num_replicas_in_sync == 1:
+    if replica.strategy.num_replicas_in_sync == 1:
         return local
-    strategy.say_once(
-        "compute_average_loss got no batch from strategy.distribute_dataset, so in every step the towers add up how "
-        "many examples they have, in a small collective: global_batch_size= or strategy.distribute_dataset saves it. "
-        "A DataLoader that is not distributed gives every tower all of its examples"
-    )
     return int(_add_up(torch.tensor(local, device="cpu")))
 
 
 @_operator("mirrored::add_up_examples")  # type: ignore[untyped-decorator]
 def _add_up(local: Tensor) -> Tensor:
     """An operator for the same reason as :func:`_sum_over_towers`."""
-    comm = require_replica_context("compute_average_loss").strategy.communicator
+    replica = require_replica_context("compute_average_loss")
+    comm, known = replica.strategy.communicator, replica.strategy.known_shares
     counts = announce(comm, "compute_average_loss without a distributed batch", int(local))
+    if not known.compared_examples:
+        known.compared_examples = True
+        _say_whether_shared_out(int(local), replica)
     return torch.tensor(sum(counts), device="cpu")
+
+
+def _say_whether_shared_out(local: int, replica: ReplicaContext) -> None:
+    """Say once what losses of no distributed batch cost, or that all towers were given the same examples."""
+    strategy = replica.strategy
+    tensors = [leaf.detach() for leaf in trees.leaves(replica.arguments) if isinstance(leaf, Tensor)]
+    batch = [x.cpu() for x in tensors if x.shape[:1] == (local,) and x.layout == torch.strided]
+    examples = announce(strategy.communicator, "the examples of compute_average_loss", fingerprints(batch).tolist())
+    if local and batch and all(other == examples[0] for other in examples):
+        strategy.say_once(
+            f"all {len(examples)} towers were given the same {local} examples in their first step, and train what one "
+            "tower would: a DataLoader that is not distributed gives every tower all of its examples. Loop over "
+            "strategy.distribute_dataset(loader) in its place; the loader's batch size is then the global one"
+        )
+    else:
+        strategy.say_once(
+            "compute_average_loss got no batch from strategy.distribute_dataset, so in every step the towers add up "
+            "how many examples they have, in a small collective: global_batch_size= or distribute_dataset saves it"
+        )

@@ -25,7 +25,10 @@ def operation_name(op: object) -> str:
 
     Raises:
         ValueError: there is no such operation.
+        TypeError: it is another value.
     """
+    if not isinstance(getattr(op, "name", op), str):
+        raise TypeError(f'the operation is a {type(op).__name__}, but comes first, as text: reduce("sum", value)')
     name = str(getattr(op, "name", op)).lower()
     name = _ALIASES.get(name, name)
     if name not in OPERATIONS:

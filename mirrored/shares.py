@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -136,12 +136,16 @@ class KnownShares:
 
     Attributes:
         in_hand: the share of the newest batch of each loop over distributed data.
+        compared_examples: whether towers without a distributed batch have compared what they were given.
+        shuffled: the seeds with which each object's examples are shuffled, by :func:`distribute`.
     """
 
     def __init__(self) -> None:
         self._shares = WeakIdKeyDictionary()
         self._stand_ins = WeakIdKeyDictionary()
         self.in_hand = Newest[Share]()
+        self.compared_examples = False
+        self.shuffled: MutableMapping[object, set[int]] = WeakIdKeyDictionary()
 
     def add(self, batch: Any, share: Share) -> None:
         """Remember the share for every tensor, array and other object in ``batch``."""

@@ -96,6 +96,8 @@ class CheckpointManager:
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
         disk: Disk | None = None,
     ) -> None:
+        if not isinstance(objects, Mapping):
+            raise TypeError(f"objects is a {type(objects).__name__}, but must be a dict by name: {{'model': model, …}}")
         _check_number("keep", keep, 2)
         if every_steps is not None:
             _check_number("every_steps", every_steps, 1)
@@ -227,7 +229,11 @@ class CheckpointManager:
         self._reminds_of_data = False
         if self._reminds_of_gradients and self._strategy.engine.averager.unsynced():
             self._reminds_of_gradients = False
-            log.warning("gradients of no_sync() are not saved: save after the step that uses them")
+            log.warning(
+                "step %d is saved without the gradients that no_sync() has accumulated, so a run that goes on from it "
+                "loses them: call CheckpointManager.step() only where optimizer.step() was called",
+                self.steps,
+            )
 
     @contextlib.contextmanager
     def resume(self) -> Iterator[Restored | None]:

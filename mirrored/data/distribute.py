@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from mirrored.data.dataset import DistributedDataset, MapDataset
-from mirrored.data.examples import as_slices
+from mirrored.data.examples import Slices, as_slices, refuse_columns
 from mirrored.data.order import Order, is_plain, is_ready_made
 from mirrored.shares import Distribution
 from towers.system.log import get_logger
@@ -59,6 +59,8 @@ def distribute(
         if shuffle:
             raise ValueError("an IterableDataset has an order of its own: shuffle inside it")
     else:
+        if isinstance(dataset, list) and collate_fn is None and global_batch_size != 1:
+            refuse_columns(dataset)
         dataset = as_slices(dataset)
         if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
@@ -116,6 +118,8 @@ def _from_loader(
     if sampler is not None:
         settings["sampler"] = type(sampler).__name__
     _say_if_small(distribution, settings, f"{type(loader.dataset).__name__}, {examples} examples")
+    if shuffle:
+        _say_if_again(distribution, loader.dataset, seed)
     return MapDataset(distribution, loader, order, seed, settings)
 
 
@@ -134,6 +138,19 @@ def _check_batch_size(size: object) -> None:
         raise ValueError("global_batch_size is missing: how many examples all towers together take in a step")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"global_batch_size is {size!r}, but must be a whole number from 1")
+
+
+def _say_if_again(distribution: Distribution, dataset: Any, seed: int) -> None:
+    """Say that data which are distributed anew, as in each epoch, begin with the order of the first epoch again."""
+    shuffled = distribution.known.shuffled
+    owner = next(iter(dataset.leaves())) if isinstance(dataset, Slices) else dataset
+    with contextlib.suppress(TypeError):  # a list takes no weak reference
+        if seed in shuffled.get(owner, ()) and distribution.comm.index == 0:
+            log.warning(
+                "distribute_dataset(…, shuffle=True) was called again for the same data, whose order is that of the "
+                "first epoch again: for a new order in each epoch call it once, before the loop over the epochs"
+            )
+        shuffled.setdefault(owner, set()).add(seed)
 
 
 def _say_if_small(distribution: Distribution, settings: dict[str, object], dataset: str) -> None:

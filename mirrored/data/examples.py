@@ -45,6 +45,10 @@ class Slices:
     def __len__(self) -> int:
         return self._length
 
+    def leaves(self) -> Iterator[Any]:
+        """The arrays."""
+        return trees.leaves(self._arrays)
+
     def __getitem__(self, index: int) -> Any:
         return trees.map_leaves(lambda array: array[index], self._arrays)
 
@@ -55,6 +59,20 @@ def as_slices(dataset: Any) -> Any:
         return dataset
     has_arrays = any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in trees.leaves(dataset))
     return Slices(dataset) if has_arrays else dataset
+
+
+def refuse_columns(dataset: list[Any]) -> None:
+    """Refuse a list of whole arrays (inputs, labels) that are to be collated, as if each were an example.
+
+    Raises:
+        ValueError: the first two are arrays of one length and of different shapes.
+    """
+    first = [tuple(entry.shape) for entry in dataset[:2] if is_array(entry) and entry.ndim]
+    if len(first) == 2 and first[0][0] == first[1][0] and first[0] != first[1]:
+        raise ValueError(
+            f"a list holds one example in each entry, but these have the shapes {first[0]} and {first[1]}: where they "
+            "have the examples as their first dimension, give a tuple of them"
+        )
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

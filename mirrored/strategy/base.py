@@ -320,7 +320,10 @@ class Strategy(Records):
 
     # -- data --------------------------------------------------------------------------------------------
 
-    @instead_of(options="distribute_dataset(dataset, global_batch_size) needs none")
+    @instead_of(
+        options="distribute_dataset(dataset, global_batch_size) needs none",
+        batch_size="global_batch_size=, of all towers together",
+    )
     def distribute_dataset(
         self,
         dataset: Any,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +23,7 @@ from mirrored.checkpoint.table import inspect
 from tests.support.checkpoints import manager_of
 from tests.support.children import in_a_child
 from tests.support.hostile_checkpoints import forge, forge_manifest
+from tests.support.waiting import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +45,15 @@ def restore(folder: pathlib.Path, name: str, **more: Any) -> mirrored.Checkpoint
     manager = manager_of(folder, {"model": nn.Linear(2, 2), **more})
     manager.restore(name)
     return manager
+
+
+def test_a_reader_that_has_seen_enough(folder: pathlib.Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        command = [sys.executable, "-m", "mirrored", "checkpoint", "inspect", str(folder)]
+        result = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=HANG)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_what_cannot_be_printed_is_not(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from mirrored import TorchrunClusterResolver
 from tests.support.clusters import free_port, start_agent, torchrun_variables
 from tests.support.commands import run_script, start_script
-from tests.support.handshakes import KEYS, TOKEN, TOWER, both_meet, join, meet, serve, together
+from tests.support.handshakes import KEYS, TOKEN, TOWER, both_meet, join, meet, serve, together, tower
 from tests.support.jobs import ROOT, end_of, run_program, start_program
 from tests.support.sockets import family, listening
 from tests.support.waiting import HANG
@@ -151,6 +151,22 @@ def test_a_tower_that_does_not_come_is_missing_whatever_is_stored_in_its_place(s
         meet(store, 0, seconds=0.0)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
+
+
+def test_who_is_waited_for_is_said_while_there_is_time_to_start_it(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(participant, "_SILENT_SECONDS", 0.0)
+    with pytest.raises(StartupError):
+        meet(store, 0, seconds=0.1)
+    assert capsys.readouterr().err == "towers: tower 0 waits for tower 1 (rank 1), for at most 0 s in all\n"
+    port = free_port()
+    with pytest.raises(StartupError):
+        tower(1, port=port, seconds=1.0).open_store()
+    assert capsys.readouterr().err == (
+        f"towers: tower 1 waits for the chief (tower 0) at 127.0.0.1:{port} (from a test), which does not answer yet, "
+        "for at most 1 s in all\n"
+    )
 
 
 def test_a_result_reaches_all_though_an_unauthenticated_peer_has_taken_its_key(store: TCPStore) -> None:

@@ -118,11 +118,46 @@ def test_pipelines_of_different_lengths_are_agreed_on() -> None:
     assert towers(different_lengths, "pipeline") == [[[0], [], []], [[10], [11], [12]]]
 
 
+def losses_of_data_that_are_not_distributed(strategy: mirrored.Strategy) -> list[str]:
+    """What is said of towers with the same examples, and then of towers with their own."""
+    records = Records()
+    logging.getLogger("mirrored").addHandler(records)
+    for tower in (0, strategy.topology.index):
+        x = torch.arange(3.0) + tower
+        for _ in range(2):
+            strategy.run(lambda batch: mirrored.compute_average_loss(batch["x"] + torch.rand(3)), args=({"x": x},))
+        strategy.known_shares.compared_examples = False
+    return records.messages
+
+
+@pytest.mark.row(79)
+def test_towers_that_were_given_the_same_examples() -> None:
+    (same, own), others = towers(losses_of_data_that_are_not_distributed)
+    assert same.startswith("all 2 towers were given the same 3 examples in their first step")
+    assert own.startswith("compute_average_loss got no batch from strategy.distribute_dataset")
+    assert others == []
+
+
+@pytest.mark.row(80)
+def test_data_that_are_shuffled_anew_for_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    strategy, rows = mirrored.OneDeviceStrategy("cpu"), torch.arange(4)
+    for _ in range(2):  # each said once, as the first epoch of the second begins like that of the first
+        assert strategy.distribute_dataset((rows, rows), 2, shuffle=True)
+        assert strategy.distribute_dataset(rows.clone(), 2, shuffle=True)
+        assert strategy.distribute_dataset(rows, 2)
+    for seed in range(2):
+        assert strategy.distribute_dataset(rows, 2, shuffle=True, seed=7 + seed)
+    assert [text.partition(" for the same data")[0] for text in caplog.messages] == [
+        "distribute_dataset(…, shuffle=True) was called again"
+    ]
+
+
 def test_data_that_cannot_be_distributed() -> None:
     strategy = mirrored.OneDeviceStrategy()
     twice = DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0))
     for arguments, options, error, words in (
         ((range(3),), {}, ValueError, "global_batch_size is missing"),
+        (([torch.ones(4, 2), torch.ones(4)], 2), {}, ValueError, r"shapes \(4, 2\) and \(4,\).*: .* give a tuple"),
         ((range(3), 0), {}, ValueError, "global_batch_size is 0, but must be a whole number from 1"),
         ((iter([1]), 2), {}, TypeError, "no __getitem__ and __len__.*distribute_datasets_from_function"),
         ((Streamed(range(3)), 2), {"shuffle": True}, ValueError, "an order of its own: shuffle inside it"),

@@ -26,6 +26,8 @@ def a_dataset() -> mirrored.DistributedDataset:
         (mirrored.OneDeviceStrategy, "world_size", r"strategy\.num_replicas_in_sync"),
         (mirrored.OneDeviceStrategy, "wait_for_everyone", r"strategy\.barrier\(\)$"),
         (mirrored.OneDeviceStrategy, "unwrap_model", "the model is not wrapped"),
+        (mirrored.OneDeviceStrategy, "setup_dataloaders", r"strategy\.distribute_dataset\(loader\)"),
+        (mirrored.OneDeviceStrategy, "clip_gradients", r"torch\.nn\.utils\.clip_grad_norm_\(.* after backward\(\)"),
         (a_dataset, "set_epoch", "iterating again is the next epoch"),
         (a_dataset, "sampler", "iterating again is the next epoch"),
         (lambda: mirrored, "experimental", ".*without experimental_"),

@@ -108,6 +108,12 @@ def in_replica(call: Callable[[mirrored.ReplicaContext], Any]) -> Callable[[], A
          "Strategy.distribute_datasets_from_function() has no argument dataset_fn: fn="),
         (lambda: mirrored.OneDeviceStrategy().experimental_distribute_values_from_function(value_fn=list),
          "Strategy.distribute_values_from_function() has no argument value_fn: fn="),
+        (lambda: mirrored.OneDeviceStrategy().reduce(X, "sum"),
+         'the operation is a Tensor, but comes first, as text: reduce("sum", value)'),
+        (lambda: mirrored.OneDeviceStrategy().distribute_dataset(X, batch_size=2),
+         "Strategy.distribute_dataset() has no argument batch_size: global_batch_size="),
+        (lambda: mirrored.CheckpointManager(mirrored.OneDeviceStrategy(), {}, "results"),
+         "objects is a str, but must be a dict by name: {'model': model, …}"),
         (in_replica(lambda c: c.all_reduce(reduce_op="sum", value=1.0)),
          'ReplicaContext.all_reduce() has no argument reduce_op: all_reduce("sum", value)'),
         (in_replica(lambda c: c.all_reduce("sum", 1.0, Options())),
@@ -116,7 +122,7 @@ def in_replica(call: Callable[[mirrored.ReplicaContext], Any]) -> Callable[[], A
         (in_replica(lambda c: c.merge_call(merge_fn=print)), "merge_call() has no argument merge_fn: fn="),
     ],
 )  # fmt: skip
-def test_arguments_by_the_names_of_tensorflow(call: Callable[[], Any], words: str) -> None:
+def test_arguments_that_are_others_or_elsewhere(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(TypeError, match=re.escape(words)):
         call()
 

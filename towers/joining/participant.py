@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import math
 import socket
 import sys
 import uuid
@@ -39,6 +40,7 @@ Compare = Callable[[int, Message, int, Message], str | None]
 
 _ABSENT = object()
 _NAME_SECONDS = 60.0
+_SILENT_SECONDS = 20.0  # how long a process waits before it says for whom
 
 
 def versions() -> str:
@@ -99,6 +101,7 @@ class Participant:
             self._await_own_name()
             return serve_store(*self.address, self.origin, self.token, others)
         deadline, address, server = Deadline(self.seconds), join_address(*self.address), self.server
+        quiet = Deadline(_SILENT_SECONDS)
         while True:
             try:
                 socket.create_connection(self.address, timeout=2.0).close()
@@ -111,6 +114,9 @@ class Participant:
                         f"{server} did not answer at {address} within {deadline.elapsed():.0f} s "
                         f"({error.strerror or error}); the address comes from {self.origin}: start it, or correct that"
                     ) from None
+                if quiet.has_passed():
+                    self.say_waiting(f"{server} at {address} (from {self.origin}), which does not answer yet")
+                    quiet = Deadline(math.inf)
             clock.sleep(0.1)
         try:
             # Where no store listens, torch's client waits without end, or raises an error that shows its frames.
@@ -138,6 +144,11 @@ class Participant:
                 "left over from another job"
             ) from None
         return store
+
+    def say_waiting(self, whom: str) -> None:
+        """Say on standard error for whom this process waits, and how long it will."""
+        limit = "" if math.isinf(self.seconds) else f", for at most {self.seconds:.0f} s in all"
+        print(f"towers: {self.kind} {self.index} waits for {whom}{limit}", file=sys.stderr, flush=True)
 
     def _await_own_name(self) -> None:
         """Wait until the name at which this process serves the store can be looked up.
@@ -194,7 +205,7 @@ class _Handshake:
 
     def run(self, message: Message) -> list[Message]:
         """All messages in order, once all processes have them."""
-        deadline, pause = Deadline(self._process.seconds), 0.005
+        deadline, quiet, pause = Deadline(self._process.seconds), Deadline(_SILENT_SECONDS), 0.005
         kind, names = self._process.kind, self._process.names
         self._claim(message)
         while True:
@@ -209,6 +220,9 @@ class _Handshake:
                 return self._in_order()
             if lost := self._lost():
                 self._fail_together(lost, StartupError)
+            if self._process.index == 0 and quiet.has_passed():
+                self._process.say_waiting(", ".join(f"{kind} {i} ({names[i]})" for i in missing))
+                quiet = Deadline(math.inf)
             if late:
                 reasons = {i: self._store.rejected.get(self._key(i)) for i in missing}
                 described = ", ".join(
