@@ -134,19 +134,21 @@ def test_where_a_fork_would_not_do_there_is_a_new_python(
     assert run_fork([*words, "word"], tmp_path) == ("False ['word']\n", "", 0)
 
 
-def test_without_its_server_an_agent_starts_a_new_python() -> None:
+def test_without_its_server_an_agent_starts_a_new_python_and_a_fork_ends_with_its_agent() -> None:
+    """The fork has the standard output, so it is waited for as well."""
     program = """
 import os, sys, time
 from towers.launching.fork_server import ForkServer
 
+settings = {"env": os.environ, "stdout": None, "stderr": None, "start_new_session": True}
 server = ForkServer(sys.path)
-process = server.start([sys.executable, "-c", "pass"], env=os.environ, stdout=None, stderr=None, start_new_session=True)
-assert process.wait(600) == 0
-(child,) = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+before = set(open(f"/proc/self/task/{os.getpid()}/children").read().split())
+server.start([sys.executable, "-c", "import time; time.sleep(10_000)"], **settings)
+(child,) = map(int, before)
 os.kill(child, 9)
 os.waitid(os.P_PID, child, os.WEXITED)
-words = [sys.executable, "-c", "import sys; sys.exit('torch' in sys.modules)"]
-process = server.start(words, env=os.environ, stdout=None, stderr=None, start_new_session=True)
+process = server.start([sys.executable, "-c", "import sys; sys.exit('torch' in sys.modules)"], **settings)
 assert process.wait(600) == 0
+os.kill(os.getpid(), 9)
 """
-    run_program(["-c", program], code=0)
+    run_program(["-c", program], code=-signal.SIGKILL)

@@ -6,8 +6,10 @@ import pathlib
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
+from torch.distributed import TCPStore
 
 import mirrored
 from tests.support import shared_memory
@@ -15,7 +17,7 @@ from tests.support.clusters import free_port, free_ports, start_agent
 from tests.support.commands import Command, command_line, run_command, run_script
 from tests.support.patience import PATIENT_AGENTS
 from tests.support.restarts import PROGRAM, Workers
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG, wait_until
 from towers.joining.store import SignedStore, serve_store
 from towers.launching.attempts import _ATTEMPT, _PRESENT, FollowerRendezvous
 from towers.launching.job import Job
@@ -198,6 +200,23 @@ def test_workers_that_were_not_all_given_restarts_are_refused(restarts: tuple[in
         _, errors = agent.communicate()
         assert agent.returncode == 1
         assert errors.startswith(text)
+
+
+def test_a_chief_that_is_told_to_end_while_workers_wait(tmp_path: pathlib.Path) -> None:
+    """Nobody waits for it any longer, and it leaves nothing behind."""
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(3))
+    variables = {PATIENT_AGENTS: "", "TMPDIR": str(tmp_path)}
+    chief, worker = (
+        start_agent(Job(1, index, 3, addresses, restarts=1, min_towers=1), PROGRAM, **variables) for index in range(2)
+    )
+    host, port = addresses[0].split(":")
+    store = TCPStore(host, int(port), None, False, timedelta(seconds=HANG))
+    wait_until(lambda: store.check([f"{_PRESENT}1"]))
+    chief.terminate()
+    assert worker.communicate() == ("", "towers: worker 0 was told to end by SIGTERM\n")
+    assert chief.communicate() == ("", "")
+    assert (chief.returncode, worker.returncode) == (-signal.SIGTERM, 1)
+    assert not list(tmp_path.glob("towers-job-*"))
 
 
 def test_a_worker_waits_as_long_as_the_chief_does() -> None:

@@ -76,13 +76,13 @@ def run(job: Job, program: Sequence[str], path: Sequence[str] | None = None) -> 
     """
     fork_towers(sys.path if path is None else path)
     log.debug("worker %d of %d starts %d towers: %s", job.worker, job.workers, job.towers, shlex.join(program))
+    for number in {each for each in _FORWARDED if signal.getsignal(each) != signal.SIG_IGN}:
+        signal.signal(number, _stop)
     try:
         _set_environment(job)
         code, text = _run(job, program)
     except SignalException as stopped:
         _die_by(stopped.sigval)
-    except KeyboardInterrupt:
-        _die_by(signal.SIGINT)
     except (TowersError, OSError) as error:
         print(f"towers: {error}", file=sys.stderr, flush=True)
         return 1
@@ -250,6 +250,11 @@ class Supervisor(LocalElasticAgent):
         if self._attempt.living():
             self._attempt.end(death_sig, save=False)
         super()._shutdown(death_sig)
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    """Handles a signal to this process while there are no towers, as torch's agent does while there are."""
+    raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
 
 
 def _die_by(number: int) -> NoReturn:

@@ -144,11 +144,6 @@ class Attempt:
             return None
         return ending.si_status if ending.si_code == os.CLD_EXITED else -ending.si_status
 
-    def is_stopped(self, tower: int) -> bool:
-        """Whether a tower that lives, or has just ended, is stopped (SIGSTOP)."""
-        state = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        return state is not None and state.si_code == os.CLD_STOPPED
-
     def living(self) -> list[int]:
         """The towers whose processes still run."""
         return [tower for tower in self.processes if self.exit_code_of(tower) is None]

@@ -104,8 +104,7 @@ class ChiefRendezvous(WorkersRendezvous):
 
     def _present(self, tcp: TCPStore) -> list[int]:
         """This worker, and those that wait for another attempt than the present one and those before."""
-        lost = self._lifelines.lost() if self._lifelines is not None else {}
-        workers = range(1, self._job.workers)
+        lost, workers = self._lost_lifelines(), range(1, self._job.workers)
         return [0, *(worker for worker in workers if self._waits(tcp, worker, self.attempt) not in (None, *lost))]
 
     def _waits(self, tcp: TCPStore, worker: int, after: int) -> str | None:
@@ -114,16 +113,22 @@ class ChiefRendezvous(WorkersRendezvous):
         return message["lifeline"] if message is not None and int(message["after"]) >= after else None
 
     def lost(self) -> str:
-        if self._lifelines is None or self._tcp is None:
-            return ""
-        ends = self._lifelines.lost()
-        signed = SignedStore(self._agents_store(self._tcp), self._token)
-        for place, worker in enumerate(self.members) if ends.keys() - self._gone else ():
-            claim = signed.read(f"worker/{place}")  # another agent may wait for this one's place meanwhile
-            name = claim.get("lifeline") if claim is not None else self._waits(self._tcp, worker, self.attempt - 1)
-            if name in ends and name not in self._gone:
+        ends = {name: end for name, end in self._lost_lifelines().items() if name not in self._gone}
+        for worker, name in self._lifelines_of_members(self._tcp).items() if self._tcp is not None and ends else ():
+            if name in ends:
                 return f"the agent of worker {worker} ({self._job.addresses[worker]}) {ends[name]}"
         return ""
+
+    def _lost_lifelines(self) -> dict[str, str]:
+        return self._lifelines.lost() if self._lifelines is not None else {}
+
+    def _lifelines_of_members(self, tcp: TCPStore) -> dict[int, str | None]:
+        """The names of the lifelines of the present attempt's workers; None of those that have not come."""
+        signed, names = SignedStore(self._agents_store(tcp), self._token), dict[int, str | None]()
+        for place, worker in enumerate(self.members):
+            claim = signed.read(f"worker/{place}")  # another agent may wait for this one's place meanwhile
+            names[worker] = claim.get("lifeline") if claim else self._waits(tcp, worker, self.attempt - 1)
+        return names
 
     def end(self, text: str, code: int, *, given_up: bool) -> None:
         """The job ends: tell the workers that wait for another attempt, and wait until they know.
@@ -135,7 +140,8 @@ class ChiefRendezvous(WorkersRendezvous):
         if (tcp := self._tcp) is not None:
 
             def have_read() -> bool:
-                workers = {*self._present(tcp), *(self.members if given_up else ())} - {0}
+                ended, members = (None, *self._lost_lifelines()), self._lifelines_of_members(tcp) if given_up else {}
+                workers = {*self._present(tcp), *(worker for worker in members if members[worker] not in ended)} - {0}
                 keys = [f"{_ATTEMPT}/read{worker}" for worker in workers]
                 return not keys or tcp.check(keys)
 

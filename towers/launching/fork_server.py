@@ -48,7 +48,7 @@ from towers.system.torch_private import is_in_bad_fork, load_compiler, start_age
 _FORKABLE = ("cuda", "xpu")  # accelerators whose modules do nothing before they are used
 
 _START_SECONDS = 300.0  # in which the server loads torch's compiler and forks
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
+_DEATH_SIGNAL, _SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>
 
 
 def fork_towers(path: Sequence[str]) -> None:
@@ -180,8 +180,9 @@ def _readline(stream: IO[str]) -> str:
 def _become(
     args: list[str], variables: Mapping[str, str], streams: Sequence[str | None], path: Sequence[str]
 ) -> NoReturn:
-    """Run the program to its end."""
+    """Run the program to its end, or to the agent's: no signal of a terminal reaches it."""
     os.setsid()
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     for number, name in enumerate(streams, start=1):
         if name is not None:
             target = os.open(name, os.O_WRONLY | os.O_APPEND)

@@ -15,6 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from torch.distributed.elastic.multiprocessing import SignalException
+
 from towers.errors import StartupError
 from towers.health.failure import EXIT_PREEMPTED
 from towers.health.peers import Status
@@ -74,9 +76,10 @@ def run_attempts(
             print(f"{text}\ntowers: {then}", file=sys.stderr, flush=True)
     except JobEndedError as error:
         return code or error.code, f"towers: {error}"  # a tower's of this worker, where one has failed
-    except StartupError as error:
+    except (StartupError, OSError, SignalException) as error:
         if isinstance(rendezvous, ChiefRendezvous):
-            rendezvous.end(str(error), 1, given_up=True)
+            ended = f"worker 0 was told to end by {error.sigval.name}" if isinstance(error, SignalException) else error
+            rendezvous.end(str(ended), 1, given_up=True)
         raise
     end = _last_line(text) if text else "the job has ended"
     if against:
@@ -128,7 +131,7 @@ class RestartableAttempt(Attempt):
         super().end(signal.SIGKILL if self.restores and not self.preempted else number, save=save)
 
     def _is_over(self) -> bool:
-        if not (stopped := [tower for tower in self.living() if self.is_stopped(tower)]):
+        if not (stopped := [tower for tower in self.living() if self._is_stopped(tower)]):
             self._stopped.restart()
         elif self._stopped.has_passed():
             text = f"towers: {name_towers(stopped)}: stopped (SIGSTOP) for {self._stopped.seconds:.0f} s, and killed"
@@ -150,6 +153,11 @@ class RestartableAttempt(Attempt):
             return False
         self.broadcast.miss(lost)
         return True
+
+    def _is_stopped(self, tower: int) -> bool:
+        """Whether a tower that lives, or has just ended, is stopped (SIGSTOP)."""
+        state = os.waitid(os.P_PID, self.processes[tower], os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        return state is not None and state.si_code == os.CLD_STOPPED
 
     @property
     def step(self) -> int:
