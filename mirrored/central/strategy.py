@@ -35,7 +35,7 @@ class CentralStorageStrategy(MirroredStrategy):
         StartupError: the towers run on several hosts, or cannot share memory.
     """
 
-    _options = functools.partial(TrainingOptions, central=True)
+    _options = staticmethod(functools.partial(TrainingOptions, central=True))
 
     @instead_of(devices="compute_devices=", shard_optimizer="leave it out: each tower updates its part already")
     def __init__(

@@ -33,6 +33,8 @@ from tests.support.patience import PATIENT_AGENTS
 from towers.launching import agent, fork_server, play_cluster
 from towers.system.torch_private import start_agents_processes_by
 
+_kept: list[object] = []  # what has files of the parent: to close them by number would close this process's
+
 
 def fork_towers() -> None:
     """Let the agent, or ``mirrored cluster``, in this process start forks, but where seconds are promised or GPUs are.
@@ -104,7 +106,8 @@ def _forget_the_parent() -> None:
     os.closerange(3, 4096)
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
+        if callable(handler := signal.getsignal(number)):
+            _kept.append(handler)
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which subprocess has restored, and Python ignores
         signal.signal(number, signal.SIG_IGN)
