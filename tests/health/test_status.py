@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 from torch.distributed import FileStore, PrefixStore
 
 import mirrored
+from tests.support.commands import Command
 from tests.support.handshakes import serve, tower
 from tests.support.jobs import towers
+from tests.support.two_hosts import mount_own
 from towers.gradients.pairing import BackwardCounter
 from towers.health import heartbeat
 from towers.health.failure import FailureReport
 from towers.health.status import Health, StatusRecord, record_path
+from towers.topology import STATUS_RECORD
 
 
 def test_a_record_says_where_its_tower_is(tmp_path: pathlib.Path) -> None:
@@ -191,3 +195,18 @@ def test_a_backward_after_an_evaluation_is_told_by_step_and_run() -> None:
             said.append(str(backward))
         health.end_run()
     assert said == ["backward() 1 of step 1", "backward() 1 of step 2 (run 3)"]
+
+
+def _begin_on_a_full_disk(folder: str) -> None:
+    mount_own(b"tmpfs", folder, b"size=4k")
+    pathlib.Path(folder, "full").write_bytes(bytes(4096))
+    os.environ[STATUS_RECORD] = str(record_path(folder, 0))
+    print(Health.of_this_tower("starting").status, StatusRecord.find(folder, 0))
+
+
+def test_a_full_disk_ends_no_tower(tmp_path: pathlib.Path) -> None:
+    command = Command(_begin_on_a_full_disk, str(tmp_path))
+    output, errors = command.communicate()
+    if "PermissionError" in errors:
+        pytest.skip("a small file system needs the right to mount")
+    assert (output, command.returncode) == ("before its first step, starting None\n", 0), errors

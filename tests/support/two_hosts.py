@@ -54,10 +54,21 @@ def enter_host(namespace: str) -> None:
     """Put this process onto a host, as ``ip netns exec`` does."""
     with open(f"/run/netns/{namespace}") as file:
         _call("setns", file.fileno(), _NEWNET)
-    _call("unshare", _NEWNS)
-    _call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
+    _mount_for_itself()
     for own in pathlib.Path("/etc/netns", namespace).glob("*"):
         _call("mount", bytes(own), b"/etc/" + own.name.encode(), None, _MS_BIND, None)
+
+
+def mount_own(kind: bytes, folder: str, options: bytes) -> None:
+    """Mount a file system on a folder, for this process alone."""
+    _mount_for_itself()
+    _call("mount", kind, os.fsencode(folder), kind, 0, options)
+
+
+def _mount_for_itself() -> None:
+    """What this process mounts from here on is there for it and its children only."""
+    _call("unshare", _NEWNS)
+    _call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
 
 
 def enter_container(namespace: str, name: str) -> None:

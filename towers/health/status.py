@@ -68,13 +68,11 @@ class StatusRecord:
             # Never made shorter: an earlier strategy of this process may have it mapped.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
             try:
-                if create:
-                    os.ftruncate(descriptor, _BYTES)
+                if create:  # takes the room that it needs: where a disk is full, writing to a mapping ends the process
+                    os.pwrite(descriptor, bytes(_BYTES - _STATUS_AT), _STATUS_AT)
                 self._memory = mmap.mmap(descriptor, _BYTES)
             finally:
                 os.close(descriptor)
-            if create:
-                self._memory[_STATUS_AT:] = bytes(_BYTES - _STATUS_AT)
         if create or path is None:
             self.beat()
 
