@@ -19,17 +19,14 @@ from typing import Any
 from weakref import ref
 
 from mirrored.parameter_server.errors import ServerLostError
-from mirrored.parameter_server.server import NotYet
 from mirrored.parameter_server.servers import ActorLostError
 from mirrored.parameter_server.strategy import ParameterServerStrategy, PerWorkerDataset
 from towers.system import tree as trees
 from towers.system.log import get_logger
-from towers.system.timeouts import clock
 
 log = get_logger("mirrored")
 
 _MOST_LOST = 5  # workers in turn, by one call
-_PAUSE = 0.1  # seconds
 
 
 class RemoteValue:
@@ -82,7 +79,6 @@ class ClusterCoordinator:
         self._changed = Condition()
         self._queue: deque[_Call] = deque()
         self._running = 0
-        self._waiting: set[int] = set()  # workers that wait for others' gradients
         self._error: BaseException | None = None
         shared = self._changed, self._queue
         reference = strategy.coordinator = ref(self, functools.partial(_abandon, *shared))
@@ -101,12 +97,11 @@ class ClusterCoordinator:
         Raises:
             TypeError: something in it cannot be pickled.
         """
-        self._raise_error()
         if any(isinstance(leaf, RemoteValue) for leaf in trees.leaves((args, kwargs or {}))):
             raise TypeError("a RemoteValue cannot be an argument of schedule(); give what its fetch() returns")
-        pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
         with self._changed:
             self._raise_error()
+            pickled = self.strategy.prepare(fn, tuple(args), dict(kwargs or {}))
             self._queue.append((value := RemoteValue(), pickled))
             self._changed.notify_all()
         return value
@@ -142,7 +137,8 @@ class ClusterCoordinator:
             What ``iter()`` makes an argument for :meth:`schedule` of; there it is each worker's own iterator. Another
             ``iter()`` is another iterator, from the beginning.
         """
-        return self.strategy.add_pipeline(dataset_fn)
+        with self._changed:
+            return self.strategy.add_pipeline(dataset_fn)
 
     def _is_done(self) -> bool:
         return not self._queue and not self._running
@@ -159,38 +155,35 @@ class ClusterCoordinator:
     # -- one thread for each worker ----------------------------------------------------------------------
 
     def _compute(self, index: int, value: RemoteValue, pickled: bytes) -> None:
-        with self._changed:
-            if all_wait := len(self._waiting) == self.strategy.workers:
-                self._waiting.clear()
         error: BaseException | None = None
         try:
-            if all_wait:
-                self.strategy.flush()
-            value._future.set_result(self.strategy.call(index, pickled))
+            value._future.set_result(self.strategy.call(index, pickled, self._step_if_all_wait))
         except ActorLostError as lost:
             value._lost += 1
-            text = f"{value._lost} workers were lost in turn while they computed one scheduled function: {lost}"
-            error = RuntimeError(text) if value._lost == _MOST_LOST else NotYet()
+            if value._lost == _MOST_LOST:
+                error = RuntimeError(f"{_MOST_LOST} workers were lost in turn in one scheduled function: {lost}")
             log.warning("worker %d (%s) was lost, and is started again", index, lost)
         except BaseException as raised:
             error = raised.with_traceback(None)  # which would keep the coordinator; the worker's is its cause
         with self._changed:
             self._running -= 1
-            if again := isinstance(error, NotYet):
-                self._waiting.add(index)
+            if error is not None:
+                value._future.set_exception(error)
+                if self._error is None or isinstance(error, ServerLostError):
+                    self._error = error
+            elif not value._future.done():
                 self._queue.appendleft((value, pickled))
-            else:
-                self._waiting.clear()
-                if error is not None:
-                    value._future.set_exception(error)
-                    if self._error is None or isinstance(error, ServerLostError):
-                        self._error = error
             if self._error is not None:
                 _cancel_all(self._queue, "another function that was scheduled has raised")
             self._changed.notify_all()
-        if again or value._lost == _MOST_LOST:
-            clock.sleep(_PAUSE)  # so that another worker takes it, whose gradient is awaited
+        if value._lost:
             self.strategy.await_worker(index)
+
+    def _step_if_all_wait(self) -> None:
+        """Let servers step with fewer gradients where every call waits for others, and no worker could take another."""
+        with self._changed:
+            most = self.strategy.workers if self._queue else self._running
+        self.strategy.flush(most)
 
 
 def _serve(changed: Condition, queue: deque[Any], reference: ref[ClusterCoordinator], index: int) -> None:

@@ -79,11 +79,10 @@ class Cluster:
             self.origin = f"python with {resolver.origin}"
             os.environ["RAY_GCS_SERVER_PORT"] = str(split_address(chief)[1])
             _start_ray(_node_ip_address=_ip_of(chief), _system_config=_HEALTH)
-            wait_until(lambda: not self._missing(), timeout, pause=0.2)
-            if missing := self._missing():
+            if not wait_until(lambda: not self._missing(), timeout, pause=0.2):
                 raise StartupError(
-                    f"{', '.join(missing)} did not come within {timeout:.0f} s: start the script there, too, with the "
-                    "same TF_CONFIG but for its own task, or see there why it has ended"
+                    f"{', '.join(self._missing())} did not come within {timeout:.0f} s: start the script there, too, "
+                    "with the same TF_CONFIG but for its own task, or see there why it has ended"
                 )
         elif "RAY_ADDRESS" in os.environ:
             self.origin = f"the Ray cluster at {os.environ['RAY_ADDRESS']}"
@@ -127,8 +126,7 @@ def _share_secret(resolver: ClusterResolver) -> None:
 
 def _become_node(task: str, address: str, chief: str, timeout: float) -> NoReturn:
     """See [Note: tasks are nodes]."""
-    wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5)
-    if not machine.answers(*split_address(chief)):
+    if not wait_until(lambda: machine.answers(*split_address(chief)), timeout, pause=0.5):
         raise StartupError(f"the chief did not come to {chief} within {timeout:.0f} s: {task} at {address} ends")
     options = [f"--address={chief}", f"--node-manager-port={split_address(address)[1]}", "--block"]
     options += [f"--node-ip-address={ip}" for ip in [_ip_of(address)] if ip]

@@ -24,6 +24,7 @@ from mirrored.parameter_server.layout import Part, PlacedVariable, Values
 from mirrored.parameter_server.references import Reference
 from mirrored.parameter_server.server import Settings
 from mirrored.parameter_server.servers import Servers
+from towers.system.torch_private import count_as_stepped, disable_dynamo
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 
@@ -37,7 +38,7 @@ class Replica:
 
     Args:
         servers: where they are.
-        publishes: whether what the script writes to variables is assigned on the servers: the chief's is.
+        worker: the index of the worker that this process is; None: the chief's, whose writes are assigned on servers.
 
     Attributes:
         variables, tensors: what they are, and this process's copies.
@@ -46,19 +47,19 @@ class Replica:
         optimizers: whose steps are pushed.
     """
 
-    def __init__(self, servers: Servers, publishes: bool = False) -> None:
+    def __init__(self, servers: Servers, worker: int | None = None) -> None:
         self._servers = servers
-        self._publishes = publishes
+        self._worker = worker
         self.variables: list[PlacedVariable] = []
         servers.variables = self.variables
         self.tensors: list[Tensor] = []
         self.references: dict[int, Reference] = {}
         self.modules: list[nn.Module] = []
         self._known: dict[Part, int] = {}  # versions
+        self._places: list[tuple[nn.Module, str, Tensor]] = []  # the attributes of modules that are variables
         self._noted: list[int] = []  # torch's versions of the tensors, after the last pull or assignment
-        self._buffers: dict[int, Tensor] = {}  # as they were pulled
+        self._buffers: dict[int, Tensor] = {}  # as they were pulled by a worker
         self._steps: list[dict[int, int]] = [{} for _ in servers.actors]  # of each optimizer, when they were pulled
-        self._pushed: dict[int, list[int]] = {}  # of each optimizer, those that its last push was made at
         self._sent: list[dict[int, Any]] = []  # what servers have not answered yet
         self.optimizers: list[Optimizer] = []
         self._age = 0  # how often others may have changed variables
@@ -74,17 +75,20 @@ class Replica:
         self.variables += variables
         self.tensors += tensors
         self._known |= {part: 0 for variable in variables if not variable.table for part in variable.parts}
-        self._noted += [-1 if self._publishes else tensor._version for tensor in tensors]
+        self._noted += [-1 if self._worker is None else tensor._version for tensor in tensors]
 
     def watch(self, models: Iterable[nn.Module]) -> None:
         """Pull before a model's forward, rows before a table's, and all before a ``state_dict()`` on the chief."""
         for model in models:
-            model.register_forward_pre_hook(self.refresh)
             for layer in model.modules():
                 self.references[id(layer)] = ("module", len(self.modules))
                 self.modules.append(layer)
-                if self._publishes:
+                if self._worker is None:
                     layer.register_state_dict_pre_hook(self.pull_all)
+                if layer is model or self._worker is not None:  # a function may call a part of a model only
+                    layer.register_forward_pre_hook(self.refresh)
+                tensors = *layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)
+                self._places += [(layer, name, tensor) for name, tensor in tensors]
                 if isinstance(layer, TABLES) and self.variables[self.references[id(layer.weight)][1]].table:
                     layer.register_forward_pre_hook(self._pull_rows, with_kwargs=True)
 
@@ -103,7 +107,7 @@ class Replica:
         for module, trains in zip(self.modules, training, strict=False):
             module.training = trains
         for tensor, requires_grad in zip(self.tensors, trainable, strict=False):
-            tensor.requires_grad_(requires_grad)
+            tensor.requires_grad_(requires_grad).grad = None
 
     # -- values ------------------------------------------------------------------------------------------
 
@@ -111,27 +115,25 @@ class Replica:
         """Pull again when variables are used next: others may have changed them."""
         self._age += 1
 
+    @disable_dynamo
     def refresh(self, *_: object) -> None:
-        """Pull what has changed, but for tables.
-
-        Raises:
-            NotYet: see there; servers wait a second for it.
-        """
-        if self._publishes:
+        """Pull what has changed, but for tables; in synchronous training when others have given their gradients."""
+        if self._worker is None:
             self.assign(self.written())
-        else:
-            self.add_buffers()
         if self._pulled == (age := self._age):  # another thread may expire it while this one asks
             return
+        self.add_buffers()
         self.settle()
-        answers = self._servers.ask("pull", self._known, self._pushed, to_all=True)
+        answers = self._servers.ask("pull", self._known, self._worker, to_all=True)
         for server, (changed, versions, steps) in answers.items():
             self._steps[server] = steps
             self._known |= versions
             self._take(changed)
         self._pulled = age
 
+    @disable_dynamo
     def _pull_rows(self, table: nn.Module, args: Any, kwargs: Any) -> None:
+        self.refresh()  # on the chief, which may call a table alone after it has written to it
         rows = torch.unique(args[0] if args else kwargs["input"]).long()
         weight: Any = table.weight
         wanted = Values()
@@ -150,13 +152,13 @@ class Replica:
             return
         for variable in self.variables:  # one after the other: they are large
             for part in variable.parts if variable.table else ():
-                self._take(self._servers.ask("pull", {part: 0}, {})[part.server][0])
+                self._take(self._servers.ask("pull", {part: 0}, None)[part.server][0])
         self._tables_pulled = age
 
     def _take(self, values: Values) -> None:
         for part, value in values.items():
             part.of(self.tensors[part.variable].data).copy_(value)
-            if not self.variables[part.variable].trained:
+            if self._worker is not None and not self.variables[part.variable].trained:
                 self._buffers[part.variable] = value
 
     def settle(self) -> None:
@@ -175,6 +177,13 @@ class Replica:
     def written(self) -> list[int]:
         """The variables that were written to since :meth:`assign` or :meth:`add`, other than by a pull."""
         return [i for i, tensor in enumerate(self.tensors) if tensor._version != self._noted[i]]
+
+    @torch.no_grad()
+    def rebind(self) -> None:
+        """Give variables the values of tensors that are in their places now (``self.count = self.count + 1``)."""
+        for module, name, variable in self._places:
+            if (other := getattr(module, name)) is not variable:
+                setattr(module, name, variable.copy_(other))
 
     def take_back(self) -> str | None:
         """Let the next pull take back what was written to variables here; returns the name of the first of them."""
@@ -214,16 +223,17 @@ class Replica:
 
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign, assignment]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # by workers: a schedule would miss steps here
+        count_as_stepped(optimizer)  # by workers
         self.optimizers.append(optimizer)
         self.expire()  # how many steps it has made is pulled, too
 
     def _push(self, index: int, optimizer: Optimizer) -> None:
+        self.rebind()
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = Values({part: part.of(p.grad) for p in trained for part in self.parts_of(p)})
-        steps = self._pushed[index] = [made[index] for made in self._steps]
+        others = index, settings_of(optimizer), [made[index] for made in self._steps], self._worker
         # A server without gradients counts the step, too.
-        self._sent.append(self._servers.send("push", gradients, index, settings_of(optimizer), steps, to_all=True))
+        self._sent.append(self._servers.send("push", gradients, *others, to_all=True))
         self.expire()
 
     def parts_of(self, tensor: Tensor) -> tuple[Part, ...]:

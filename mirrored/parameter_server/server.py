@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,8 @@ from torch.autograd.graph import increment_version
 from mirrored.parameter_server import references
 from mirrored.parameter_server.layout import Part, Values
 
-_PATIENCE = 1.0  # seconds
-
 Settings = list[dict[str, Any]]
 """What each group of an optimizer has beside its parameters, such as the learning rate."""
-
-
-class NotYet(Exception):
-    """Synchronous training: others have to give their gradients before this process may pull again."""
 
 
 @dataclass
@@ -37,12 +31,12 @@ class _Optimizer:
     """An optimizer over the parts that this server has.
 
     Attributes:
-        waiting: gradients that the next step is the mean of.
+        waiting: gradients that the next step is the mean of, each with the worker that gave it.
         steps: how many it has made.
     """
 
     inner: torch.optim.Optimizer
-    waiting: list[Values]
+    waiting: list[tuple[int | None, Values]]
     steps: int = 0
 
 
@@ -64,7 +58,8 @@ class Server:
         torch.sparse.check_sparse_tensor_invariants.disable()  # what torch's optimizers make; said, it warns of nothing
         self._parts: dict[Part, Tensor] = {}
         self._optimizers: dict[int, _Optimizer] = {}
-        self._stepped = asyncio.Condition()
+        self._stepped = asyncio.Event()  # another one for each step
+        self._waiting = 0  # pulls, for others' gradients
 
     def __repr__(self) -> str:
         """What Ray calls it, in errors that it raises and before what it prints."""
@@ -82,32 +77,23 @@ class Server:
                 difference = difference / self._replicas_to_aggregate
             self._parts[part].add_(difference)
 
-    async def pull(
-        self, known: Mapping[Part, int], pushed: Mapping[int, Sequence[int]]
-    ) -> tuple[Values, dict[Part, int], dict[int, int]]:
+    async def pull(self, known: dict[Part, int], worker: int | None) -> tuple[Values, dict[Part, int], dict[int, int]]:
         """The parts whose versions are not those that are known, their versions (torch's, of the tensors), and how many
         steps each optimizer has made.
 
         Args:
-            pushed: how many steps optimizers had made, on each server, by the parameters of the caller's last push. By
-                now it has to be one more, less the staleness.
-
-        Raises:
-            NotYet: they have not within a second.
+            worker: who asks; without staleness it waits while a step lacks others' gradients beside its own.
         """
-
-        def have_stepped() -> bool:
-            made = (self._optimizers[index].steps - steps[self._index] for index, steps in pushed.items())
-            return all(steps >= 1 - self._staleness for steps in made)
-
-        try:
-            async with self._stepped:
-                await asyncio.wait_for(self._stepped.wait_for(have_stepped), _PATIENCE)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise NotYet from None
+        while worker is not None and self._staleness < 1 and self._has_gradients_of(worker):
+            self._waiting += 1
+            await self._stepped.wait()
+            self._waiting -= 1
         versions = {part: now for part, version in known.items() if (now := self._parts[part]._version) != version}
         changed = Values({part: self._parts[part].clone() for part in versions})  # Ray sends it while others step
         return changed, versions, {index: optimizer.steps for index, optimizer in self._optimizers.items()}
+
+    def _has_gradients_of(self, worker: int) -> bool:
+        return any(giver == worker for optimizer in self._optimizers.values() for giver, _ in optimizer.waiting)
 
     async def rows(self, wanted: Values) -> Values:
         """Rows of tables, numbered from the part's first."""
@@ -126,25 +112,26 @@ class Server:
             group["params"] = [own for i in group["params"] for part, own in self._parts.items() if part.variable == i]
         self._optimizers[index] = _Optimizer(inner, [])
 
-    async def push(self, gradients: Values, index: int, settings: Settings, steps: Sequence[int]) -> None:
+    async def push(
+        self, gradients: Values, index: int, settings: Settings, steps: list[int], worker: int | None
+    ) -> None:
         """Step with the mean of several gradients, when all have come.
 
         Args:
             steps: how many it had made, on each server, when the parameters were pulled.
+            worker: who gives them; None: the chief.
         """
         optimizer = self._optimizers[index]
         for group, changed in zip(optimizer.inner.param_groups, settings, strict=True):
             group.update(changed)
         if optimizer.steps - steps[self._index] <= self._staleness:
-            optimizer.waiting.append(gradients)
+            optimizer.waiting.append((worker, gradients))
         if len(optimizer.waiting) == self._replicas_to_aggregate:
             self._step(optimizer)
-        async with self._stepped:
-            self._stepped.notify_all()
 
     def _step(self, optimizer: _Optimizer) -> None:
         """Step with the mean of the gradients that wait."""
-        gradients, optimizer.waiting = optimizer.waiting, []
+        gradients, optimizer.waiting = [given for _, given in optimizer.waiting], []
         for part in set().union(*gradients):
             total = functools.reduce(operator.add, [given[part] for given in gradients if part in given])
             self._parts[part].grad = total if len(gradients) == 1 else total / len(gradients)
@@ -152,11 +139,13 @@ class Server:
         optimizer.inner.step()
         optimizer.inner.zero_grad()
         optimizer.steps += 1
+        self._stepped.set()
+        self._stepped = asyncio.Event()
 
-    async def flush(self) -> None:
-        """Step with the gradients that wait, though they are fewer."""
+    async def flush(self, waiting: int) -> None:
+        """Step with the gradients that wait, though they are fewer, if so many workers wait for others'."""
         for optimizer in self._optimizers.values():
-            if optimizer.waiting:
+            if optimizer.waiting and self._waiting >= waiting:
                 self._step(optimizer)
 
     async def state(self, index: int) -> dict[Part, dict[str, Any]]:

@@ -78,7 +78,17 @@ class Servers:
         Raises:
             ServerLostError: one has ended.
         """
-        return {index: self._receive(index, answer) for index, answer in sent.items()}
+        answers = {}
+        for index, answer in sent.items():
+            try:
+                answers[index] = result_of(answer, f"parameter server {index}")
+            except ActorLostError as error:
+                raise ServerLostError(
+                    f"parameter server {index} ({error}) has ended, and with it {self._on(index)}. Start "
+                    "again by the same command, which goes on from the newest checkpoint; if nobody has killed it, see "
+                    "to its memory"
+                ) from None
+        return answers
 
     def ask(self, method: str, by_part: dict[Part, Any], *arguments: Any, to_all: bool = False) -> dict[int, Any]:
         """:meth:`send`, and wait for the answers.
@@ -95,16 +105,6 @@ class Servers:
             ServerLostError: one has ended.
         """
         return self.receive({i: getattr(actor, method).remote(*arguments) for i, actor in enumerate(self.actors)})
-
-    def _receive(self, index: int, answer: Any) -> Any:
-        try:
-            return result_of(answer, f"parameter server {index}")
-        except ActorLostError as error:
-            raise ServerLostError(
-                f"parameter server {index} ({error}) has ended, and with it {self._on(index)}. Start "
-                "again by the same command, which goes on from the newest checkpoint; if nobody has killed it, see to "
-                "its memory"
-            ) from None
 
     def _on(self, index: int) -> str:
         parts = [(v.name, part) for v in self.variables for part in v.parts if part.server == index]

@@ -102,9 +102,9 @@ class ParameterServerStrategy(OneDeviceStrategy):
         else:
             workers, servers = _count("worker", workers, resolver, 2), _count("ps", servers, resolver, 1)
             if replicas_to_aggregate is not None and not 1 <= replicas_to_aggregate <= workers:
-                raise ValueError(
-                    f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers} workers"
-                )
+                raise ValueError(f"replicas_to_aggregate is {replicas_to_aggregate}, but must be from 1 to {workers}")
+            if staleness < 0:
+                raise ValueError(f"staleness is {staleness}, but must be 0 or more steps")
             self._cluster = Cluster(resolver, workers + servers, startup_timeout_seconds)
         self.workers = workers
         self.coordinator: Callable[[], Any] = lambda: None  # a weak reference
@@ -116,7 +116,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         rule = () if replicas_to_aggregate is None else (replicas_to_aggregate, staleness)
         self._servers = Servers([self._cluster.start(Server, f"ps:{i}", i, *rule) for i in range(servers)])
         self._workers = [self._start_worker(index) for index in range(workers)]
-        self.replica = Replica(self._servers, publishes=True)
+        self.replica = Replica(self._servers)
         if workers:
             self._servers.ask_all("__ray_ready__")
             ray.get([worker.__ray_ready__.remote() for worker in self._workers])
@@ -142,15 +142,10 @@ class ParameterServerStrategy(OneDeviceStrategy):
 
         Raises:
             TypeError: something in it cannot be pickled.
-            RuntimeError: this is the evaluator.
         """
-        if not self.workers:
-            raise RuntimeError("this is the evaluator, which has no workers: ask mirrored.evaluation.is_evaluator")
         self._place()
         if [module for root in self._roots for module in root.modules()] != self.replica.modules:
-            raise RuntimeError(
-                "a model has got other modules since it was placed: make them before the first schedule()"
-            )
+            raise RuntimeError("a model has got other modules since the first schedule(): make them before it")
         try:
             return references.dump((fn, args, kwargs, self.replica.conditions()), self._reference_of)
         except TypeError as error:
@@ -159,16 +154,20 @@ class ParameterServerStrategy(OneDeviceStrategy):
                 "made is sent as a reference; data come from create_per_worker_dataset"
             ) from None
 
-    def call(self, index: int, pickled: bytes) -> Any:
+    def call(self, index: int, pickled: bytes, meanwhile: Callable[[], None]) -> Any:
         """Let a worker call a function; returns what the function does, with tensors on the CPU.
+
+        Args:
+            meanwhile: is called every second.
 
         Raises:
             ActorLostError: the worker was lost; :meth:`await_worker` starts another one in its place.
-            NotYet: the worker has to wait for others before it may begin.
             BaseException: what the function has raised.
         """
         try:
             result = self._workers[index].call.remote(pickled, self._additions)
+            while not ray.wait([result], timeout=1.0)[0]:
+                meanwhile()
             return references.load(result_of(result, f"a scheduled function on worker {index}"))
         finally:
             self.replica.expire()
@@ -180,9 +179,9 @@ class ParameterServerStrategy(OneDeviceStrategy):
         self._add("add_pipeline", references.dump(make, self._reference_of))
         return PerWorkerDataset(("dataset", len(self._additions) - 1))
 
-    def flush(self) -> None:
-        """Synchronous training: let servers step with what they have, though it is fewer gradients."""
-        self._servers.ask_all("flush")
+    def flush(self, waiting: int = 0) -> None:
+        """Synchronous training: let servers step with what they have, if so many workers wait for others."""
+        self._servers.ask_all("flush", waiting)
         self.replica.expire()
 
     # -- placing what the scope has made -----------------------------------------------------------------
@@ -191,8 +190,11 @@ class ParameterServerStrategy(OneDeviceStrategy):
         """Place what is new, and assign what the script has written.
 
         Raises:
+            RuntimeError: this is the evaluator.
             Exception: something cannot be placed; until it is gone, always.
         """
+        if not self.workers:
+            raise RuntimeError("this is the evaluator, which has no workers: ask mirrored.evaluation.is_evaluator")
         replica = self.replica
         self.engine.mirror_pending()
         roots = {root: name for name, root in self.engine.recorder.roots() if id(root) not in replica.references}
@@ -204,6 +206,7 @@ class ParameterServerStrategy(OneDeviceStrategy):
         }
         variables = self._lay_out(names, len(replica.tensors), _tables(roots))
         replica.add(variables, names)
+        replica.rebind()
         replica.assign(replica.written())
         if roots:
             self._add("add_variables", variables)
@@ -266,12 +269,11 @@ def _count(job: str, wanted: int | None, resolver: ClusterResolver, default: int
     """How many workers or servers there are to be."""
     tasks = resolver.cluster_spec()
     there = len(tasks.get(job, [])) if tasks else default
-    count = there if wanted is None else wanted
-    if count < 1:
-        raise ValueError(f"{count} {job} was asked for, but there has to be one at least")
-    if tasks and count != there:
-        raise ValueError(f"{count} {job} were asked for, but {resolver.origin} has {there}: leave the number out")
-    return count
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"{wanted} {job} was asked for, but there has to be one at least")
+    if tasks and wanted not in (None, there):
+        raise ValueError(f"{wanted} {job} were asked for, but {resolver.origin} has {there}: leave the number out")
+    return wanted or there
 
 
 def _tables(models: Iterable[nn.Module]) -> set[int]:

@@ -41,9 +41,8 @@ class Worker:
         _index = index
         self._strategy = OneDeviceStrategy(seed=None if seed is None else seed + 1 + index)
         self._input = InputContext(workers, index, 1)
-        self._replica = Replica(servers)
+        self._replica = Replica(servers, index)
         self._added = 0
-        self._pipelines: dict[int, bytes] = {}
         self._made: dict[Reference, Any] = {("strategy", 0): self._strategy, ("coordinator", 0): None}
 
     def add_variables(self, variables: Sequence[PlacedVariable]) -> None:
@@ -60,7 +59,7 @@ class Worker:
 
     def add_pipeline(self, pickled: bytes) -> None:
         """Keep what ``create_per_worker_dataset`` was given until its data are asked for."""
-        self._pipelines[self._added] = pickled
+        self._made[("pipeline", self._added)] = pickled
 
     def _resolve(self, reference: Reference) -> Any:
         (kind, index, *_), replica = reference, self._replica
@@ -72,7 +71,7 @@ class Worker:
         return self._made[reference]
 
     def _load_data(self, index: int) -> Any:
-        make = references.load(self._pipelines[index], self._resolve)
+        make = references.load(self._made[("pipeline", index)], self._resolve)
         parameters = inspect.signature(make).parameters.values()
         return make(self._input) if any(p.default is p.empty for p in parameters) else make()
 
@@ -93,7 +92,6 @@ class Worker:
             What it returned, pickled, with tensors on the CPU.
 
         Raises:
-            NotYet: this worker has to wait for others before it may begin.
             Exception: what the function has raised.
         """
         for method, arguments in ray.get(additions[self._added :]):
@@ -105,6 +103,7 @@ class Worker:
         self._replica.adopt_conditions(conditions)
         try:
             result = fn(*args, **kwargs)
+            self._replica.rebind()
             self._replica.add_buffers()
         finally:
             self._replica.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -152,6 +153,11 @@ def test_of_optimizers() -> None:
     before_hooks.move_to_end(first.id)
     assert list(before_hooks) == [last.id, first.id]
     assert list(after_hooks) == [after.id]
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch_private.count_as_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()
     inner = torch.optim.lr_scheduler.ConstantLR(optimizer)
     chained = torch.optim.lr_scheduler.ChainedScheduler([inner], optimizer)
     assert torch_private.inner_schedules(chained) == [inner]

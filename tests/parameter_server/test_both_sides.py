@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,8 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[],
     return step
 
 
-def zeros() -> nn.Module:
-    model = nn.Linear(2, 3)
+def zeros(inputs: int = 2) -> nn.Module:
+    model = nn.Linear(inputs, 3)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     return model
@@ -137,6 +138,28 @@ def test_synchronous_steps_take_the_mean_of_what_is_added_to_buffers() -> None:
     assert float(model.mean) == 1.5
 
 
+def test_synchronous_functions_of_several_steps_wait_for_slow_ones() -> None:
+    side = Side(zeros, workers=2, replicas_to_aggregate=2)
+    model, sgd = side.model, torch.optim.SGD(side.model.parameters(), 1.0)
+
+    def steps(*gradients: float) -> list[float]:
+        outputs = []
+        for gradient in gradients:
+            outputs.append(float(model(torch.zeros(2))[0]))
+            if gradient == 5.0:
+                time.sleep(1.5)  # longer than anybody waits without a look at who else is there
+            sgd.zero_grad()
+            (gradient * model.bias.sum()).backward()
+            sgd.step()
+        return outputs
+
+    values = [side.coordinator.schedule(steps, args=args) for args in ((1.0, 2.0, 3.0), (5.0, 6.0, 7.0), (1.0, 1.0))]
+    side.coordinator.join()
+    together = [0.0, -3.0, -7.0]
+    assert side.coordinator.fetch(values) == [together, together, [-12.0, -13.0]]  # the third one is alone
+    assert model.bias.tolist() == [-14.0] * 3
+
+
 def test_synchronous_optimizers_that_step_in_turn_keep_nobody_waiting() -> None:
     side = Side(zeros, workers=2, replicas_to_aggregate=2)
     first, second = (torch.optim.SGD([p], 1.0) for p in side.model.parameters())
@@ -191,7 +214,7 @@ def test_what_the_chief_may_not_change() -> None:
     with pytest.raises(RuntimeError, match="takes no more parameters: make another optimizer of them"):
         sgd.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     side.model[1] = nn.Linear(2, 3)
-    with pytest.raises(RuntimeError, match="a model has got other modules since it was placed"):
+    with pytest.raises(RuntimeError, match="a model has got other modules since the first schedule"):
         side.call(step)
 
 

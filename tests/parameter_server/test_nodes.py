@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 ray = pytest.importorskip("ray")
 
 from mirrored.cluster.resolver import ClusterError  # noqa: E402
-from mirrored.parameter_server.nodes import Cluster, _ip_of  # noqa: E402
+from mirrored.parameter_server.nodes import _ip_of  # noqa: E402
 from tests.cluster.test_tf_config import tf_config  # noqa: E402
 from tests.parameter_server.processes import descendants  # noqa: E402
 
@@ -227,7 +227,7 @@ CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]}
 def test_a_cluster_without_some_job(missing: str, job: str) -> None:
     cluster = {name: addresses for name, addresses in CLUSTER.items() if name != missing}
     with pytest.raises(ClusterError, match=f"TF_CONFIG: cluster has no '{missing}' task, but parameter servers need"):
-        Cluster(tf_config({"cluster": cluster, "task": {"type": job, "index": 0}}), 1, 1.0)
+        mirrored.ParameterServerStrategy(tf_config({"cluster": cluster, "task": {"type": job, "index": 0}}))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,8 @@ def test_a_cluster_without_some_job(missing: str, job: str) -> None:
     [
         ({"workers": 0}, "0 worker was asked for, but there has to be one at least"),
         ({"servers": 2}, "2 ps were asked for, but TF_CONFIG has 1: leave the number out"),
-        ({"replicas_to_aggregate": 3}, "replicas_to_aggregate is 3, but must be from 1 to 2 workers"),
+        ({"staleness": -1}, "staleness is -1, but must be 0 or more steps"),
+        ({"replicas_to_aggregate": 3}, "replicas_to_aggregate is 3, but must be from 1 to 2"),
     ],
 )
 @pytest.mark.row(62)
@@ -253,8 +254,11 @@ def test_the_evaluator_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     with strategy.scope():
         model = torch.nn.Linear(1, 1)
     assert model.state_dict()["weight"].isfinite()
+    coordinator = mirrored.ClusterCoordinator(strategy)
     with pytest.raises(RuntimeError, match="this is the evaluator, which has no workers"):
-        mirrored.ClusterCoordinator(strategy).schedule(lambda: None)
+        coordinator.schedule(lambda: None)
+    with pytest.raises(RuntimeError, match="this is the evaluator, which has no workers"):
+        coordinator.create_per_worker_dataset([1])
 
 
 def test_a_ray_cluster_that_is_there(program: str) -> None:

@@ -174,7 +174,7 @@ def test_a_worker_that_is_killed_loses_no_call(training: Training, tmp_path: pat
 @pytest.mark.row(66)
 def test_a_call_that_kills_every_worker_is_an_error(training: Training) -> None:
     training.coordinator.schedule(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(RuntimeError, match="5 workers were lost in turn while they computed one scheduled function"):
+    with pytest.raises(RuntimeError, match="5 workers were lost in turn in one scheduled function"):
         training.coordinator.join()
 
 

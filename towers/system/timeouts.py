@@ -63,15 +63,16 @@ class Deadline:
         return self.remaining() <= 0
 
 
-def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) -> None:
-    """Wait until ``done()``, for so many seconds at most.
+def wait_until(done: Callable[[], bool], seconds: float, pause: float = 0.02) -> bool:
+    """Wait until ``done()``, for so many seconds at most; returns whether it is.
 
     Args:
         pause: seconds between two looks.
     """
     deadline = Deadline(seconds)
-    while not done() and not deadline.has_passed():
+    while not (is_done := done()) and not deadline.has_passed():
         clock.sleep(pause)
+    return is_done
 
 
 def run_with_timeout(seconds: float, call: Callable[[], T]) -> T:

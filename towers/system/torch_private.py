@@ -137,6 +137,11 @@ def step_hooks(optimizer: Optimizer) -> tuple[Any, Any]:
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
+def count_as_stepped(optimizer: Optimizer) -> None:
+    """Tell schedules of the learning rate that an optimizer has stepped, elsewhere; else they warn of their order."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 # -- the compiler ------------------------------------------------------------------------------------------
 
 
