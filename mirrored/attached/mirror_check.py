@@ -49,9 +49,10 @@ _SEVERAL = {
 
 _LOOK_FOR = (
     "Look for what one tower does alone or in its own way: optimizer.step(), an average of parameters (EMA), a "
-    "scheduler or a loaded state under `if strategy.is_chief:`, gradients that no backward() has averaged, parameters "
-    "or averaged gradients changed by its own random numbers or data, a GPU or memory that fails. What one tower alone "
-    "is to keep, make outside the scope."
+    "scheduler or a loaded state under `if strategy.is_chief:`, a scheduler or an optimizer (ReduceLROnPlateau, LBFGS) "
+    "that was given its own loss, not the reduced one, gradients that no backward() has averaged, parameters or "
+    "averaged gradients changed by its own random numbers or data, a GPU or memory that fails. What one tower alone is "
+    "to keep, make outside the scope."
 )
 
 _PUT_IN_LATER = (

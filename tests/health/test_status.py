@@ -8,6 +8,7 @@ import pathlib
 
 import pytest
 import torch
+from torch._utils import ExceptionWrapper
 from torch.distributed import FileStore, PrefixStore
 
 import mirrored
@@ -75,6 +76,17 @@ def test_a_report_is_foreign_data(tmp_path: pathlib.Path) -> None:
     assert FailureReport.of(ValueError("boom")).write(str(path))
     report = FailureReport.read(path)
     assert (report.short, report.consequence) == ("ValueError: boom", False)
+
+
+def test_a_report_of_a_loaders_worker_says_what_it_raised_there() -> None:
+    try:
+        raise OSError("cannot read 77.png")
+    except OSError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 1")
+    with pytest.raises(OSError, match="Caught OSError in DataLoader worker process 1") as caught:
+        wrapped.reraise()
+    short = FailureReport.of(caught.value).short
+    assert short == "OSError: cannot read 77.png (in worker process 1 of a DataLoader)"
 
 
 def test_a_run_counts_as_a_step_when_it_trains() -> None:

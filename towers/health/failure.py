@@ -35,6 +35,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import re
 import signal
 import sys
 import threading
@@ -158,7 +159,10 @@ class FailureReport:
     @property
     def short(self) -> str:
         """The exception as part of a sentence: its first line, and of a long one the first sentence."""
-        first = self.text.strip().partition("\n")[0]
+        lines = self.text.strip().split("\n")
+        first = lines[0]
+        if re.search(r"Caught \w+ in DataLoader worker process \d+\.$", first):  # its traceback follows
+            first = f"{lines[-1]} (in worker process {first.split()[-1].rstrip('.')} of a DataLoader)"
         if len(first) > _SHORT:
             first = first.partition(". ")[0]
         return first if len(first) <= 2 * _SHORT else f"{first[: 2 * _SHORT]}…"
