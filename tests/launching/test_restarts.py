@@ -202,6 +202,25 @@ def test_workers_that_were_not_all_given_restarts_are_refused(restarts: tuple[in
         assert errors.startswith(text)
 
 
+def test_workers_ask_to_join_only_where_more_towers_could_train() -> None:
+    """Or the job would start again and again: three towers do not divide four virtual ones, four do."""
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(4))
+    job = Job(1, 2, 4, addresses, restarts=1, min_towers=2, virtual_towers=4)
+    store = serve_store("127.0.0.1", int(addresses[0].partition(":")[2]), "", "token")
+    signed, asked = SignedStore(store, "token"), "workers/0/towers/failures/joins"
+    signed.write(_ATTEMPT, {"number": 0, "members": [0, 1]})
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(FollowerRendezvous(job, "token")._follow, Deadline(HANG))
+        for _ in range(2):  # it has read the attempt before it writes the second one of these
+            wait_until(lambda: (signed.read(f"{_PRESENT}2") or {"after": -1})["after"] == 0)
+            store.delete_key(f"{_PRESENT}2")
+        assert not store.check([asked])
+        signed.write(f"{_PRESENT}3", {"after": 0, "lifeline": ""})
+        wait_until(lambda: store.check([asked]))
+        signed.write(_ATTEMPT, {"number": 1, "members": [0, 1, 2, 3]})
+        waits.result()
+
+
 def test_a_chief_that_is_told_to_end_while_workers_wait(tmp_path: pathlib.Path) -> None:
     """Nobody waits for it any longer, and it leaves nothing behind."""
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(3))

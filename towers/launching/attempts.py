@@ -2,7 +2,8 @@
 
 [Note: members] The chief writes every attempt, with its number and its workers, into the store that it serves
 for all of them. The others write there again and again for which attempt they wait. With ``min_towers`` the chief takes
-those that have come in time, and the others ask to join; without, it takes all, and the handshake waits for them.
+those that have come in time, and the others ask to join where more towers could train with those that wait; without, it
+takes all, and the handshake waits for them.
 
 The chief learns at once of an agent that is killed, and soon of a host that it cannot reach, and begins the next
 attempt; the others learn the same of the chief, and wait for the next attempt (:mod:`towers.launching.lifelines`). An
@@ -32,6 +33,12 @@ _ATTEMPT, _LIFELINES, _PRESENT = "towers/attempt", "towers/lifelines", "towers/p
 """Keys: of the present attempt; of the port for lifelines; of workers that wait, with their index."""
 
 _PAUSE, _READ_SECONDS = 0.1, 10.0
+
+
+def _waits(store: SignedStore, worker: int, after: int) -> str | None:
+    """The name of a worker's lifeline, if it waits for an attempt after this one; else None."""
+    message = store.read(f"{_PRESENT}{worker}")
+    return message["lifeline"] if message is not None and int(message["after"]) >= after else None
 
 
 class JobEndedError(StartupError):
@@ -104,13 +111,8 @@ class ChiefRendezvous(WorkersRendezvous):
 
     def _present(self, tcp: TCPStore) -> list[int]:
         """This worker, and those that wait for another attempt than the present one and those before."""
-        lost, workers = self._lost_lifelines(), range(1, self._job.workers)
-        return [0, *(worker for worker in workers if self._waits(tcp, worker, self.attempt) not in (None, *lost))]
-
-    def _waits(self, tcp: TCPStore, worker: int, after: int) -> str | None:
-        """The name of a worker's lifeline, if it waits for an attempt after this one; else None."""
-        message = SignedStore(tcp, self._token).read(f"{_PRESENT}{worker}")
-        return message["lifeline"] if message is not None and int(message["after"]) >= after else None
+        lost, signed = (None, *self._lost_lifelines()), SignedStore(tcp, self._token)
+        return [0, *(each for each in range(1, self._job.workers) if _waits(signed, each, self.attempt) not in lost)]
 
     def lost(self) -> str:
         ends = {name: end for name, end in self._lost_lifelines().items() if name not in self._gone}
@@ -124,10 +126,11 @@ class ChiefRendezvous(WorkersRendezvous):
 
     def _lifelines_of_members(self, tcp: TCPStore) -> dict[int, str | None]:
         """The names of the lifelines of the present attempt's workers; None of those that have not come."""
-        signed, names = SignedStore(self._agents_store(tcp), self._token), dict[int, str | None]()
+        signed, waiting = (SignedStore(store, self._token) for store in (self._agents_store(tcp), tcp))
+        names: dict[int, str | None] = {}
         for place, worker in enumerate(self.members):
             claim = signed.read(f"worker/{place}")  # another agent may wait for this one's place meanwhile
-            names[worker] = claim.get("lifeline") if claim else self._waits(tcp, worker, self.attempt - 1)
+            names[worker] = claim.get("lifeline") if claim else _waits(waiting, worker, self.attempt - 1)
         return names
 
     def end(self, text: str, code: int, *, given_up: bool) -> None:
@@ -195,7 +198,7 @@ class FollowerRendezvous(WorkersRendezvous):
                 deadline.restart()
 
     def _await_attempt(self, tcp: TCPStore) -> None:
-        job, signed = self._job, SignedStore(tcp, self._token)
+        job, signed, asks = self._job, SignedStore(tcp, self._token), False
         while True:
             has_begun = self.attempt < 0 and tcp.check(["workers/0/worker/0"])
             message, port = signed.read(_ATTEMPT), signed.read(_LIFELINES)  # the chief writes the latter first
@@ -211,13 +214,16 @@ class FollowerRendezvous(WorkersRendezvous):
             if message is not None and message != self._followed:
                 is_new, self._followed, self.attempt = self.attempt < 0, message, int(message["number"])
                 self.members = [int(member) for member in message["members"]]
-                agents = self._agents_store(tcp)
-                if job.worker not in self.members:
-                    ask_to_join(agents, self._token, job.worker)
-                elif is_new and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
+                agents, asks = self._agents_store(tcp), job.worker not in self.members
+                if is_new and not asks and SignedStore(agents, self._token).read(f"worker/{self._info(tcp).rank}"):
                     replace_worker(agents, self._token, self._info(tcp).rank, job.worker)
-                else:
+                elif not asks:
                     return
+            if asks:
+                waiting = [each for each in range(1, job.workers) if _waits(signed, each, self.attempt) is not None]
+                if len(choose_members(job, sorted({*self.members, *waiting}))) > len(self.members):
+                    asks = False
+                    ask_to_join(self._agents_store(tcp), self._token, job.worker)
             clock.sleep(_PAUSE)
 
     def lost(self) -> str:
