@@ -123,7 +123,7 @@ class CheckpointManager:
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._asynchronous = asynchronous
         self._signals = StopSignals(signals, grace_seconds)
-        self._requests = StepRequests(self._comm)
+        self._requests = StepRequests(self._comm, "CheckpointManager.step()")
         # Each run of `mirrored verify` gets an empty folder, and leaves the checkpoints of the real run alone.
         self._folder = Folder(interceptor().folder(pathlib.Path(folder)), disk or Disk(), keep)
         self.steps = 0

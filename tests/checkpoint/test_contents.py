@@ -22,6 +22,7 @@ from mirrored.checkpoint.tensors import FileLayout, TensorFile
 from tests.faults.training import make_model
 from tests.support.checkpoints import Stubborn, come_back, damage, json_values, manager_of, one_tower
 from tests.support.commands import run_command
+from tests.support.jobs import all_raise, failures
 
 
 def test_the_script_keeps_its_own_objects(folder: pathlib.Path) -> None:
@@ -273,3 +274,20 @@ def test_data_that_is_not_saved_is_said_where_there_is_an_optimizer(
     mirrored.CheckpointManager(strategy, folder, objects).save()
     said = [message for message in caplog.messages if "no distributed dataset" in message]
     assert len(said) == trains
+
+
+def count_a_step_on_the_chief_alone(strategy: mirrored.Strategy, folder: pathlib.Path, before: int) -> None:
+    manager = mirrored.CheckpointManager(strategy, folder, {"progress": {}})
+    for step in range(before + 1):
+        if step < before or strategy.is_chief:
+            manager.step()
+        strategy.barrier()
+
+
+@pytest.mark.row(81)
+def test_a_step_that_the_chief_alone_counts(folder: pathlib.Path) -> None:
+    """As under ``if strategy.is_chief:``, from the first step on, or in a later one alone."""
+    words = r"called different things: tower 1 strategy\.barrier\(\), tower 0 CheckpointManager\.step\(\)"
+    all_raise(mirrored.DisagreementError, words, count_a_step_on_the_chief_alone, folder, 0)
+    _, other = failures(count_a_step_on_the_chief_alone, folder, 1)
+    assert "another tower" in str(other)

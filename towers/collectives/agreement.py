@@ -56,7 +56,13 @@ def announce_with_body(
     header = {"call": call, "details": details, "error": error and [type(error).__name__, str(error)]}
     with comm.health.at(call):
         messages = comm.all_gather_bytes(json.dumps(header, default=str).encode() + b"\0" + body)
-    headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
+    try:
+        headers = [json.loads(message[: message.index(b"\0")]) for message in messages]
+    except ValueError:  # of a collective that is not announced
+        raise DisagreementError(
+            f"the towers called different things: tower {comm.index} {call}, and another tower something else; every "
+            f"tower must make the same calls in the same order. {DECIDE_TOGETHER}"
+        ) from None
     for tower, other in enumerate(headers):
         if other["error"] is not None:
             kind, text = other["error"]
@@ -94,10 +100,14 @@ def agree(comm: Communicator, call: str, options: dict[str, Any]) -> None:
 
 
 class StepRequests:
-    """Tells towers what any asks all to do at a step, as a bit mask; see [Note: requests are answered a step later]."""
+    """Tells towers what any asks all to do at a step, as a bit mask; see [Note: requests are answered a step later].
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    Args:
+        call: what a person would say is being done.
+    """
+
+    def __init__(self, comm: Communicator, call: str) -> None:
+        self._comm, self._call = comm, call
         self._in_flight: tuple[Pending, torch.Tensor] | None = None
 
     def collect(self, local: int) -> int:
@@ -109,7 +119,9 @@ class StepRequests:
         if self._comm.size == 1:
             return local
         requests = 0
-        if self._in_flight is not None:
+        if self._in_flight is None:  # what is left out on a tower is mostly left out from the first step on
+            announce(self._comm, self._call)
+        else:
             pending, rows = self._in_flight
             pending.wait()
             for reported in rows.view(-1).tolist():
