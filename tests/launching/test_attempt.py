@@ -95,20 +95,22 @@ def test_a_worker_may_come_before_the_towers_can_save(tmp_path: pathlib.Path, mo
 SAVES = r"""
     import os, signal, sys
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(75))
     os.write(1, b"ready\n")  # at once: print writes the end of the line by itself where nothing is buffered
     signal.pause()
 """
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_told_to_end_lets_its_workers_save(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_cluster_that_is_told_to_end_lets_its_workers_save(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "saves.py"
     script.write_text(textwrap.dedent(SAVES))
     process = start_command(["mirrored", "cluster", str(script)])
     lines = {process.stdout.readline(), process.stdout.readline()}
     assert lines == {"ready\n", "[worker 1] ready\n"}
-    process.terminate()
+    process.send_signal(number)
     end_of(process, EXIT_PREEMPTED)
 
 

@@ -20,8 +20,11 @@ from tests.support.restarts import PROGRAM, Workers
 from tests.support.waiting import HANG, wait_until
 from towers.joining.store import SignedStore, serve_store
 from towers.launching.attempts import _ATTEMPT, _PRESENT, FollowerRendezvous
+from towers.launching.failure_broadcast import FailureBroadcast
 from towers.launching.job import Job
 from towers.launching.members import choose_members, on_devices_left
+from towers.launching.rendezvous import Rendezvous
+from towers.launching.restarts import RestartableAttempt, _reason_against
 from towers.system.timeouts import Deadline
 
 RUN = ["mirrored", "run", "--towers", "2"]
@@ -104,6 +107,16 @@ def test_a_job_gives_up_with_a_reason(case: str, tmp_path: pathlib.Path) -> None
     result = run_command([*RUN, *options, PROGRAM, str(tmp_path)], env={"FAIL": fails})
     assert result.returncode in (1, 128 + signal.SIGKILL)
     assert result.stderr.endswith(end)
+
+
+def test_an_exception_of_another_tower_may_be_the_same_failure(tmp_path: pathlib.Path) -> None:
+    """All towers come to it: which of them is first is chance."""
+    job = Job(2, restarts=5)
+    attempt = RestartableAttempt(job, tmp_path, 0, FailureBroadcast(""), Rendezvous(job, ""))
+    end = "failed before its first step: ValueError: boom"
+    failures = [(f"tower 0 {end}", 0), (f"first of all, tower 1 on there (worker 1) {end}", 0)]
+    assert _reason_against(job, attempt, failures).startswith("it was, and has failed in the same way")
+    assert _reason_against(job, attempt, [("tower 0 was ended", 0), ("tower 1 was ended", 0)]) == ""
 
 
 @pytest.mark.row(70)

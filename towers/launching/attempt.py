@@ -256,6 +256,6 @@ class Attempt:
 
 
 def unhandled(*numbers: int) -> list[int]:
-    """Those of these signals that have their default handler; none outside of the main thread."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return [number for number in numbers if in_main_thread and signal.getsignal(number) == signal.SIG_DFL]
+    """Those of these signals that have Python's handler, or none; none of them outside of the main thread."""
+    in_main_thread, default = threading.current_thread() is threading.main_thread(), signal.default_int_handler
+    return [each for each in numbers if in_main_thread and signal.getsignal(each) in (signal.SIG_DFL, default)]

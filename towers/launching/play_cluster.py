@@ -63,7 +63,7 @@ def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
         os.environ.setdefault(JOB_TOKEN, secrets.token_hex())
     with console.Relay() as relay:
         attempt = Attempt(relay.directory, grace=_GRACE)
-        restore = attempt.forward(unhandled(signal.SIGTERM))
+        restore = attempt.forward(unhandled(signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for job, index in tasks:
@@ -74,8 +74,10 @@ def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
                         else None
                         for stream in ("stdout", "stderr")
                     )
-                    variables = _environment(cluster, job, index)
-                    processes.append(subprocess.Popen(program, env=variables, stdout=stdout, stderr=stderr))
+                    env = _environment(cluster, job, index)
+                    # In a session of its own: a terminal's signal, and the same one forwarded, would be two.
+                    process = subprocess.Popen(program, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+                    processes.append(process)
                 attempt.processes[len(processes) - 1] = processes[-1].pid
             attempt.wait()
         except KeyboardInterrupt:
@@ -86,6 +88,7 @@ def play(program: Sequence[str], workers: int, servers: int = 0) -> int:
             for process in processes:
                 process.wait()
     if (signal_number := attempt.died_of_forwarded) is not None:
+        signal.signal(signal_number, signal.SIG_DFL)
         os.kill(os.getpid(), signal_number)
     codes = attempt.endings.values()
     return max(map(abs, codes)) if len(codes) == len(tasks) else 1

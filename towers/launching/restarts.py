@@ -179,7 +179,9 @@ def _reason_against(job: Job, attempt: RestartableAttempt, failures: Sequence[tu
     first = f"; first of all, {first}" if first != last else ""
     if len(failures) > job.restarts:
         return f"it was, {job.restarts} times{first}"
-    if failures[-1:] == failures[-2:-1]:
+    # Of an exception it does not matter on which tower it came first.
+    last_two = [(text.partition(" failed ")[2] or text, step) for text, step in failures[-2:]]
+    if last_two[1:] == last_two[:1]:
         return f"it was, and has failed in the same way at the same step{first}"
     if job.from_the_start or attempt.restores or not attempt.step:
         return ""
